@@ -1,0 +1,1 @@
+"""Backends: each turns the common contract into calls of one kernel library."""

@@ -1,0 +1,88 @@
+"""What the backends over `ops.paged_attention` share; they differ in the path and in what they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from .. import ops
+from ..kv_cache import LayerCache
+from ..metadata import CommonAttentionMetadata
+from .base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
+
+
+class OpMetadataBuilder(AttentionMetadataBuilder):
+    """The op reads lengths and tables on the device: there is nothing to plan."""
+
+    def build(self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None) -> AttentionMetadata:
+        if into is None:
+            return AttentionMetadata(common)
+        for field in dataclasses.fields(common):
+            target, source = getattr(into.common, field.name), getattr(common, field.name)
+            if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor) and target is not source:
+                target.copy_(source, non_blocking=True)
+        return into
+
+
+class OpAttentionImpl(AttentionImpl):
+    """Attention by `ops.paged_attention` on one path."""
+
+    path: ClassVar[str]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        q_scale: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        common, spec = metadata.common, self.spec
+        keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
+        if keys is None or values is None:
+            raise TypeError("forward without a cache needs key and value")
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        lse = torch.empty(query.shape[:2], dtype=wide, device=query.device) if return_lse else None
+        out = ops.paged_attention(
+            query,
+            keys,
+            values,
+            None if kv_cache is None else common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            scale=spec.softmax_scale,
+            causal=bool(spec.causal),
+            sliding_window=spec.sliding_window,
+            softcap=spec.softcap,
+            num_decodes=common.num_decodes,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            out=out,
+            lse=lse,
+            mask_mod=spec.mask_mod,
+            path=self.path,
+        )
+        return out, lse
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        kv_cache: LayerCache,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        target = None if value is None else kv_cache.value
+        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, path=self.path)

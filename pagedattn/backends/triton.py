@@ -1,0 +1,67 @@
+"""TRITON: our own Triton kernels, on any GPU that Triton compiles for."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from ..capabilities import Capabilities, IntRange, Rejection
+from ..ops.library import interpreted
+from ..spec import AttentionSpec, AttentionType, GraphLevel
+from .base import AttentionBackend, Availability
+from .op_backend import OpAttentionImpl, OpMetadataBuilder
+
+
+class TritonImpl(OpAttentionImpl):
+    path = "triton"
+
+
+class TritonBackend(AttentionBackend):
+    """One varlen kernel for prefill, decode and mixed batches; decodes split their keys over the GPU."""
+
+    name = "TRITON"
+    builder = OpMetadataBuilder
+    impl = TritonImpl
+
+    @classmethod
+    @cache
+    def availability(cls) -> Availability:
+        try:
+            return Availability(ok=True, version=version("triton"))
+        except PackageNotFoundError:
+            return Availability(ok=False, reason="triton is not installed", hint="pip install triton")
+
+    @classmethod
+    @cache
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(
+            devices=("cuda", "cpu") if interpreted() else ("cuda",),
+            min_capability=(8, 0),
+            dtypes=(torch.float32, torch.float16, torch.bfloat16),
+            head_dims=IntRange(1, 512),
+            any_head_dim_v=True,
+            block_sizes=IntRange(1, 1024),
+            cache_layouts=("NHD", "HND"),
+            gqa_ratios=IntRange(1, 128),
+            attn_types=tuple(AttentionType),
+            non_causal=True,
+            sliding_window=True,
+            softcap=True,
+            alibi=True,
+            sinks=True,
+            lse=True,
+            compile=True,
+            graph_level=GraphLevel.ALWAYS,
+        )
+
+    @classmethod
+    def rejections(cls, spec: AttentionSpec) -> list[Rejection]:
+        out = super().rejections(spec)
+        if interpreted() and spec.dtype == torch.bfloat16:
+            hint = "the interpreter computes on bfloat16's bit pattern; unset TRITON_INTERPRET or use float32"
+            out.append(Rejection("dtype", "bfloat16", "float32, float16 under TRITON_INTERPRET=1", hint))
+        if spec.value_dim > 512:
+            out.append(Rejection("head_dim_v", spec.value_dim, "1..512"))
+        return out

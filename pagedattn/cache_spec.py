@@ -1,0 +1,129 @@
+"""KV cache specs: what one layer stores per token, and how layers of several kinds overlay one pool of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+
+from .errors import InvalidInputError, UnsupportedError
+
+_STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """What one layer keeps per token. `kv_cache_dtype="auto"` stores `dtype`; int8 adds a float32 scale per head."""
+
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of the stored values; 0 where values are a view of the keys."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The element type in memory."""
+        return _STORED.get(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def scales_per_token(self) -> int:
+        """How many float32 scales a token keeps beside its elements."""
+        return 2 * self.num_kv_heads if self.kv_cache_dtype == "int8" else 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in one layer, scales included."""
+        elements = self.num_kv_heads * (self.head_dim + self.value_dim)
+        return elements * self.stored_dtype.itemsize + 4 * self.scales_per_token
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.bytes_per_token * self.block_size
+
+    def window(self) -> int | None:
+        """How many of the last tokens are ever read again; None is all."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttentionSpec(KVCacheSpec):
+    """A layer that reads every earlier token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowSpec(KVCacheSpec):
+    """A layer that reads the last `sliding_window` tokens only; older blocks may be released."""
+
+    sliding_window: int
+
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLASpec(KVCacheSpec):
+    """A latent cache: one key row per token, whose first `latent_dim` elements are also the value."""
+
+    latent_dim: int
+
+    @property
+    def value_dim(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers of one kind that share a block table. `layers` are model layer indices, one per slab of the cache."""
+
+    spec: KVCacheSpec
+    layers: tuple[int, ...]
+
+
+def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Cut a model's layers into groups that overlay one pool of equally large blocks.
+
+    Layers of one kind are cut into groups of n, where n is the number of layers of the rarest kind (all layers where
+    there is one kind), so that n slabs hold the whole model and a block id serves any group. Block sizes of kinds with
+    fewer bytes per token are scaled up until bytes per block are equal. Source: the hybrid allocator of vLLM.
+
+    Raises:
+        InvalidInputError: no layers.
+        UnsupportedError: kinds whose bytes per token are not in an integer ratio.
+    """
+    if not specs:
+        raise InvalidInputError("specs", "one KVCacheSpec per layer", "an empty sequence")
+    kinds: dict[KVCacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        kinds.setdefault(spec, []).append(layer)
+    per_group = min(map(len, kinds.values()))
+    scaled = _equal_blocks(tuple(kinds))
+    groups = []
+    for spec, layers in kinds.items():
+        cuts = range(0, len(layers), per_group)
+        groups += [KVCacheGroup(scaled[spec], tuple(layers[cut : cut + per_group])) for cut in cuts]
+    return tuple(groups)
+
+
+def _equal_blocks(kinds: tuple[KVCacheSpec, ...]) -> dict[KVCacheSpec, KVCacheSpec]:
+    largest = max(spec.bytes_per_block for spec in kinds)
+    out = {}
+    for spec in kinds:
+        factor, rest = divmod(largest, spec.bytes_per_block)
+        if rest:
+            common = gcd(largest, spec.bytes_per_block)
+            raise UnsupportedError(
+                f"blocks of {spec} hold {spec.bytes_per_block} bytes, which does not divide the {largest} bytes of the "
+                f"largest kind (common divisor {common}); choose block sizes with equal bytes or use separate caches"
+            )
+        out[spec] = replace(spec, block_size=spec.block_size * factor)
+    return out

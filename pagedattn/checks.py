@@ -1,0 +1,85 @@
+"""Checks of a layer call and of a step's contents, as far as PAGEDATTN_CHECK asks."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import InvalidInputError
+from .kv_cache import LayerCache
+from .metadata import CommonAttentionMetadata
+from .spec import AttentionSpec
+
+
+def check_call(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+) -> None:
+    """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device."""
+    device = common.query_start_loc.device
+    _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
+    if len(query) < common.num_tokens:
+        raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
+    if key is not None:
+        _tensor("key", key, spec.kv_heads, spec.head_dim, spec.dtype, device)
+    if value is not None:
+        _tensor("value", value, spec.kv_heads, spec.value_dim, spec.dtype, device)
+    if kv_cache is None:
+        if key is None or value is None:
+            raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+        return
+    got = kv_cache.key.shape[2:], kv_cache.value.shape[2:]
+    want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
+    if (tuple(got[0]), tuple(got[1])) != want:
+        raise InvalidInputError("kv_cache", f"key and value [P, S, *] with {want}", (tuple(got[0]), tuple(got[1])))
+    if kv_cache.key.device != device:
+        raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
+    if spec.block_size not in (None, kv_cache.block_size):
+        remedy = "build the layer with the cache's block_size, or None"
+        raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
+    if common.seq_lens_cpu is not None and common.num_seqs:
+        room = common.block_table.shape[1] * kv_cache.block_size
+        longest = int(common.seq_lens_cpu.max())
+        if longest > room:
+            raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)
+
+
+def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
+    """Level 2: every live table entry, slot and length; waits for the device."""
+    lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
+    query_lens = starts.diff()
+    if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
+        raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
+    if bool((query_lens > lens).any()):
+        raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())
+    size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
+    if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
+        raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
+    live = torch.arange(table.shape[1]) * size < lens[:, None]
+    bad = (live & ((table < 0) | (table >= blocks))).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        got = f"{int(table[row, column])} at row {row}, column {column}"
+        raise InvalidInputError("block_table", f"blocks in [0, {blocks})", got)
+    slots = common.slot_mapping.cpu()
+    written = slots[slots >= 0]
+    if len(written) and int(written.max()) >= blocks * size:
+        raise InvalidInputError("slot_mapping", f"below {blocks * size} (negative skips)", int(written.max()))
+    if len(written.unique()) != len(written):
+        raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _tensor(
+    name: str, tensor: torch.Tensor, heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.dim() != 3 or tensor.shape[1] != heads or tensor.shape[2] != dim:
+        raise InvalidInputError(name, f"[T, {heads}, {dim}]", list(tensor.shape))
+    if tensor.dtype != dtype:
+        raise InvalidInputError(name, str(dtype), tensor.dtype, "build the layer with this dtype, or cast")
+    if tensor.device != device:
+        raise InvalidInputError(name, f"on {device} as the metadata", tensor.device)
+    if tensor.stride(2) != 1 and tensor.numel():
+        raise InvalidInputError(name, "contiguous in its last dimension", f"strides {tensor.stride()}")

@@ -1,0 +1,41 @@
+"""Every PAGEDATTN_* variable: its name, its meaning, and a strict parser. A bad value raises; nothing is guessed."""
+
+from __future__ import annotations
+
+import os
+
+from .errors import InvalidInputError
+
+VARIABLES = {
+    "PAGEDATTN_BACKEND": "backend by name (`TRITON`), or one per phase (`prefill=TRITON,decode=TORCH`)",
+    "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
+    "PAGEDATTN_LOG": "log level of the `pagedattn` logger: debug, info, warning (default), error",
+    "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
+}
+
+
+def backend() -> str | None:
+    """The backend asked for by the environment, or None."""
+    return os.environ.get("PAGEDATTN_BACKEND") or None
+
+
+def check_level() -> int:
+    """How much `PAGEDATTN_CHECK` asks to validate: 0, 1 or 2."""
+    return int(_one_of("PAGEDATTN_CHECK", ("0", "1", "2"), "1"))
+
+
+def log_level() -> str:
+    """The level name for the `pagedattn` logger, in upper case as `logging` wants it."""
+    return _one_of("PAGEDATTN_LOG", ("debug", "info", "warning", "error"), "warning").upper()
+
+
+def plugins_enabled() -> bool:
+    """Whether backends registered by other packages are looked up."""
+    return _one_of("PAGEDATTN_PLUGINS", ("0", "1"), "1") == "1"
+
+
+def _one_of(name: str, allowed: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(name, default)
+    if value not in allowed:
+        raise InvalidInputError(name, f"one of {', '.join(allowed)}", repr(value), "correct or unset the variable")
+    return value

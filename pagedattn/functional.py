@@ -1,0 +1,83 @@
+"""paged_attention: the layer without a layer, for callers who hold their own parameters."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from .composite import CompositeBuilder, CompositeImpl
+from .errors import InvalidInputError
+from .kv_cache import LayerCache
+from .metadata import CommonAttentionMetadata
+from .selector import Request, current_request, select_backend
+from .spec import AttentionSpec, AttentionType
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+    *,
+    scale: float | None = None,
+    causal: bool | None = None,
+    attn_type: AttentionType = AttentionType.DECODER,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write new keys and values (where there is a cache and `key`), then attend.
+
+    Args:
+        query: [T, Hq, D]. key, value: [T', Hkv, D] and [T', Hkv, Dv], or None to write nothing.
+        kv_cache: a layer's cache, or None to attend to key and value themselves.
+
+    Returns:
+        output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
+
+    Raises:
+        InvalidInputError: neither cache nor keys, or wrong shapes. UnsupportedError: no backend serves this.
+    """
+    keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
+    if keys is None or values is None:
+        raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+    gpu = query.device.type == "cuda"
+    spec = AttentionSpec(
+        num_heads=query.shape[1],
+        head_dim=query.shape[2],
+        num_kv_heads=keys.shape[-2],
+        head_dim_v=values.shape[-1],
+        dtype=query.dtype,
+        device_type=query.device.type,
+        capability=torch.cuda.get_device_capability(query.device) if gpu else None,
+        block_size=None if kv_cache is None else kv_cache.block_size,
+        attn_type=attn_type,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+        has_alibi=alibi_slopes is not None,
+        needs_lse=return_lse,
+    )
+    impl, builder = _served(spec, query.device, current_request(backend))
+    if kv_cache is not None and key is not None:
+        impl.write_kv(key, value, kv_cache, common.slot_mapping)
+    metadata = builder.build(common)
+    return impl.forward(
+        query, key, value, kv_cache, metadata, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse
+    )
+
+
+@lru_cache(maxsize=256)
+def _served(spec: AttentionSpec, device: torch.device, request: Request):  # type: ignore[no-untyped-def]
+    selection = select_backend(spec, request)
+    prefill, decode = selection.prefill, selection.decode
+    if prefill is decode:
+        return prefill.impl(spec), prefill.builder(spec, device)
+    return CompositeImpl(prefill, decode, spec), CompositeBuilder(prefill, decode, spec, device)

@@ -1,0 +1,198 @@
+"""Attention: the drop-in layer. It writes new keys and values to the paged cache and attends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from . import env
+from .backends.base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
+from .checks import check_call, check_contents
+from .composite import CompositeBuilder, CompositeImpl
+from .errors import InvalidInputError
+from .kv_cache import LayerCache
+from .metadata import CommonAttentionMetadata
+from .selector import Selection, current_request, select_backend
+from .spec import AttentionSpec, AttentionType
+from .step import Key, StepMetadata
+
+
+class Attention(nn.Module):
+    """Attention of one model layer over a paged KV cache.
+
+    Queries and keys come rotated; the caller keeps block tables and lengths (see `CommonAttentionMetadata`). Who
+    serves it is decided when the layer is built, or moved: argument `backend`, `use_backend()`, PAGEDATTN_BACKEND, or
+    the measured priority. `layer.selection.describe()` says who and why.
+
+    Args:
+        sliding_window: keys kept, the token's own included. softcap: cap * tanh(logit / cap).
+        alibi_slopes, sinks: [num_heads]; a sink is one more logit per head that joins the denominator.
+        block_size: of the cache; None lets the backend choose (`layer.selection.block_size`).
+        kv_group: whose block table this layer uses, see `PagedKVCache.group_of`.
+        dtype, device: of queries, keys and values; follow `.to()` like a parameter's.
+
+    Raises:
+        UnsupportedError: the backend asked for, or every backend, cannot serve this; lists the reasons.
+        InvalidInputError: values that contradict each other, or an unknown backend.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        scale: float | None = None,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: torch.Tensor | Sequence[float] | None = None,
+        sinks: torch.Tensor | None = None,
+        head_dim_v: int | None = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+        causal: bool | None = None,
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        backend: str | None = None,
+        kv_group: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.kv_group = kv_group
+        self._base = AttentionSpec(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim_v=head_dim_v,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            has_alibi=alibi_slopes is not None,
+            has_sinks=sinks is not None,
+            attn_type=attn_type,
+            causal=causal,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+        )
+        self._request = current_request(backend)
+        self._slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
+        for name, values in (("alibi_slopes", self._slopes), ("sinks", sinks)):
+            if values is not None and tuple(values.shape) != (num_heads,):
+                raise InvalidInputError(name, f"[{num_heads}], one per query head", list(values.shape))
+        self.sinks = sinks
+        # An empty buffer follows .to() and so says which dtype and device the layer now has.
+        self.register_buffer("_anchor", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self._resolve()
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        super()._apply(fn, recurse)
+        self._resolve()
+        return self
+
+    def _resolve(self) -> None:
+        """Choose the backend for the dtype and device that the layer has now."""
+        device = self._device()
+        gpu = device.type == "cuda"
+        spec = self._base.replace(
+            dtype=self._anchor.dtype,
+            device_type="cpu" if device.type == "meta" else device.type,
+            capability=torch.cuda.get_device_capability(device) if gpu else None,
+        )
+        self.selection: Selection = select_backend(spec, self._request)
+        prefill, decode = self.selection.prefill, self.selection.decode
+        single = prefill is decode
+        self._impl: AttentionImpl = prefill.impl(spec) if single else CompositeImpl(prefill, decode, spec)
+        self._builder: AttentionMetadataBuilder | None = None
+        if self._slopes is not None and device.type != "meta":
+            self._slopes = self._slopes.to(device)
+
+    def _device(self) -> torch.device:
+        return self._anchor.device
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What this layer asks of a backend."""
+        return self.selection.spec
+
+    @property
+    def plan_key(self) -> Key:
+        """Layers with equal keys share metadata."""
+        return (self.kv_group, self.selection.spec, self.selection.name)
+
+    @property
+    def builder(self) -> AttentionMetadataBuilder:
+        """The metadata builder of this layer's backend, made on first use."""
+        if self._builder is None:
+            prefill, decode, device = self.selection.prefill, self.selection.decode, self._device()
+            single = prefill is decode
+            self._builder = (
+                prefill.builder(self.spec, device) if single else CompositeBuilder(prefill, decode, self.spec, device)
+            )
+        return self._builder
+
+    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
+        """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
+        return self.builder.build(common)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: LayerCache | None,
+        metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the new keys and values, then attend.
+
+        Args:
+            query: [T, Hq, D] or [T, Hq * D]. key: [T', Hkv, D] or flat, None where nothing is to be written (a shared
+                cache, cross attention after its first step). value: [T', Hkv, Dv] or flat.
+            kv_cache: this layer's cache; None attends to `key` and `value` themselves, packed, writing nothing.
+            metadata: of `plan_step`, of `build`, or a CommonAttentionMetadata, which is built at once (slower).
+            out: [T, Hq, Dv] to write to.
+
+        Returns:
+            [T, Hq, Dv], or [T, Hq * Dv] for a flat query.
+
+        Raises:
+            InvalidInputError: shapes, dtypes or devices that do not fit (PAGEDATTN_CHECK=1), or contents (2).
+        """
+        spec = self.spec
+        flat = query.dim() == 2
+        query = _heads(query, spec.num_heads, spec.head_dim)
+        key = None if key is None else _heads(key, spec.kv_heads, spec.head_dim)
+        value = None if value is None else _heads(value, spec.kv_heads, spec.value_dim)
+        built = self._metadata(metadata)
+        level = env.check_level()
+        if level:
+            check_call(spec, query, key, value, kv_cache, built.common)
+        if level == 2 and kv_cache is not None:
+            check_contents(built.common, kv_cache)
+        if kv_cache is not None and key is not None:
+            self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping)
+        target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)
+        result, _ = self._impl.forward(
+            query, key, value, kv_cache, built, target, sinks=self.sinks, alibi_slopes=self._slopes
+        )
+        return result.flatten(1) if flat else result
+
+    def _metadata(self, metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata) -> AttentionMetadata:
+        if isinstance(metadata, StepMetadata):
+            return metadata.of(self.plan_key)
+        if isinstance(metadata, CommonAttentionMetadata):
+            return self.build(metadata)
+        return metadata
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"{spec.num_heads}/{spec.kv_heads} heads of {spec.head_dim}, backend={self.selection.name}"
+
+
+def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """[T, H * D] as [T, H, D]; three dimensions stay as they are."""
+    if tensor.dim() == 2 and tensor.shape[1] == heads * dim:
+        return tensor.unflatten(1, (heads, dim))
+    return tensor

@@ -1,0 +1,106 @@
+"""CommonAttentionMetadata: what one step attends to, the same for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import ops
+from .errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonAttentionMetadata:
+    """One step of B sequences and T tokens, as tensors and host integers only.
+
+    With a cache, sequence b has `seq_lens[b]` keys (new tokens included), the last of which belong to its own query
+    rows `query_start_loc[b] : query_start_loc[b + 1]`. Without one (`kv_cache=None`), keys are packed back to back in
+    runs of `seq_lens[b]` rows. Sequences may have no query rows and no keys.
+    """
+
+    query_start_loc: torch.Tensor  # [B + 1] int32, device
+    seq_lens: torch.Tensor  # [B] int32, device
+    block_table: torch.Tensor  # [B, max_blocks] int32, device; entries past a sequence are never followed
+    slot_mapping: torch.Tensor  # [n] int64, device; row t of the keys goes to slot t; outside the cache means skip
+    query_start_loc_cpu: torch.Tensor | None = None  # [B + 1] int32, exact or None
+    seq_lens_cpu: torch.Tensor | None = None  # [B] int32, exact or None, never a bound
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int  # upper bound
+    max_seq_len: int  # upper bound
+    num_decodes: int = 0  # the first so many sequences are decodes; 0 is always legal
+    shared_prefix_len: int = 0  # tokens that all sequences have in common, in the same blocks; 0 is none
+
+    @classmethod
+    def from_lengths(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: torch.Tensor | None = None,
+        *,
+        block_size: int = 16,
+        device: torch.device | str | None = None,
+        num_decodes: int | None = None,
+    ) -> CommonAttentionMetadata:
+        """Build everything from lengths and tables that the host knows.
+
+        Args:
+            query_lens: new tokens per sequence.
+            seq_lens: keys per sequence, new tokens included.
+            block_table: [B, max_blocks] int32; None where there is no cache (empty table, nothing is written).
+            num_decodes: leading sequences with one token each; counted where None.
+
+        Raises:
+            InvalidInputError: lengths of different number, negative, or longer than the table.
+        """
+        _check_lengths(query_lens, seq_lens, block_table, block_size)
+        table = torch.empty(len(seq_lens), 0, dtype=torch.int32) if block_table is None else block_table
+        device = table.device if device is None and block_table is not None else torch.device(device or "cpu")
+        lens = torch.tensor(query_lens, dtype=torch.int32)
+        starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        keys = torch.tensor(seq_lens, dtype=torch.int32)
+        starts_dev, keys_dev, table = starts.to(device), keys.to(device), table.to(device)
+        slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=device)
+        if block_table is None:
+            slots.fill_(-1)
+        else:
+            ops.compute_slot_mapping(table, block_size, starts_dev, keys_dev, slots)
+        if num_decodes is None:
+            pairs = zip(query_lens, seq_lens, strict=True)
+            num_decodes = next((i for i, (q, k) in enumerate(pairs) if q != 1 or k < 2), len(query_lens))
+        return cls(
+            query_start_loc=starts_dev,
+            seq_lens=keys_dev,
+            block_table=table,
+            slot_mapping=slots,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=keys,
+            num_seqs=len(query_lens),
+            num_tokens=int(starts[-1]),
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            num_decodes=num_decodes,
+        )
+
+    def replace(self, **changes: object) -> CommonAttentionMetadata:
+        """A copy with other fields."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check_lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor | None, block_size: int
+) -> None:
+    if len(query_lens) != len(seq_lens):
+        raise InvalidInputError("seq_lens", f"as many as query_lens ({len(query_lens)})", len(seq_lens))
+    if any(n < 0 for n in (*query_lens, *seq_lens)):
+        raise InvalidInputError("query_lens and seq_lens", "non-negative", f"{list(query_lens)} and {list(seq_lens)}")
+    if block_table is None:
+        return
+    if block_table.dim() != 2 or block_table.dtype != torch.int32 or len(block_table) != len(seq_lens):
+        got = f"{block_table.dtype} {list(block_table.shape)}"
+        raise InvalidInputError("block_table", f"int32 [{len(seq_lens)}, max_blocks]", got)
+    if max(seq_lens, default=0) > block_table.shape[1] * block_size:
+        room = f"at most {block_table.shape[1]} blocks x {block_size} tokens"
+        raise InvalidInputError("seq_lens", room, max(seq_lens), "widen the block table")

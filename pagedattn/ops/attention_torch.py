@@ -1,0 +1,152 @@
+"""Attention over a paged cache in plain torch: batched over sequences, any device, any head dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_SCORES = 1 << 25  # logits held at once; bounds memory, not what is served
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_table: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    max_query_len: int,
+    max_seq_len: int,
+    num_decodes: int,
+    mask_mod: MaskMod | None = None,
+) -> None:
+    """Fill `out` [T, Hq, Dv] and `lse` [T, Hq]; arguments as in `ops.paged_attention`. No value reaches the host."""
+    heads, tokens = query.shape[1], torch.arange(len(query), device=query.device)
+    starts, lens = query_start_loc.long(), seq_lens.long()
+    seq = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(lens) - 1)
+    row = tokens - starts[seq]
+    for first, last, low, high in _pieces(len(lens), heads, max_query_len, max_seq_len, num_decodes):
+        piece = slice(first, last)
+        rows = torch.arange(low, high, device=query.device)  # [R]
+        q_index = (starts[:-1][piece, None] + rows).clamp_(max=len(query) - 1)  # [b, R]
+        k, v, seen = _keys(key, value, block_table, lens, piece, max_seq_len)
+        position = (lens - starts[1:] + starts[:-1])[piece, None] + rows  # [b, R]
+        visible = _mask(seen, position, causal, window)  # [b, R, L]
+        o, z = _softmax_attention(
+            query[q_index], k, v, visible, position, sinks, alibi_slopes, scale, causal, softcap, first, mask_mod
+        )
+        mine = (seq >= first) & (seq < last) & (row >= low) & (row < high)
+        at = ((seq - first).clamp(0, last - first - 1), (row - low).clamp(0, high - low - 1))
+        out.copy_(torch.where(mine[:, None, None], o[at].to(out.dtype), out))
+        if lse is not None:
+            lse.copy_(torch.where(mine[:, None], z[at].to(lse.dtype), lse))
+
+
+def _pieces(
+    num_seqs: int, heads: int, max_query_len: int, max_seq_len: int, num_decodes: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Sequences first..last and query rows low..high to handle at once: decodes apart, so that they are not padded."""
+    for start, stop, longest in ((0, num_decodes, 1), (num_decodes, num_seqs, max_query_len)):
+        if stop <= start or longest == 0:
+            continue
+        per_row = heads * max(max_seq_len, 1)
+        rows = max(1, min(longest, _SCORES // per_row))
+        seqs = max(1, _SCORES // (per_row * rows))
+        for first in range(start, stop, seqs):
+            for low in range(0, longest, rows):
+                yield first, min(first + seqs, stop), low, min(low + rows, longest)
+
+
+def _keys(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_table: torch.Tensor | None,
+    lens: torch.Tensor,
+    piece: slice,
+    max_seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys [b, L, Hkv, D], values [b, L, Hkv, Dv] with unseen rows zeroed, and which rows are seen [b, L]."""
+    if block_table is not None:
+        size = key.shape[1]
+        columns = min(-(-max_seq_len // size), block_table.shape[1])
+        block = block_table[piece, :columns].long()
+        known = (block >= 0) & (block < len(key))
+        block = torch.where(known, block, 0)
+        index = torch.arange(columns * size, device=key.device)
+        seen = (index < lens[piece, None]) & known.repeat_interleave(size, 1)
+        k, v = key[block].flatten(1, 2), value[block].flatten(1, 2)
+    else:
+        index = torch.arange(max_seq_len, device=key.device)
+        seen = index < lens[piece, None]
+        starts = lens.cumsum(0) - lens
+        at = torch.where(seen, starts[piece, None] + index, 0).clamp_(max=max(len(key) - 1, 0))
+        k, v = key[at], value[at]
+    wide = torch.float64 if key.dtype == torch.float64 else torch.float32
+    return k.to(wide), torch.where(seen[..., None, None], v, 0).to(wide), seen
+
+
+def _mask(seen: torch.Tensor, position: torch.Tensor, causal: bool, window: int) -> torch.Tensor:
+    distance = torch.arange(seen.shape[1], device=seen.device) - position[..., None]  # [b, R, L]
+    visible = seen[:, None]
+    if causal:
+        visible = visible & (distance <= 0)
+    if window:
+        visible = visible & (distance > -window)
+        if not causal:
+            visible = visible & (distance < window)
+    return visible.expand(distance.shape)
+
+
+def _softmax_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    position: torch.Tensor,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float,
+    first: int,
+    mask_mod: MaskMod | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [b, R, Hq, D], key [b, L, Hkv, D] -> output [b, R, Hq, Dv] and LSE [b, R, Hq]."""
+    (b, rows, heads, _), (_, length, kv_heads, _) = query.shape, key.shape
+    q = query.to(key.dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, query.shape[3])
+    logits = (q @ key.permute(0, 2, 3, 1)).view(b, heads, rows, length).mul_(scale)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    index = torch.arange(length, device=key.device)
+    if alibi_slopes is not None:
+        distance = (index - position[..., None]).to(key.dtype)
+        bias = distance if causal else -distance.abs()
+        logits = logits + alibi_slopes.to(key.dtype)[:, None, None] * bias[:, None]
+    keep = visible[:, None]
+    if mask_mod is not None:
+        seq = torch.arange(first, first + b, device=key.device).view(b, 1, 1, 1)
+        head = torch.arange(heads, device=key.device).view(1, heads, 1, 1)
+        keep = keep & mask_mod(seq, head, position[:, None, :, None], index.view(1, 1, 1, length))
+    logits = logits.masked_fill(~keep, -torch.inf)
+    peak = logits.amax(-1) if length else logits.new_full((b, heads, rows), -torch.inf)
+    if sinks is not None:
+        peak = peak.maximum(sinks.to(key.dtype)[:, None])
+    shift = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = (logits - shift[..., None]).exp_()
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + (sinks.to(key.dtype)[:, None] - shift).exp()
+    output = (weights.reshape(b, kv_heads, -1, length) @ value.transpose(1, 2)).view(b, heads, rows, -1)
+    output = output / total.masked_fill(total == 0, 1.0)[..., None]
+    return output.transpose(1, 2), (shift + total.log()).transpose(1, 2)

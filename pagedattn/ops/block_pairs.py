@@ -1,0 +1,22 @@
+"""Checks of (source, target) block pairs, made on the host before anything is copied."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InvalidInputError
+
+
+def check_pairs(pairs: torch.Tensor, num_sources: int, num_targets: int) -> None:
+    """Refuse pairs that are not int64 [n, 2] on the host, out of range, or that write one target twice."""
+    if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64 or pairs.device.type != "cpu":
+        got = f"{pairs.dtype} {list(pairs.shape)} on {pairs.device}"
+        raise InvalidInputError("pairs", "int64 [n, 2] on the CPU, rows of (source, target)", got)
+    if len(pairs) == 0:
+        return
+    for column, limit, name in ((0, num_sources, "source"), (1, num_targets, "target")):
+        low, high = int(pairs[:, column].min()), int(pairs[:, column].max())
+        if low < 0 or high >= limit:
+            raise InvalidInputError("pairs", f"{name} blocks in [0, {limit})", low if low < 0 else high)
+    if len(pairs[:, 1].unique()) != len(pairs):
+        raise InvalidInputError("pairs", "each target at most once", "a target that occurs twice")

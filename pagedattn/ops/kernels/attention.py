@@ -1,0 +1,355 @@
+"""Triton: attention over a paged cache (or packed keys), one kernel for prefill, decode and mixed batches.
+
+Legend: a program handles BLOCK_M rows = BLOCK_Q query tokens x the G query heads that share one KV head, so that
+keys and values are read once per group; `offs_m` rows, `offs_n` keys, `m_i` running maximum and `l_i` running sum,
+`acc` the output. Split SPLITS ways over keys, partial outputs are merged by `merge_states`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import AttentionConfig
+from ._device import on_device
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.constexpr_function
+def _unit(precision):
+    """What logits are held in: base 2 saves a multiplication per logit, natural units keep float32's last digits."""
+    return 1.0 if precision == "ieee" else 1.4426950408889634
+
+
+@triton.jit
+def _tanh(x, PRECISE: tl.constexpr):
+    """tanh through exp2; PRECISE switches to a series where 1 - t would cancel."""
+    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    y = (1.0 - t) / (1.0 + t)
+    if PRECISE:
+        x2 = x * x
+        series = 1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835))))
+        y = tl.where(x2 < 0.04, tl.abs(x) * series, y)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def _attend(
+    q,
+    acc,
+    m_i,
+    l_i,
+    key,
+    value,
+    table,
+    begin,
+    end,
+    low,
+    q_pos,
+    slope,
+    qk_scale,
+    softcap,
+    num_blocks,
+    sk_b,
+    sk_s,
+    sv_b,
+    sv_s,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Keys begin..end in tiles of BLOCK_N. Unmasked tiles are seen whole by every row. low..end is what any row sees."""
+    PRE: tl.constexpr = _unit(PRECISION)
+    POST: tl.constexpr = LOG2E / PRE
+    dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    dim_v = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    for start in tl.range(begin, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        seen = (offs_n >= low) & (offs_n < end)
+        if PAGED:
+            if MASKED:
+                block = tl.load(table + offs_n // S, mask=seen, other=0)
+            else:
+                block = tl.load(table + offs_n // S)
+            known = (block >= 0) & (block < num_blocks)
+            row = tl.where(known, block, 0).to(tl.int64)
+            k_row = row * sk_b + (offs_n % S) * sk_s
+            v_row = row * sv_b + (offs_n % S) * sv_s
+        else:
+            known = offs_n >= 0
+            k_row = offs_n.to(tl.int64) * sk_s
+            v_row = offs_n.to(tl.int64) * sv_s
+        k_ptrs = key + k_row[:, None] + dim[None, :]
+        v_ptrs = value + v_row[:, None] + dim_v[None, :]
+        # [BLOCK_N, BLOCK_D]
+        if MASKED:
+            k = tl.load(k_ptrs, mask=seen[:, None] & (dim < D)[None, :], other=0.0)
+        elif D == BLOCK_D:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            s = (softcap * PRE) * _tanh(s * (qk_scale / softcap), PRECISE=PRECISION == "ieee")
+        else:
+            s = s * (qk_scale * PRE)
+        distance = offs_n[None, :] - q_pos[:, None]
+        if ALIBI:
+            bias = distance if CAUSAL else -tl.abs(distance)
+            s += (slope * PRE)[:, None] * bias.to(tl.float32)
+        visible = known[None, :]
+        if MASKED:
+            visible = visible & seen[None, :]
+            if CAUSAL:
+                visible = visible & (distance <= 0)
+            if WINDOW > 0:
+                visible = visible & (distance > -WINDOW)
+                if not CAUSAL:
+                    visible = visible & (distance < WINDOW)
+        s = tl.where(visible, s, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2((s - shift[:, None]) * POST)
+        alpha = tl.exp2((m_i - shift) * POST)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        # [BLOCK_N, BLOCK_DV]; unseen rows are zeroed, since 0 * NaN would reach the output
+        if MASKED:
+            v = tl.load(v_ptrs, mask=seen[:, None] & (dim_v < DV)[None, :], other=0.0)
+        elif DV == BLOCK_DV:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _find_seq(block, query_start_loc, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence whose query blocks hold `block`, when sequence b starts at block start_b // BLOCK_Q + b."""
+    origin = tl.load(query_start_loc)
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        first = (tl.load(query_start_loc + middle) - origin) // BLOCK_Q + middle
+        if first <= block:
+            low = middle + 1
+        else:
+            high = middle
+    seq = low - 1
+    return seq, block - ((tl.load(query_start_loc + seq) - origin) // BLOCK_Q + seq)
+
+
+@triton.jit
+def _paged_attention_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse_out,
+    table,
+    query_start_loc,
+    seq_lens,
+    key_start_loc,
+    sinks,
+    alibi_slopes,
+    num_seqs,
+    num_blocks,
+    qk_scale,
+    softcap,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_h,
+    sv_b,
+    sv_s,
+    sv_h,
+    so_split,
+    so_t,
+    so_h,
+    sl_split,
+    sl_t,
+    s_table,
+    S: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    PAGED: tl.constexpr = table is not None
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if ONE_BLOCK:
+        seq = tl.program_id(0)
+        q_block = 0
+    else:
+        seq, q_block = _find_seq(tl.program_id(0), query_start_loc, num_seqs, BLOCK_Q)
+    q_start = tl.load(query_start_loc + seq)
+    q_len = tl.load(query_start_loc + seq + 1) - q_start
+    if q_block * BLOCK_Q >= q_len:
+        return
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - q_len
+
+    offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    q_row = q_block * BLOCK_Q + offs_m // G
+    head = kv_head * G + offs_m % G
+    mask_m = (offs_m < BLOCK_Q * G) & (q_row < q_len)
+    q_pos = context + q_row
+    dim = tl.arange(0, BLOCK_D)
+    token = (q_start + q_row).to(tl.int64)
+    q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
+    q = tl.load(q_ptrs, mask=mask_m[:, None] & (dim < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
+
+    first_pos = context + q_block * BLOCK_Q
+    last_pos = context + tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
+    low = 0
+    high = seq_len
+    if CAUSAL:
+        high = tl.minimum(high, last_pos + 1)
+    elif WINDOW > 0:
+        high = tl.minimum(high, last_pos + WINDOW)
+    if WINDOW > 0:
+        low = tl.maximum(low, first_pos - WINDOW + 1)
+    origin = low // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(tl.maximum(high - origin, 0), BLOCK_N)
+    per_split = tl.cdiv(tiles, SPLITS) * BLOCK_N
+    begin = origin + split * per_split
+    end = tl.minimum(begin + per_split, high)
+
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        if split == 0:
+            m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * _unit(PRECISION)
+            l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if PAGED:
+        table += seq * s_table.to(tl.int64)
+        key += kv_head.to(tl.int64) * sk_h
+        value += kv_head.to(tl.int64) * sv_h
+    else:
+        key_start = tl.load(key_start_loc + seq).to(tl.int64)
+        key += key_start * sk_s + kv_head.to(tl.int64) * sk_h
+        value += key_start * sv_s + kv_head.to(tl.int64) * sv_h
+
+    # Tiles before `middle` are seen whole by every row and need no mask.
+    middle = begin
+    if WINDOW == 0:
+        whole = tl.minimum(end, tl.minimum(first_pos + 1, seq_len) if CAUSAL else seq_len)
+        middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
+        acc, m_i, l_i = _attend(
+            q, acc, m_i, l_i, key, value, table, begin, middle, low, q_pos, slope, qk_scale, softcap, num_blocks,
+            sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
+            False, PRECISION,
+        )  # fmt: skip
+    acc, m_i, l_i = _attend(
+        q, acc, m_i, l_i, key, value, table, middle, end, low, q_pos, slope, qk_scale, softcap, num_blocks,
+        sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
+        True, PRECISION,
+    )  # fmt: skip
+
+    acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    dim_v = tl.arange(0, BLOCK_DV)
+    o_ptrs = out + split * so_split.to(tl.int64) + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
+    tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
+    if lse_out is not None:
+        lse = tl.where(l_i == 0, -float("inf"), m_i / _unit(PRECISION) + tl.log2(l_i) * LN2)
+        tl.store(lse_out + split * sl_split.to(tl.int64) + token * sl_t + head, lse, mask=mask_m)
+
+
+def launch(
+    config: AttentionConfig,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_table: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    key_start_loc: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> None:
+    """One launch. `out` [T, Hq, Dv] and `lse` [T, Hq], or with config.splits > 1 partials [splits, T, ...] of each."""
+    paged = block_table is not None
+    heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
+    group = query.shape[1] // heads_kv
+    num_seqs = len(seq_lens)
+    blocks = num_seqs if config.one_block else len(query) // (config.block_m // group) + num_seqs
+    split_out = out if config.splits > 1 else out.unsqueeze(0)
+    split_lse = lse if lse is None or config.splits > 1 else lse.unsqueeze(0)
+    with on_device(query):
+        _paged_attention_kernel[(blocks, heads_kv, config.splits)](
+            query,
+            key,
+            value,
+            out,
+            lse,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            key_start_loc,
+            sinks,
+            alibi_slopes,
+            num_seqs,
+            len(key) if paged else 0,
+            scale,
+            softcap,
+            *query.stride()[:2],
+            *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
+            *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
+            *split_out.stride()[:3],
+            *(split_lse.stride()[:2] if split_lse is not None else (0, 0)),
+            block_table.stride(0) if block_table is not None else 0,
+            S=key.shape[1] if paged else 1,
+            G=group,
+            D=dim,
+            DV=dim_v,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            BLOCK_DV=max(16, triton.next_power_of_2(dim_v)),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            ONE_BLOCK=config.one_block,
+            SPLITS=config.splits,
+            CAUSAL=causal,
+            WINDOW=window,
+            SOFTCAP=softcap > 0,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )

@@ -1,0 +1,50 @@
+"""Triton: copy whole blocks by (source, target) pairs, within a tensor or between two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..library import expect
+from ._device import on_device
+
+_WORDS = 1024
+
+
+@triton.jit
+def _copy_blocks_kernel(source, target, pairs, s_source, s_target, WORDS: tl.constexpr, CHUNK: tl.constexpr):
+    pair = tl.program_id(0)
+    src = tl.load(pairs + 2 * pair)
+    dst = tl.load(pairs + 2 * pair + 1)
+    word = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
+    mask = word < WORDS
+    tl.store(target + dst * s_target + word, tl.load(source + src * s_source + word, mask=mask), mask=mask)
+
+
+def as_words(cache: torch.Tensor) -> torch.Tensor:
+    """[P, words] view of a block-first tensor in the widest integer that divides a block, without a copy."""
+    expect(cache[0].is_contiguous() if len(cache) else True, "caches", "contiguous within a block", cache)
+    flat = cache.view(torch.uint8).flatten(1) if cache.dtype != torch.uint8 else cache.flatten(1)
+    for word in (torch.int64, torch.int32, torch.int16):
+        aligned = flat.storage_offset() % word.itemsize == 0 and flat.stride(0) % word.itemsize == 0
+        if flat.shape[1] % word.itemsize == 0 and aligned:
+            return flat.view(word)
+    return flat
+
+
+def launch(caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    """caches: block-first tensors. pairs: [n, 2] int64 on their device."""
+    for cache in caches:
+        copy_between(cache, cache, pairs)
+
+
+def copy_between(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """One launch; `source` or `target` may be pinned host memory, which the GPU addresses directly."""
+    src, dst = as_words(source), as_words(target)
+    with on_device(pairs):
+        _copy_blocks_kernel[(len(pairs), triton.cdiv(src.shape[1], _WORDS))](
+            src, dst, pairs, src.stride(0), dst.stride(0), WORDS=src.shape[1], CHUNK=_WORDS
+        )

@@ -1,0 +1,82 @@
+"""Triton: gather a sequence's rows out of its blocks, one program per sequence and run of tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ._device import on_device
+
+_TOKENS = 16
+
+
+@triton.jit
+def _gather_kv_kernel(
+    cache,
+    table,
+    cu_lens,
+    starts,
+    out,
+    num_blocks,
+    num_rows,
+    max_columns,
+    s_table,
+    s_block,
+    s_slot,
+    s_head,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    begin = tl.load(cu_lens + seq)
+    end = tl.minimum(tl.load(cu_lens + seq + 1), num_rows)
+    first = 0
+    if starts is not None:
+        first = tl.load(starts + seq)
+    index = tl.arange(0, N)  # [N] over heads and dims
+    head, dim = index // D, index % D
+    for base in range(begin + tl.program_id(1) * TOKENS, end, tl.num_programs(1) * TOKENS):
+        for step in tl.static_range(TOKENS):
+            row = base + step
+            position = first + row - begin
+            column = position // S
+            known = (row < end) & (position >= 0) & (column < max_columns)
+            block = tl.load(table + seq * s_table.to(tl.int64) + column, mask=known, other=-1).to(tl.int64)
+            live = (block >= 0) & (block < num_blocks)
+            source = cache + block * s_block + (position % S) * s_slot + head * s_head + dim
+            value = tl.load(source, mask=live & (index < H * D), other=0.0)
+            tl.store(out + row.to(tl.int64) * (H * D) + index, value, mask=(row < end) & (index < H * D))
+
+
+def launch(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out: [num_tokens, Hkv, D] contiguous, zeroed."""
+    blocks, size, heads, dim = cache.shape
+    runs = triton.cdiv(len(out), len(block_table) * _TOKENS)
+    with on_device(cache):
+        _gather_kv_kernel[(len(block_table), min(runs * 2, 256))](
+            cache,
+            block_table,
+            cu_lens,
+            starts,
+            out,
+            blocks,
+            len(out),
+            block_table.shape[1],
+            block_table.stride(0),
+            *cache.stride()[:3],
+            S=size,
+            H=heads,
+            D=dim,
+            N=triton.next_power_of_2(heads * dim),
+            TOKENS=_TOKENS,
+        )

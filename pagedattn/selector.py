@@ -1,0 +1,171 @@
+"""Which backend serves a spec: argument > use_backend() > PAGEDATTN_BACKEND > measured priority, with every reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from . import env
+from .backends.base import AttentionBackend
+from .backends.registry import backend_names, get_backend
+from .capabilities import Rejection
+from .errors import InvalidInputError, UnsupportedError
+from .spec import AttentionSpec
+
+_log = logging.getLogger("pagedattn")
+_requested: ContextVar[str | None] = ContextVar("pagedattn_backend", default=None)
+_logged: set[tuple[str, str, str]] = set()
+
+# Per device, best first. TRITON before TORCH on a GPU: bench/results/h200/ has both on every workload.
+PRIORITY = {"cuda": ("TRITON", "TORCH"), "cpu": ("TORCH",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody asked for (None: nothing, choose) per phase, and where it was said."""
+
+    prefill: str | None
+    decode: str | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Who serves a spec, the block size it wants of a cache, and why every other backend was passed over."""
+
+    spec: AttentionSpec
+    prefill: type[AttentionBackend]
+    decode: type[AttentionBackend]
+    block_size: int
+    source: str
+    rejections: Mapping[str, tuple[Rejection, ...]]
+
+    @property
+    def name(self) -> str:
+        """The winner's name, or `prefill=A,decode=B`."""
+        if self.prefill is self.decode:
+            return self.prefill.name
+        return f"prefill={self.prefill.name},decode={self.decode.name}"
+
+    def describe(self) -> str:
+        """One line on the winner, and one per backend on why it lost."""
+        lines = [f"{self.name} (chosen by {self.source}, block size {self.block_size})"]
+        for name, reasons in self.rejections.items():
+            lines.append(f"  not {name}: " + ("; ".join(map(str, reasons)) or "lower priority"))
+        return "\n".join(lines)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Layers built inside the block use backend `name` (`TRITON`, or `prefill=TRITON,decode=TORCH`)."""
+    parse_request(name, "use_backend")
+    token = _requested.set(name)
+    try:
+        yield
+    finally:
+        _requested.reset(token)
+
+
+def current_request(argument: str | None = None) -> Request:
+    """Who is asked for right now. Read when a layer is built, never while it runs."""
+    for name, source in ((argument, "argument"), (_requested.get(), "use_backend"), (env.backend(), "PAGEDATTN_BACKEND")):
+        if name is not None:
+            return parse_request(name, source)
+    return Request(None, None, "measured priority")
+
+
+def parse_request(text: str, source: str) -> Request:
+    """`NAME`, or `prefill=NAME,decode=NAME` with either part left out.
+
+    Raises:
+        InvalidInputError: an unknown name (says the nearest) or an unknown phase.
+    """
+    if "=" not in text:
+        return Request(_known(text), _known(text), source)
+    phases: dict[str, str] = {}
+    for part in text.split(","):
+        phase, _, name = (piece.strip() for piece in part.partition("="))
+        if phase not in ("prefill", "decode") or phase in phases:
+            raise InvalidInputError(source, "NAME, or prefill=NAME,decode=NAME", repr(text))
+        phases[phase] = _known(name)
+    return Request(phases.get("prefill"), phases.get("decode"), source)
+
+
+def list_backends() -> dict[str, str]:
+    """Every known backend and its version here, or why it is unavailable."""
+    out = {}
+    for name in backend_names():
+        try:
+            state = get_backend(name).availability()
+            out[name] = state.version if state.ok else f"unavailable: {state.reason} ({state.hint})"
+        except UnsupportedError as error:
+            out[name] = f"unavailable: {error}"
+    return out
+
+
+def select_backend(spec: AttentionSpec, backend: str | Request | None = None) -> Selection:
+    """Choose who serves `spec`.
+
+    Raises:
+        UnsupportedError: the one asked for cannot (with its reasons), or nobody can (with everybody's).
+        InvalidInputError: an unknown name.
+    """
+    request = backend if isinstance(backend, Request) else current_request(backend)
+    rejections = {name: _reasons(name, spec) for name in backend_names()}
+    prefill = _pick(request.prefill, spec, rejections, request.source)
+    decode = _pick(request.decode, spec, rejections, request.source)
+    if prefill is not decode:
+        _check_composite(prefill, decode, spec)
+    size = spec.block_size or max(b.capabilities().default_block_size for b in (prefill, decode))
+    losers = {name: reasons for name, reasons in rejections.items() if name not in (prefill.name, decode.name)}
+    selection = Selection(spec, prefill, decode, size, request.source, losers)
+    _log_once(selection)
+    return selection
+
+
+def _pick(
+    asked: str | None, spec: AttentionSpec, rejections: Mapping[str, tuple[Rejection, ...]], source: str
+) -> type[AttentionBackend]:
+    if asked is not None:
+        if rejections[asked]:
+            reasons = "\n".join(f"  {reason}" for reason in rejections[asked])
+            raise UnsupportedError(f"backend {asked}, asked for by {source}, cannot serve this:\n{reasons}")
+        return get_backend(asked)
+    for name in PRIORITY.get(spec.device_type, ("TORCH",)):
+        if not rejections[name]:
+            return get_backend(name)
+    everyone = "\n".join(f"  {name}: " + "; ".join(map(str, why)) for name, why in rejections.items())
+    raise UnsupportedError(f"no backend can serve {spec}:\n{everyone}")
+
+
+def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:
+    if spec.block_size is None:
+        size = max(b.capabilities().default_block_size for b in (prefill, decode))
+        for one in (prefill, decode):
+            if size not in one.capabilities().block_sizes:
+                raise UnsupportedError(
+                    f"prefill={prefill.name} and decode={decode.name} need one block size that both take; {one.name} "
+                    f"takes {one.capabilities().block_sizes}; name a block_size"
+                )
+
+
+def _reasons(name: str, spec: AttentionSpec) -> tuple[Rejection, ...]:
+    try:
+        return tuple(get_backend(name).rejections(spec))
+    except UnsupportedError as error:
+        return (Rejection("availability", name, str(error)),)
+
+
+def _known(name: str) -> str:
+    get_backend(name)
+    return name
+
+
+def _log_once(selection: Selection) -> None:
+    key = (selection.name, selection.source, selection.spec.device_type)
+    if key not in _logged:
+        _logged.add(key)
+        _log.info("attention backend: %s", selection.describe())

@@ -1,0 +1,77 @@
+"""StepMetadata: one step's metadata for every (KV group, spec) of a model, built once and shared by its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from .backends.base import AttentionMetadata, AttentionMetadataBuilder
+from .errors import InvalidInputError
+from .metadata import CommonAttentionMetadata
+from .spec import AttentionSpec
+
+Key = tuple[int, AttentionSpec, str]  # KV group, spec, name of the backend
+
+
+class PlannedLayer(Protocol):
+    """What a layer shows of itself to be planned."""
+
+    kv_group: int
+
+    @property
+    def plan_key(self) -> Key: ...
+
+    @property
+    def builder(self) -> AttentionMetadataBuilder: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What `Attention.forward` takes: metadata by KV group, spec and backend."""
+
+    by_key: Mapping[Key, AttentionMetadata]
+
+    def of(self, key: Key) -> AttentionMetadata:
+        """The metadata for one layer's key."""
+        if key not in self.by_key:
+            groups = sorted({key[0] for key in self.by_key})
+            raise InvalidInputError(
+                "metadata",
+                f"planned for KV group {key[0]} and this layer's spec",
+                f"a plan of groups {groups}",
+                "pass every layer of the model to plan_step",
+            )
+        return self.by_key[key]
+
+    def describe(self) -> str:
+        """Which kernels run, a line per KV group and spec."""
+        return "\n".join(f"group {group}: {name}: {m.describe()}" for (group, _, name), m in self.by_key.items())
+
+
+def plan_step(
+    layers: Iterable[PlannedLayer],
+    commons: Mapping[int, CommonAttentionMetadata] | CommonAttentionMetadata,
+    into: StepMetadata | None = None,
+) -> StepMetadata:
+    """Build metadata once for each (KV group, spec) among `layers`.
+
+    Args:
+        layers: the model's attention layers.
+        commons: one CommonAttentionMetadata per KV group, or one for group 0 alone.
+        into: an earlier plan of the same layers whose static buffers are rewritten in place (CUDA graphs).
+
+    Raises:
+        InvalidInputError: a layer's KV group is not in `commons`.
+    """
+    by_group = {0: commons} if isinstance(commons, CommonAttentionMetadata) else commons
+    out: dict[Key, AttentionMetadata] = {}
+    for layer in layers:
+        key = layer.plan_key
+        if key in out:
+            continue
+        if layer.kv_group not in by_group:
+            raise InvalidInputError("commons", f"an entry for KV group {layer.kv_group}", sorted(by_group))
+        old = into.by_key.get(key) if into is not None else None
+        out[key] = layer.builder.build(by_group[layer.kv_group], old)
+    return StepMetadata(out)

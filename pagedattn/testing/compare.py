@@ -1,0 +1,57 @@
+"""One tolerance for every attention test, derived from the dtype and from what a naive implementation reaches."""
+
+from __future__ import annotations
+
+import torch
+
+_FROBENIUS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
+_LSE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4}
+
+
+def assert_close(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, naive: torch.Tensor, *, softcap: bool = False
+) -> None:
+    """Compare rows [T, H, Dv] with the float64 reference by three gates.
+
+    1. max error at most twice (under a soft cap three times) that of `naive`, a naive implementation in the same
+       dtype, plus twice the rounding of (reference + 0.3 - 0.3). Source: flash-attention's tests.
+    2. relative Frobenius error: float32 1e-6, float16 5e-4, bfloat16 3e-3 (twice that under a soft cap).
+    3. the same per row, times 8; a row that should be zero is exactly zero.
+
+    Raises:
+        AssertionError: says which gate, by how much, and where the worst element is.
+    """
+    dtype, reference, got = actual.dtype, expected.double(), actual.double()
+    if not bool(torch.isfinite(got).all()):
+        raise AssertionError(f"{name}: {int((~torch.isfinite(got)).sum())} elements are not finite")
+    if got.numel() == 0:
+        return
+    error = (got - reference).abs()
+    worst = torch.unravel_index(error.argmax(), error.shape)
+    where = f"worst at {tuple(int(i) for i in worst)}: got {float(got[worst])}, expected {float(reference[worst])}"
+    rounding = ((reference.to(dtype) + 0.3 - 0.3).double() - reference).abs().max()
+    allowed = (3 if softcap else 2) * (naive.double() - reference).abs().max() + 2 * rounding
+    if dtype == torch.float64:  # the reference has no digits to spare
+        allowed += 1e-13 * reference.abs().max()
+    if error.max() > allowed:
+        raise AssertionError(f"{name}: max error {float(error.max()):.3e} > {float(allowed):.3e}; {where}")
+    gate = _FROBENIUS[dtype] * (2 if softcap else 1)
+    relative = error.norm() / reference.norm().clamp_min(1e-30)
+    if relative > gate and reference.norm() > 0:
+        raise AssertionError(f"{name}: relative error {float(relative):.3e} > {gate:.0e}; {where}")
+    norms = reference.norm(dim=-1)
+    per_row = error.norm(dim=-1) - 8 * gate * norms
+    if per_row.max() > 0:
+        row = tuple(int(i) for i in torch.unravel_index(per_row.argmax(), per_row.shape))
+        raise AssertionError(f"{name}: row {row} is off by {float(error[row].norm()):.3e} of {float(norms[row]):.3e}")
+
+
+def assert_lse_close(name: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """LSE [T, H] against the reference; -inf must be -inf in both. `dtype` is that of the inputs."""
+    empty = expected == -torch.inf
+    if not torch.equal(actual == -torch.inf, empty):
+        raise AssertionError(f"{name}: LSE is -inf in {int((actual == -torch.inf).sum())} places, not {int(empty.sum())}")
+    error = (actual.double() - expected).masked_fill(empty, 0.0).abs()
+    allowed = _LSE[dtype] * (1 + expected.masked_fill(empty, 0.0).abs())
+    if not bool((error <= allowed).all()):
+        raise AssertionError(f"{name}: LSE is off by up to {float(error.max()):.3e}")

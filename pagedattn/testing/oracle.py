@@ -1,0 +1,52 @@
+"""The oracle: attention of one sequence in float64, dense, written from the definition."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def attention_oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [q, Hq, D], key [k, Hkv, D], value [k, Hkv, Dv] -> output [q, Hq, Dv] and LSE [q, Hq], natural log.
+
+    Query row i stands at position k - q + i. `dtype` other than float64 makes the naive low-precision implementation
+    that tolerances are measured against.
+    """
+    (rows, heads, _), (length, kv_heads, _) = query.shape, key.shape
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    i = torch.arange(rows)[:, None] + length - rows
+    j = torch.arange(length)[None, :]
+    i, j = i.to(query.device), j.to(query.device)
+    if alibi_slopes is not None:
+        distance = (j - i if causal else -(i - j).abs()).to(dtype)
+        logits = logits + alibi_slopes.to(dtype)[:, None, None] * distance
+    keep = torch.ones(rows, length, dtype=torch.bool, device=query.device)
+    if causal:
+        keep &= j <= i
+    if sliding_window is not None:
+        keep &= (i - j).abs() < sliding_window
+    logits = logits.masked_fill(~keep, -math.inf)
+    extra = [] if sinks is None else [sinks.to(dtype)[:, None, None].expand(heads, rows, 1)]
+    joined = torch.cat([logits, *extra], -1)
+    if joined.shape[-1] == 0:
+        empty = torch.full((rows, heads), -math.inf, dtype=dtype, device=query.device)
+        return torch.zeros(rows, heads, value.shape[2], dtype=dtype, device=query.device), empty
+    weights = joined.softmax(-1)[..., :length].nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v), joined.logsumexp(-1).T

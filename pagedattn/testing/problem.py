@@ -1,0 +1,294 @@
+"""Problems: a case (values only) becomes tensors in a shuffled, poisoned cache, and the oracle's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..backends.base import AttentionBackend
+from ..kv_cache import LayerCache
+from ..metadata import CommonAttentionMetadata
+from ..spec import AttentionSpec, AttentionType
+from .oracle import attention_oracle
+
+# Seed of the case's tensors; fixed, so that a failure can be run again.
+_SEED = 20260
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One problem. `paged=False` attends to the given keys; `cross` is decided by attn_type."""
+
+    query_lens: tuple[int, ...] = (5, 1, 17)
+    seq_lens: tuple[int, ...] = (5, 37, 40)
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 32
+    head_dim_v: int | None = None
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    layout: str = "NHD"
+    attn_type: AttentionType = AttentionType.DECODER
+    causal: bool | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: float | None = None
+    scale: float | None = None
+    paged: bool = True
+    lse: bool = True
+    share_blocks: bool = False
+    fused_qkv: bool = False
+    padding_rows: int = 0
+    poison: float = float("nan")
+    magnitude: float = 1.0
+    write: bool = True
+    note: str = ""
+
+    @property
+    def id(self) -> str:
+        """What differs from the default case, as a test id."""
+        default = Case()
+        parts = []
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value != getattr(default, name) and name not in ("note", "poison"):
+                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value).split(".")[-1]
+                parts.append(f"{name}={text if len(text) < 24 else text[:21] + '...'}")
+        return self.note or "-".join(parts) or "default"
+
+    def spec(self, device: torch.device) -> AttentionSpec:
+        """The AttentionSpec that this case asks for on `device`."""
+        return AttentionSpec(
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=self.dtype,
+            device_type=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            block_size=self.block_size if self.paged else None,
+            cache_layout=self.layout,
+            attn_type=self.attn_type,
+            causal=self.causal,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            has_alibi=self.alibi,
+            has_sinks=self.sinks is not None,
+            needs_lse=self.lse,
+            scale=self.scale,
+        )
+
+
+@dataclass(slots=True)
+class Problem:
+    """Tensors of a case, the answer, and what the cache must look like afterwards."""
+
+    case: Case
+    spec: AttentionSpec
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    cache: LayerCache | None
+    common: CommonAttentionMetadata
+    expected: torch.Tensor
+    expected_lse: torch.Tensor
+    naive: torch.Tensor
+    cache_after: tuple[torch.Tensor, torch.Tensor] | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    extras: dict[str, object] = field(default_factory=dict)
+
+    def run(self, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write (where there is a cache and something to write), then attend, by `backend`."""
+        impl = backend.impl(self.spec)
+        metadata = backend.builder(self.spec, self.query.device).build(self.common)
+        if self.cache is not None and self.key is not None and self.case.write:
+            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping)
+        keys, values = (None, None) if self.cache is not None else (self.key, self.value)
+        out = torch.full((*self.query.shape[:2], self.spec.value_dim), torch.nan, dtype=self.case.dtype)
+        return impl.forward(
+            self.query,
+            keys,
+            values,
+            self.cache,
+            metadata,
+            out.to(self.query.device),
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            return_lse=self.case.lse,
+        )
+
+
+def make_problem(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
+    """Random tensors for `case`: shuffled blocks, unused slots poisoned, garbage in the table's tail."""
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(_SEED + seed)
+    spec = case.spec(device)
+    (heads, kv_heads), dim, dim_v = case.heads, case.head_dim, spec.value_dim
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * case.magnitude).to(case.dtype)
+
+    total = sum(case.query_lens)
+    queries = normal(total, heads, dim).split(case.query_lens)
+    keys = [normal(n, kv_heads, dim) for n in case.seq_lens]
+    values = [normal(n, kv_heads, dim_v) for n in case.seq_lens]
+    sinks = None if case.sinks is None else torch.full((heads,), case.sinks) + torch.randn(heads, generator=generator)
+    slopes = 2.0 ** -(torch.arange(heads) + 1.0) if case.alibi else None
+    cache, table = None, None
+    if case.paged:
+        cache, table = _paged(case, keys, values, generator)
+    common = CommonAttentionMetadata.from_lengths(
+        case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
+    )
+    answers = [_answers(case, spec, q, k, v, sinks, slopes) for q, k, v in zip(queries, keys, values, strict=True)]
+    expected, lse, naive = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    new_key, new_value = _given(case, keys, values)
+    after = None
+    if cache is not None:
+        after = _written(case, cache, common.slot_mapping, new_key, new_value)
+    query, key, value = _strided(case, torch.cat(queries), new_key, new_value, generator)
+    on = _move(common, device)
+    problem = Problem(
+        case,
+        spec,
+        query.to(device),
+        None if key is None else key.to(device),
+        None if value is None else value.to(device),
+        None if cache is None else _on_device(case, cache, device),
+        on,
+        expected.to(device),
+        lse.to(device),
+        naive.to(device),
+        after,
+        None if sinks is None else sinks.to(device),
+        None if slopes is None else slopes.to(device),
+    )
+    return problem
+
+
+def _paged(
+    case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], generator: torch.Generator
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Poisoned caches [P, S, Hkv, D] with every sequence's rows in place, and the table with a garbage tail."""
+    size = case.block_size
+    blocks = [-(-n // size) for n in case.seq_lens]
+    spare = 3
+    ids = (torch.randperm(sum(blocks) + spare, generator=generator)).to(torch.int32)
+    garbage = torch.tensor([2**31 - 1, -1, -(2**31)], dtype=torch.int32)
+    table = garbage[torch.randint(0, 3, (len(blocks), max(blocks, default=0) + 2), generator=generator)]
+    shape = (sum(blocks) + spare, size, case.heads[1])
+    caches = tuple(torch.full((*shape, rows[0].shape[2]), case.poison, dtype=case.dtype) for rows in (keys, values))
+    start = 0
+    for row, count in enumerate(blocks):
+        table[row, :count] = ids[start : start + count]
+        start += count
+    if case.share_blocks:
+        _share_prefix(case, keys, values, table)
+    for row, (k, v) in enumerate(zip(keys, values, strict=True)):
+        new = case.query_lens[row] if case.write else 0
+        for position in range(case.seq_lens[row] - new):
+            at = int(table[row, position // size]), position % size
+            caches[0][at], caches[1][at] = k[position], v[position]
+    return (caches[0], caches[1]), table
+
+
+def _share_prefix(case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], table: torch.Tensor) -> None:
+    """Sequences whose context is long enough take sequence 1's first block, contents and id."""
+    size = case.block_size
+    for row in range(2, len(keys)):
+        if case.seq_lens[row] - case.query_lens[row] >= size <= case.seq_lens[1] - case.query_lens[1]:
+            keys[row][:size], values[row][:size] = keys[1][:size], values[1][:size]
+            table[row, 0] = table[1, 0]
+
+
+def _answers(
+    case: Case,
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_oracle(
+            q,
+            k,
+            v,
+            scale=spec.softmax_scale,
+            causal=bool(spec.causal),
+            sliding_window=spec.sliding_window,
+            softcap=spec.softcap,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            dtype=dtype,
+        )
+
+    out, lse = run(torch.float64)
+    return out, lse, run(case.dtype)[0]
+
+
+def _given(
+    case: Case, keys: list[torch.Tensor], values: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The rows a layer is handed: new ones with a cache, all of them without, none where nothing is written."""
+    if not case.paged:
+        return torch.cat(keys), torch.cat(values)
+    if not case.write:
+        return None, None
+    new = [rows[len(rows) - n :] for rows, n in zip(keys, case.query_lens, strict=True)]
+    new_v = [rows[len(rows) - n :] for rows, n in zip(values, case.query_lens, strict=True)]
+    return torch.cat(new), torch.cat(new_v)
+
+
+def _written(
+    case: Case,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    after = cache[0].clone(), cache[1].clone()
+    if key is None or value is None:
+        return after
+    for row, slot in enumerate(slots.tolist()):
+        at = slot // case.block_size, slot % case.block_size
+        after[0][at], after[1][at] = key[row], value[row]
+    return after
+
+
+def _strided(
+    case: Case,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """With padding rows appended (NaN), and as slices of one fused QKV where the case says so."""
+    pad = case.padding_rows
+    parts = [query, *([] if key is None else [key]), *([] if value is None else [value])]
+    if pad:
+        parts = [torch.cat((x, torch.full((pad, *x.shape[1:]), torch.nan, dtype=x.dtype))) for x in parts]
+    if case.fused_qkv and key is not None and len(key) == len(query):
+        fused = torch.cat([x.flatten(1) for x in parts], 1)
+        widths = [x[0].numel() for x in parts]
+        pieces = fused.split(widths, 1)
+        parts = [piece.unflatten(1, x.shape[1:]) for piece, x in zip(pieces, parts, strict=True)]
+    filled = [*parts, None, None][:3]
+    first = filled[0] if filled[0] is not None else query
+    return first, filled[1], filled[2]
+
+
+def _on_device(case: Case, cache: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> LayerCache:
+    def place(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device)
+        return x if case.layout == "NHD" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    return LayerCache(place(cache[0]), place(cache[1]))
+
+
+def _move(common: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    return common.replace(**{name: getattr(common, name).to(device) for name in names})
