@@ -43,9 +43,7 @@ class BlockTable:
     ) -> list[BlockTable]:
         """One table per KV group, as slices of one [G, max_rows, max_blocks] tensor (`table.stacked`)."""
         stacked = torch.zeros(len(block_sizes), max_rows, max_blocks, dtype=torch.int32, device=device)
-        return [
-            cls(max_rows, max_blocks, size, _device_table=stacked[group]) for group, size in enumerate(block_sizes)
-        ]
+        return [cls(max_rows, max_blocks, size, _device_table=stacked[group]) for group, size in enumerate(block_sizes)]
 
     def add_row(self, row: int, blocks: Sequence[int]) -> None:
         """Row `row` becomes `blocks`."""

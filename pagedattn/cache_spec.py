@@ -10,7 +10,12 @@ import torch
 
 from .errors import InvalidInputError, UnsupportedError
 
-_STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+_STORED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

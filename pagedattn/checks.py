@@ -72,9 +72,7 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
 
 
-def _tensor(
-    name: str, tensor: torch.Tensor, heads: int, dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def _tensor(name: str, tensor: torch.Tensor, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     if tensor.dim() != 3 or tensor.shape[1] != heads or tensor.shape[2] != dim:
         raise InvalidInputError(name, f"[T, {heads}, {dim}]", list(tensor.shape))
     if tensor.dtype != dtype:

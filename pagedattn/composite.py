@@ -94,7 +94,9 @@ class CompositeImpl(AttentionImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(metadata, CompositeMetadata):
-            raise TypeError(f"metadata must be CompositeMetadata, got {type(metadata).__name__}; build it with the layer")
+            raise TypeError(
+                f"metadata must be CompositeMetadata, got {type(metadata).__name__}; build it with the layer"
+            )
         rest = (sinks, alibi_slopes, q_scale, k_scale, v_scale, return_lse)
         if metadata.decode is None or metadata.prefill is None or kv_cache is None:
             whole = metadata.prefill or metadata.decode

@@ -71,7 +71,11 @@ def use_backend(name: str) -> Iterator[None]:
 
 def current_request(argument: str | None = None) -> Request:
     """Who is asked for right now. Read when a layer is built, never while it runs."""
-    for name, source in ((argument, "argument"), (_requested.get(), "use_backend"), (env.backend(), "PAGEDATTN_BACKEND")):
+    for name, source in (
+        (argument, "argument"),
+        (_requested.get(), "use_backend"),
+        (env.backend(), "PAGEDATTN_BACKEND"),
+    ):
         if name is not None:
             return parse_request(name, source)
     return Request(None, None, "measured priority")

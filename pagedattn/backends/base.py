@@ -61,6 +61,7 @@ class AttentionMetadataBuilder(ABC):
 
     def device_update(self, metadata: AttentionMetadata) -> None:
         """The part of `build` that a CUDA graph may capture; nothing by default."""
+        return None
 
 
 class AttentionImpl(ABC):

@@ -77,7 +77,8 @@ def _fake(
 
 
 _op = register(
-    "gather_kv(Tensor cache, Tensor block_table, Tensor cu_lens, Tensor? starts, SymInt num_tokens, str path) -> Tensor",
+    "gather_kv(Tensor cache, Tensor block_table, Tensor cu_lens, Tensor? starts, SymInt num_tokens, str path)"
+    " -> Tensor",
     _run,
     _fake,
 )

@@ -48,7 +48,9 @@ def choose(path: str, device: torch.device) -> str:
     if path == "triton" and not has_triton():
         raise UnsupportedError("path='triton' needs the package triton: pip install triton")
     if path == "triton" and device.type != "cuda" and not interpreted():
-        raise UnsupportedError(f"path='triton' cannot run on {device}; use path='torch', or set TRITON_INTERPRET=1 first")
+        raise UnsupportedError(
+            f"path='triton' cannot run on {device}; use path='torch', or set TRITON_INTERPRET=1 first"
+        )
     return path
 
 

@@ -9,6 +9,7 @@ ENCODER = AttentionType.ENCODER_ONLY
 CROSS = AttentionType.CROSS
 
 _DECODE = {"query_lens": (1, 1, 1, 1), "seq_lens": (1, 16, 37, 129)}
+_WHOLE = {"query_lens": (19, 1, 70), "seq_lens": (19, 1, 70)}
 _CHUNK = {"query_lens": (33, 7, 20), "seq_lens": (64, 7, 85)}
 
 _SHAPES = (
@@ -87,11 +88,11 @@ _KINDS = (
     Case(paged=False, seq_lens=(5, 1, 17)),
     Case(paged=False, seq_lens=(5, 1, 17), sliding_window=4),
     Case(paged=False, seq_lens=(40, 3, 17), query_lens=(7, 3, 17), heads=(5, 1), note="dense with context"),
-    *(Case(paged=False, attn_type=ENCODER, query_lens=(19, 1, 70), seq_lens=(19, 1, 70), sliding_window=w) for w in (None, 1, 9)),
+    *(Case(paged=False, attn_type=ENCODER, **_WHOLE, sliding_window=w) for w in (None, 1, 9)),
     Case(paged=False, attn_type=AttentionType.ENCODER, query_lens=(33, 64), seq_lens=(33, 64), head_dim=72),
     Case(attn_type=CROSS, query_lens=(5, 1, 9), seq_lens=(30, 17, 3), write=False),
     Case(attn_type=CROSS, query_lens=(1, 1), seq_lens=(64, 1), write=False),
     Case(paged=False, attn_type=CROSS, query_lens=(4, 6), seq_lens=(21, 2)),
-)  # fmt: skip
+)
 
 CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS)

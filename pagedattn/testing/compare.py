@@ -50,7 +50,9 @@ def assert_lse_close(name: str, actual: torch.Tensor, expected: torch.Tensor, dt
     """LSE [T, H] against the reference; -inf must be -inf in both. `dtype` is that of the inputs."""
     empty = expected == -torch.inf
     if not torch.equal(actual == -torch.inf, empty):
-        raise AssertionError(f"{name}: LSE is -inf in {int((actual == -torch.inf).sum())} places, not {int(empty.sum())}")
+        raise AssertionError(
+            f"{name}: LSE is -inf in {int((actual == -torch.inf).sum())} places, not {int(empty.sum())}"
+        )
     error = (actual.double() - expected).masked_fill(empty, 0.0).abs()
     allowed = _LSE[dtype] * (1 + expected.masked_fill(empty, 0.0).abs())
     if not bool((error <= allowed).all()):

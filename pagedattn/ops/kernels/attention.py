@@ -71,7 +71,7 @@ def _attend(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Keys begin..end in tiles of BLOCK_N. Unmasked tiles are seen whole by every row. low..end is what any row sees."""
+    """Keys begin..end in tiles of BLOCK_N. Unmasked tiles are seen whole by every row; low..end is seen by some."""
     PRE: tl.constexpr = _unit(PRECISION)
     POST: tl.constexpr = LOG2E / PRE
     dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -254,7 +254,7 @@ def _paged_attention_kernel(
             l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if PAGED:
-        table += seq * s_table.to(tl.int64)
+        table += seq * tl.cast(s_table, tl.int64)
         key += kv_head.to(tl.int64) * sk_h
         value += kv_head.to(tl.int64) * sv_h
     else:
@@ -280,11 +280,11 @@ def _paged_attention_kernel(
 
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     dim_v = tl.arange(0, BLOCK_DV)
-    o_ptrs = out + split * so_split.to(tl.int64) + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
+    o_ptrs = out + split * tl.cast(so_split, tl.int64) + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
     if lse_out is not None:
         lse = tl.where(l_i == 0, -float("inf"), m_i / _unit(PRECISION) + tl.log2(l_i) * LN2)
-        tl.store(lse_out + split * sl_split.to(tl.int64) + token * sl_t + head, lse, mask=mask_m)
+        tl.store(lse_out + split * tl.cast(sl_split, tl.int64) + token * sl_t + head, lse, mask=mask_m)
 
 
 def launch(

@@ -41,7 +41,7 @@ def _merge_states_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for i in range(num_states):
         weight = tl.exp(tl.load(lses + i * sl_n + row * sl_t + head * sl_h) - shift)
-        source = outputs + i * so_n.to(tl.int64) + row * so_t + head * so_h + dim
+        source = outputs + i * tl.cast(so_n, tl.int64) + row * so_t + head * so_h + dim
         value = tl.load(source, mask=dim < DV, other=0.0).to(tl.float32)
         acc += tl.where(weight > 0, weight * value, 0.0)  # an empty state's output may be anything
     acc = acc / tl.where(total == 0, 1.0, total)

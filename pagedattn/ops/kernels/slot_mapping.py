@@ -52,10 +52,10 @@ def _slot_mapping_kernel(
             live = (token < end) & (position >= 0) & (column < max_blocks) & ((rest // INTERLEAVE) % WORLD == RANK)
             live = live & (not tail)
             offset = rest // (WORLD * INTERLEAVE) * INTERLEAVE + rest % INTERLEAVE
-            entry = tables + group * stride_group.to(tl.int64) + row * stride_row.to(tl.int64) + column
+            entry = tables + group * tl.cast(stride_group, tl.int64) + row * tl.cast(stride_row, tl.int64) + column
             block = tl.load(entry, mask=live, other=0).to(tl.int64)
             slot = tl.where(live, block * size + offset, -1)
-            tl.store(slots + group * stride_slots.to(tl.int64) + token, slot, mask=token < end)
+            tl.store(slots + group * tl.cast(stride_slots, tl.int64) + token, slot, mask=token < end)
 
 
 def launch(

@@ -1,0 +1,51 @@
+# `make demo` and `make test` need nothing but python3 (3.10 or newer) and a package index; both may be run again.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.PHONY: demo test test-all test-mutants gpu-test gpu-bench lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed lint
+	$(BIN)/python -m pytest -q
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -q --grid
+
+test-mutants: $(VENV)/.installed
+	$(BIN)/python tests/mutants.py
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# A GPU and an importable torch that are already there are used as they are; otherwise the constraints file is installed.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "pagedattn needs Python 3.10 or newer, $(PYTHON) is older; name another: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) lacks venv: install it (Debian: apt-get install python3-venv) and try again"; exit 1; }
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  echo "using the torch and the GPU that $(PYTHON) has"; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV) && $(BIN)/python -m pip install -q -e '.[dev]'; \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(PIP_INDEX) -c constraints.txt torch && \
+	  $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'; \
+	fi || { echo "installing failed: is the package index reachable? (TORCH_INDEX names another wheel index)"; exit 1; }
+	@touch $@
+
+# On a GPU machine: no installation, no network, no git, no linter.
+gpu-test:
+	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200)
+
+gpu-bench:
+	PYTHONPATH=$(CURDIR) COMMIT=$(COMMIT) $(PYTHON) -m pytest bench -q -s --result $(or $(OUT),bench/results/h200)/backends.json
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
