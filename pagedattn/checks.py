@@ -40,7 +40,7 @@ def check_call(
     if spec.block_size not in (None, kv_cache.block_size):
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
-    if common.seq_lens_cpu is not None and common.num_seqs:
+    if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
         room = common.block_table.shape[1] * kv_cache.block_size
         longest = int(common.seq_lens_cpu.max())
         if longest > room:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+torch.set_num_threads(1)  # the problems are tiny: a second thread only waits
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -24,3 +25,14 @@ def _use_the_checkout() -> None:
 
 if importlib.util.find_spec("pagedattn.engine") is None:
     _use_the_checkout()
+
+
+def pytest_addoption(parser):  # type: ignore[no-untyped-def]
+    parser.addoption("--grid", action="store_true", help="run full grids too, not only their covers")
+
+
+def pytest_collection_modifyitems(config, items):  # type: ignore[no-untyped-def]
+    if not config.getoption("--grid"):
+        chosen = [item for item in items if item.get_closest_marker("grid") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen

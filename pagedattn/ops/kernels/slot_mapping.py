@@ -46,7 +46,7 @@ def _slot_mapping_kernel(
         token = first + tl.arange(0, TOKENS)  # [TOKENS]
         position = token + shift
         for group in tl.static_range(GROUPS):
-            size: tl.constexpr = SIZES[group]
+            size = SIZES[group]
             column = position // (size * WORLD)
             rest = position % (size * WORLD)
             live = (token < end) & (position >= 0) & (column < max_blocks) & ((rest // INTERLEAVE) % WORLD == RANK)

@@ -1,0 +1,111 @@
+"""The process that renders chat templates: one JSON request per line of stdin, one JSON reply per line of stdout.
+
+Started by path (`python -I chat_worker.py`), so it imports the standard library and jinja2 only.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, ClassVar, NoReturn
+
+import jinja2
+from jinja2 import ext, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MEMORY_BYTES = 1 << 30
+_CPU_SECONDS = 60
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, but an unsafe attribute is an error at once and not an undefined value."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is unsafe")
+
+
+class _Generation(ext.Extension):
+    """`{% generation %}` marks what a model wrote, for training; here its body is rendered as it is."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=4)
+def _compile(source: str) -> jinja2.Template:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation])
+    environment.globals = {
+        "range": environment.globals["range"],
+        "namespace": environment.globals["namespace"],
+        "dict": _dict,
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    environment.filters["tojson"] = _tojson
+    return environment.from_string(source)
+
+
+def _dict(*args: Any, **items: Any) -> dict[Any, Any]:
+    return dict(*args, **items)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _render(source: str, max_chars: int, variables: dict[str, Any]) -> str:
+    pieces, size = [], 0
+    for piece in _compile(source).generate(**variables):
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_chars:
+            raise SecurityError(f"the rendered text is longer than {max_chars} characters")
+    return "".join(pieces)
+
+
+def _reply(line: bytes, render: Callable[..., str] = _render) -> dict[str, Any]:
+    try:
+        return {"text": render(**json.loads(line))}
+    except (SecurityError, MemoryError, OverflowError, RecursionError) as error:
+        return {"unsafe": True, "message": f"{type(error).__name__}: {str(error)[:1000]}"}
+    except Exception as error:
+        return {"unsafe": False, "message": f"{type(error).__name__}: {str(error)[:1000]}"}
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def main() -> None:
+    """Serve until stdin ends. Each request has a minute of processor time, should nobody be left to stop it."""
+    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
+        sys.exit("jinja2 before 3.1.6 has known ways out of its sandbox")
+    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    print("ready", flush=True)
+    for line in sys.stdin.buffer:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + _CPU_SECONDS)
+        print(json.dumps(_reply(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The settings of one engine, checked once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+
+from pagedattn.errors import InvalidInputError, UnsupportedError
+
+_DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
+_LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine.
+
+    Attributes:
+        model: folder with config.json, safetensors and (optionally) a tokenizer.
+        dtype: of weights and activations; "auto" takes the checkpoint's.
+        max_model_len: longest sequence in tokens, prompt included; None takes the model's.
+        max_num_seqs: most requests that run (hold blocks) at a time; never above max_num_batched_tokens.
+        max_num_batched_tokens: token budget of one step.
+        block_size: tokens per KV block; a group of fewer bytes per token gets a multiple.
+        num_kv_blocks: blocks of the KV cache; None measures what memory allows.
+        gpu_memory_utilization: share of the device's memory that the engine may use.
+        enable_prefix_caching: share blocks between requests with equal beginnings.
+        enforce_eager: no CUDA graphs.
+        tensor_parallel_size: 1.
+        backend: attention backend by name; None chooses.
+        load_format: "auto" and "safetensors" read the folder, "dummy" draws random weights.
+        seed: of dummy weights and of requests without a seed of their own.
+        device: None takes CUDA where there is one, else the CPU.
+        max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
+        max_waiting: most requests that may wait; None is no limit.
+
+    Raises:
+        InvalidInputError: a value of the wrong type or range.
+        UnsupportedError: tensor_parallel_size other than 1.
+    """
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    backend: str | None = None
+    load_format: str = "auto"
+    seed: int = 0
+    device: str | None = None
+    max_prefill_share: float = 0.5
+    max_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike):
+            raise InvalidInputError("model", "the path of a folder", repr(self.model))
+        object.__setattr__(self, "model", os.fspath(self.model))
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.device is not None:
+            object.__setattr__(self, "device", str(self.device))
+        for name, low in _LOWEST.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(name, "a bool", repr(getattr(self, name)))
+        for name in ("gpu_memory_utilization", "max_prefill_share"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise InvalidInputError(name, "a number in (0, 1]", repr(value))
+        _check_choice("dtype", self.dtype, _DTYPES)
+        _check_choice("load_format", self.load_format, _LOAD_FORMATS)
+        if self.tensor_parallel_size != 1:
+            raise UnsupportedError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
+
+    @classmethod
+    def from_options(cls, model: str | os.PathLike[str], options: dict[str, object]) -> EngineConfig:
+        """A config from keyword arguments; an unknown one raises InvalidInputError with the nearest known name."""
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                remedy = f"did you mean {near[0]}?" if near else ""
+                raise InvalidInputError("option", f"one of {', '.join(known)}", repr(name), remedy)
+        return cls(model=model, **options)  # type: ignore[arg-type]
+
+
+_LOWEST = {
+    "max_model_len": 2,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "num_kv_blocks": 2,
+    "tensor_parallel_size": 1,
+    "seed": 0,
+    "max_waiting": 1,
+}
+_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
+        raise InvalidInputError(name, f"one of {', '.join(allowed)}", repr(value), f"try {near[0]}" if near else "")

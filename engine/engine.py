@@ -1,0 +1,299 @@
+"""The engine: takes requests, runs steps, keeps requests apart from each other's faults."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from pagedattn import BlockPool
+from pagedattn.errors import CapacityError, EngineDeadError, PagedAttnError, RequestError, UnsupportedError
+
+from .admission import CheckedRequest, Inbox, TrackedRequest, check_name, check_request, sequence_names
+from .config import EngineConfig
+from .kv_cache_manager import KVCacheManager
+from .outputs import RequestOutput, SequenceOutput
+from .prompts import Prompt
+from .request import Request, RequestStatus
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .stats import EngineStats
+from .step import Runner, SampledToken, Step
+
+
+class Engine:
+    """Continuous batching over one runner, driven by calls of `step` from one thread at a time.
+
+    Whatever a step raises (the model, an interrupt), the engine stays usable: the step is taken back, or, where an
+    interrupt struck in the middle of bookkeeping, all unfinished requests are computed again with an empty cache.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+        """Serve `runner`, whose cache belongs to this engine alone."""
+        self.config = config
+        self.runner = runner
+        self._scheduler = Scheduler(
+            self._new_cache(),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_share=config.max_prefill_share,
+        )
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
+        self._inbox = Inbox()
+        self._lock = threading.Lock()
+        self._late_aborts: deque[str] = deque()
+        self._busy = False
+        self._dirty = False
+        self._dead: EngineDeadError | None = None
+        self._random = random.Random(config.seed)
+        self._arrivals = 0
+        self._names = 0
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        skip_prefix_cache_reads: bool = False,
+    ) -> str:
+        """Queue a prompt; its output comes from a later `step`.
+
+        Args:
+            prompt: text (where there is a tokenizer) or token ids.
+            request_id: a name of your own, unique among unfinished requests; None makes one.
+            cache_salt: only requests with an equal salt share cached blocks; None shares with all without one.
+            skip_prefix_cache_reads: compute the whole prompt, whatever is cached.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            RequestError: the request cannot be served; no other request is affected.
+        """
+        try:
+            checked = self._check(prompt, sampling_params, cache_salt, skip_prefix_cache_reads)
+        except RequestError as error:
+            raise RequestError(str(error), request_id if isinstance(request_id, str) else None) from None
+        return self._queue(checked, self._inbox, request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns those requests of `add_request` that have ended since the last call.
+
+        Raises:
+            CapacityError: the device ran out of memory. The step was taken back; abort something or call again.
+            EngineDeadError: the device failed for good; so does every later call.
+            UnsupportedError: another thread is in the engine.
+        """
+        self._advance()
+        outputs = list(self._inbox.outputs)
+        self._inbox.outputs.clear()
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any state; its blocks are free at once and its output says "abort".
+
+        Safe from any thread and from within a step (it then happens at the step's end). False for an id that is
+        unknown or has ended.
+        """
+        if request_id not in self._tracked:
+            return False
+        self._late_aborts.append(request_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tidy()
+            finally:
+                self._lock.release()
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing done, while requests hold blocks."""
+        with self._exclusive():
+            return self._scheduler.kv.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Queues, blocks and counters as they are now."""
+        scheduler = self._scheduler
+        pool = scheduler.kv.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=pool.num_usable,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            counters=replace(scheduler.stats),
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request, of whichever caller, has not ended."""
+        return bool(self._tracked)
+
+    def _check(
+        self, prompt: Prompt, sampling: SamplingParams | None, cache_salt: str | None, skip_reads: bool
+    ) -> CheckedRequest:
+        """Check one request without queueing it; RequestError where it cannot be served."""
+        return check_request(prompt, sampling, cache_salt, skip_reads, self.runner, self._scheduler)
+
+    def _queue(
+        self, checked: CheckedRequest, inbox: Inbox, request_id: str | None = None, prompt_index: int = 0
+    ) -> str:
+        """Queue a checked request whose output goes to `inbox`; returns its id."""
+        with self._exclusive():
+            name = self._name(request_id, checked.sampling.n)
+            limit = self.config.max_waiting
+            if limit is not None and len(self._scheduler.waiting) + checked.sampling.n > limit:
+                raise RequestError(f"at most {limit} requests may wait (max_waiting); try again later", name)
+            self._dirty = True
+            inbox.ids.add(name)
+            tracked = TrackedRequest(name, checked, inbox, prompt_index)
+            tracked.open_sequences(self.runner, self._arrivals, self._random)
+            self._arrivals += len(tracked.sequences)
+            self._tracked[name] = tracked
+            for sequence in tracked.sequences:
+                self._owners[sequence.request.request_id] = (tracked, sequence)
+                self._scheduler.add(sequence.request)
+            self._dirty = False
+        return name
+
+    def _advance(self) -> None:
+        """Run one step and put what it produced into the inboxes."""
+        with self._exclusive():
+            self._dirty = True
+            step = self._scheduler.schedule()
+            sampled = self._execute(step) if step is not None else []
+            advanced = self._scheduler.update(step, sampled)
+            if step is None and not advanced and self._tracked:
+                raise PagedAttnError("no request can make progress: a defect of the scheduler, please report it")
+            self._report(advanced)
+            self._dirty = False
+            self._tidy()
+
+    def _drop(self, inbox: Inbox) -> None:
+        """Abort everything that `inbox` still waits for; nothing on a dead engine, so that its error stays visible."""
+        for request_id in list(inbox.ids) if self._dead is None else ():
+            self.abort(request_id)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One caller at a time."""
+        if self._busy:
+            raise UnsupportedError(
+                "the engine is in use by another thread, or called from within its own step; "
+                "drive it from one thread (abort alone may come from anywhere)"
+            )
+        with self._lock:
+            try:
+                self._busy = True
+                self._tidy()
+                yield
+            finally:
+                self._busy = False
+
+    def _tidy(self) -> None:
+        """Repair what an interrupt left half done, then do the aborts that came during a step."""
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead)) from self._dead
+        if self._dirty:
+            self._repair()
+        while self._late_aborts:
+            self._abort(self._late_aborts.popleft())
+
+    def _execute(self, step: Step) -> list[SampledToken | None]:
+        try:
+            sampled = self.runner.execute(step)
+            if [token is not None for token in sampled] != [item.samples for item in step.scheduled]:
+                raise PagedAttnError("the runner must return a token exactly where the step samples: please report it")
+            return sampled
+        except BaseException as error:
+            self._scheduler.rollback(step)
+            self._dirty = False
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                raise CapacityError(
+                    f"out of memory in a step of {step.num_tokens} tokens, which was taken back ({error}); "
+                    "lower max_num_batched_tokens or gpu_memory_utilization, or abort requests"
+                ) from error
+            if isinstance(error, EngineDeadError):
+                self._dead = error
+            raise
+
+    def _report(self, advanced: list[tuple[Request, SampledToken | None]]) -> None:
+        """Hand what a step produced to its sequences. A token that nobody looks at yet costs nothing here."""
+        now, running, owners = time.perf_counter(), RequestStatus.RUNNING, self._owners
+        for request, sampled in advanced:
+            tracked, sequence = owners[request.request_id]
+            if sampled is not None:
+                sequence.saw_token(now)
+                if sequence.token_by_token:
+                    sequence.push(sampled)
+            if sequence.token_by_token or request.status is not running:
+                self._settle(tracked, sequence, now)
+
+    def _settle(self, tracked: TrackedRequest, sequence: SequenceOutput, now: float) -> None:
+        """Stop at a stop string, deliver what is new, and forget what has ended."""
+        request = sequence.request
+        if sequence.stopped and not self._scheduler.finish(request, RequestStatus.FINISHED_STOP):
+            request.status = RequestStatus.FINISHED_STOP
+        tracked.deliver(sequence, sequence.finish(now) if request.finished else None)
+        if request.finished:
+            self._owners.pop(request.request_id, None)
+            if tracked.ended:
+                self._tracked.pop(tracked.request_id, None)
+
+    def _abort(self, request_id: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        self._dirty = True
+        now = time.perf_counter()
+        for sequence in tracked.sequences:
+            if self._scheduler.finish(sequence.request, RequestStatus.FINISHED_ABORT):
+                self._settle(tracked, sequence, now)
+        self._dirty = False
+
+    def _repair(self) -> None:
+        """Make everything consistent again from the requests' tokens alone, which only ever grow."""
+        open_sequences = [
+            (tracked, sequence)
+            for tracked in self._tracked.values()
+            for sequence in tracked.sequences
+            if sequence.index not in tracked.completions
+        ]
+        self._owners = {pair[1].request.request_id: pair for pair in open_sequences}
+        self._scheduler.restart(self._new_cache(), [sequence.request for _, sequence in open_sequences])
+        now = time.perf_counter()
+        for tracked, sequence in open_sequences:
+            request = sequence.request
+            while sequence.token_by_token and sequence.num_pushed < request.num_generated:
+                sequence.push(SampledToken(request.token_ids[request.prompt_len + sequence.num_pushed]))
+            if sequence.token_by_token or request.finished:
+                self._settle(tracked, sequence, now)
+        self._tracked = {name: tracked for name, tracked in self._tracked.items() if not tracked.ended}
+        self._dirty = False
+
+    def _new_cache(self) -> KVCacheManager:
+        pool = BlockPool(self.runner.num_kv_blocks, enable_caching=self.config.enable_prefix_caching)
+        return KVCacheManager(pool, self.runner.kv_groups)
+
+    def _name(self, request_id: str | None, n: int) -> str:
+        """The id asked for, or a new one, that no unfinished request or completion has."""
+        if request_id is None:
+            self._names += 1
+            while self._is_taken(f"request-{self._names}", n):
+                self._names += 1
+            return f"request-{self._names}"
+        name = check_name(request_id)
+        if self._is_taken(name, n):
+            raise RequestError("request_id is taken by an unfinished request; choose another or abort it", name)
+        return name
+
+    def _is_taken(self, name: str, n: int) -> bool:
+        return any(other in self._owners or other in self._tracked for other in sequence_names(name, n))

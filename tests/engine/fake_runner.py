@@ -1,0 +1,169 @@
+"""A runner without a model: its next token is a function of all tokens before, its cache knows what was written.
+
+Every slot holds the identity of the whole prefix whose last token was written there, cache salt included. Before a
+step runs, each context position that a request may read is looked up through its block table: a wrong hit, a stale or
+overwritten block, or a position that was never computed fails the step with AssertionError.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pagedattn.engine.config import EngineConfig
+from pagedattn.engine.llm import LLM
+from pagedattn.engine.request import Request
+from pagedattn.engine.sampling_params import SamplingParams
+from pagedattn.engine.step import KVGroup, SampledToken, ScheduledRequest, Step
+
+VOCAB = 97
+EOS = 96
+
+
+class FakeTokenizer:
+    """One token per character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(char) % VOCAB for char in text]
+
+
+class FakeDetokenizer:
+    """Token t is the letter t mod 26; nothing is held back."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeRunner:
+    """Runs steps on prefix identities. `before` and `after` are called around each step and may raise."""
+
+    def __init__(
+        self,
+        num_kv_blocks: int = 64,
+        groups: Sequence[KVGroup] = (KVGroup(4),),
+        *,
+        max_model_len: int = 256,
+        tokenizer: FakeTokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.num_kv_blocks = num_kv_blocks
+        self.kv_groups = tuple(groups)
+        self.vocab_size = VOCAB
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.before: Callable[[Step], None] = lambda step: None
+        self.after: Callable[[Step], None] = lambda step: None
+        self.broken: Callable[[Request], bool] = lambda request: False
+        self.steps: list[Step] = []
+        self.ref_count: Callable[[int], int] | None = None
+        self._slots = [np.zeros(num_kv_blocks * group.block_size, dtype=np.int64) for group in groups]
+        self._identities: dict[tuple[int, int], int] = {}
+        self._roots: dict[str | None, int] = {}
+        self._known: dict[int, tuple[Request, list[int]]] = {}
+
+    def make_detokenizer(self) -> FakeDetokenizer:
+        return FakeDetokenizer()
+
+    def execute(self, step: Step) -> list[SampledToken | None]:
+        assert step.scheduled and all(item.num_tokens > 0 for item in step.scheduled)
+        decodes = [item.num_tokens == 1 and item.start > 0 for item in step.scheduled]
+        assert decodes == [index < step.num_decodes for index in range(len(decodes))]
+        self.before(step)
+        self._copy(step.copies)
+        for item in step.scheduled:
+            self._check_context(item, item.start)
+        for item in step.scheduled:
+            self._write(item)
+        for item in step.scheduled:
+            self._check_context(item, item.start + item.num_tokens)
+        self.after(step)
+        self.steps.append(step)
+        return [self._sample(item.request) if item.samples else None for item in step.scheduled]
+
+    def identities(self, request: Request) -> np.ndarray:
+        """Per position of the request, what its slot must hold."""
+        kept, known = self._known.setdefault(id(request), (request, []))
+        assert kept is request
+        parent = known[-1] if known else self._roots.setdefault(request.cache_salt, -1 - len(self._roots))
+        for token in request.token_ids[len(known) :]:
+            parent = self._identities.setdefault((parent, token), len(self._identities) + 1)
+            known.append(parent)
+        return np.array(known, dtype=np.int64)
+
+    def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for group, slots in zip(self.kv_groups, self._slots, strict=True):
+            rows = slots.reshape(-1, group.block_size)
+            sources = [(target, rows[source].copy()) for source, target in pairs]
+            for target, row in sources:
+                rows[target] = row
+
+    def _check_context(self, item: ScheduledRequest, end: int) -> None:
+        request = item.request
+        assert request.num_computed_tokens == item.start and item.start + item.num_tokens <= len(request.token_ids)
+        assert item.samples == (item.start + item.num_tokens == len(request.token_ids))
+        truth = self.identities(request)
+        for index, group in enumerate(self.kv_groups):
+            first = 0 if group.sliding_window is None else max(0, item.start - group.sliding_window + 1)
+            where = self._where(request, index, np.arange(first, end))
+            found = self._slots[index][where]
+            assert (found == truth[first:end]).all(), f"{request}: group {index} reads wrong values at {first}..{end}"
+
+    def _write(self, item: ScheduledRequest) -> None:
+        request, positions = item.request, np.arange(item.start, item.start + item.num_tokens)
+        for index, group in enumerate(self.kv_groups):
+            where = self._where(request, index, positions)
+            for block in set((where // group.block_size).tolist()):
+                assert self.ref_count is None or self.ref_count(block) == 1, f"{request} writes shared block {block}"
+            self._slots[index][where] = self.identities(request)[positions]
+
+    def _where(self, request: Request, index: int, positions: np.ndarray) -> np.ndarray:
+        size, table = self.kv_groups[index].block_size, np.array(request.block_ids[index])
+        blocks = table[positions // size]
+        assert (blocks > 0).all() and (blocks < self.num_kv_blocks).all(), f"{request} reaches into the null block"
+        return blocks * size + positions % size
+
+    def _sample(self, request: Request) -> SampledToken:
+        if self.broken(request):
+            return SampledToken(-1, error="no token has a finite logit")
+        token = next_token(request.token_ids, 0 if request.sampling.greedy else request.seed)
+        if request.sampling.logprobs is None:
+            return SampledToken(token)
+        return SampledToken(token, -float(token), {token: -float(token)})
+
+
+def next_token(tokens: Iterable[int], seed: int = 0) -> int:
+    """The token that the fake model continues `tokens` with."""
+    return zlib.crc32(bytes([*tokens]) + seed.to_bytes(16, "little", signed=True)) % VOCAB
+
+
+def expected(
+    prompt: Sequence[int], sampling: SamplingParams, max_model_len: int = 256, eos: Sequence[int] = ()
+) -> list[int]:
+    """What a request generates when it has everything to itself."""
+    tokens, stops = list(prompt), set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
+    limit = max_model_len if sampling.max_tokens is None else min(max_model_len, len(prompt) + sampling.max_tokens)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens, 0 if sampling.greedy else sampling.seed or 0))
+        if tokens[-1] in stops and len(tokens) - len(prompt) >= sampling.min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+def greedy(max_tokens: int = 8, **options: object) -> SamplingParams:
+    """Greedy sampling of `max_tokens`."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+
+
+def fake_llm(runner: FakeRunner | None = None, **options: object) -> LLM:
+    """An LLM over a fake runner, with small limits."""
+    settings: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_prefill_share": 1.0, **options}
+    runner = FakeRunner() if runner is None else runner
+    llm = LLM.from_runner(EngineConfig.from_options("fake", settings), runner)
+    runner.ref_count = lambda block: llm._scheduler.kv.pool.ref_count(block)
+    return llm

@@ -1,0 +1,62 @@
+"""What must hold between steps, whatever happened before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pagedattn.engine.kv_cache_manager import KVCacheManager
+from pagedattn.engine.llm import LLM
+from pagedattn.engine.request import Request, RequestStatus
+from pagedattn.engine.scheduler import Scheduler
+
+
+def check_tables(
+    kv: KVCacheManager, requests: Iterable[Request], *, exact: bool = True, held: Iterable[int] = ()
+) -> None:
+    """References, sizes and null blocks of the tables of all requests that may hold blocks; `held` are held besides."""
+    uses = Counter(held)
+    for request in requests:
+        computed = request.num_computed_tokens
+        assert len(request.block_ids) in (0, len(kv.block_sizes))
+        assert 0 <= request.num_cached_tokens <= computed <= len(request.token_ids)
+        assert request.num_cached_tokens < len(request.token_ids)
+        for group, table in enumerate(request.block_ids):
+            size, window = kv.block_sizes[group], kv.windows[group]
+            need = -(-computed // size)
+            assert len(table) == need if exact else len(table) >= need
+            first = 0 if window is None else max(0, computed - window + 1) // size
+            assert not any(table[:first]), "a block outlived its window"
+            assert all(table[first:]), "a live position has no block"
+            assert len(set(table[first:])) == len(table) - first
+            assert computed % size == 0 or kv.pool.ref_count(table[computed // size]) == 1, "an open block is shared"
+            uses.update(table[first:])
+    pool = kv.pool
+    for block in range(1, pool.num_blocks):
+        assert pool.ref_count(block) == uses[block], (
+            f"block {block}: {pool.ref_count(block)} holders, {uses[block]} uses"
+        )
+    assert pool.num_free == pool.num_usable - len(uses)
+    assert pool.ref_count(pool.null_block) == 1
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Queues are ordered, disjoint and within limits; only running requests hold blocks."""
+    running, waiting = scheduler.running, list(scheduler.waiting.values())
+    for queue in (running, waiting):
+        arrivals = [request.arrival for request in queue]
+        assert arrivals == sorted(arrivals)
+    assert len(running) <= scheduler.max_num_seqs
+    assert len({id(request) for request in running + waiting}) == len(running) + len(waiting)
+    assert all(request.status is RequestStatus.RUNNING for request in running)
+    assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in waiting)
+    assert all(not request.block_ids and not request.num_computed_tokens for request in waiting)
+    check_tables(scheduler.kv, running)
+
+
+def check_idle(llm: LLM) -> None:
+    """Nothing is left of any request: every block is free, every queue and register empty."""
+    check_scheduler(llm._scheduler)
+    pool = llm._scheduler.kv.pool
+    assert not llm.has_unfinished and not llm._owners and not llm._scheduler.running and not llm._scheduler.waiting
+    assert pool.num_free == pool.num_usable

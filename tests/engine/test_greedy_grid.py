@@ -1,0 +1,144 @@
+"""Greedy tokens equal those of transformers, whatever the chunking, caching, preemption, block size and batch."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tiny_models import hf_model, save
+
+from pagedattn.engine import LLM, SamplingParams
+
+NEW_TOKENS = 28
+
+
+class Axes(NamedTuple):
+    """One point of the grid."""
+
+    model: str
+    dtype: torch.dtype
+    chunk: int  # 0 is whole prompts
+    prefix: str
+    pool: str
+    block_size: int
+    batch: int
+
+
+LEVELS = Axes(
+    model=("qwen3", "qwen2", "llama3", "mistral"),
+    dtype=(torch.float64, torch.float32),
+    chunk=(1, 7, 0),
+    prefix=("off", "on", "hot"),
+    pool=("ample", "tight"),
+    block_size=(4, 16),
+    batch=(1, 8),
+)  # type: ignore[arg-type]
+GRID = [Axes(*point) for point in itertools.product(*LEVELS)]
+
+
+def pairwise(grid: list[Axes]) -> list[Axes]:
+    """Few points that hold every pair of levels of two axes, by greedy choice."""
+
+    def pairs(point: Axes) -> set[tuple[int, object, int, object]]:
+        return {(i, point[i], j, point[j]) for i, j in itertools.combinations(range(len(point)), 2)}
+
+    missing = set().union(*map(pairs, grid))
+    chosen = []
+    while missing:
+        best = max(grid, key=lambda point: len(pairs(point) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def prompts() -> list[list[int]]:
+    """Eight prompts of 13 to 50 tokens, short ones first, so that they grow together; the last four begin alike."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, 512, (count,), generator=generator).tolist()
+
+    shared = draw(35)
+    return [*(draw(n) for n in (14, 15, 13, 50)), *(shared + draw(n) for n in (1, 4, 9, 13))]
+
+
+@cache
+def expected(model: str, dtype: torch.dtype, **changes: int) -> list[list[int]]:
+    """What transformers generates, one unpadded prompt at a time."""
+    hf = hf_model(model, dtype, **changes)
+    out = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        tokens = hf.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
+        out.append(tokens[0, len(prompt) :].tolist())
+    return out
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of the tiny models."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: save(hf_model(name, torch.float32), root / name) for name in LEVELS.model}
+
+
+def run(axes: Axes, folder: Path) -> None:
+    longest = -(-(50 + NEW_TOKENS) // axes.block_size)
+    llm = LLM(
+        str(folder),
+        dtype=str(axes.dtype),
+        device="cpu",
+        block_size=axes.block_size,
+        num_kv_blocks=longest + 2 if axes.pool == "tight" else 8 * longest + 8,
+        max_num_seqs=axes.batch,
+        max_num_batched_tokens=32 if axes.chunk else 1024,
+        max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
+        enable_prefix_caching=axes.prefix != "off",
+    )
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = llm.generate(prompts(), params)
+    if axes.prefix == "hot":
+        outputs = llm.generate(prompts(), params)
+    assert [list(output.token_ids) for output in outputs] == expected(axes.model, axes.dtype)
+    happened(axes, llm)
+
+
+def happened(axes: Axes, llm: LLM) -> None:
+    """Every axis that should leave a trace did."""
+    counters = llm.stats().counters
+    if axes.pool == "tight" and axes.batch == 8:
+        assert counters.preemptions > 0 and counters.recomputed_tokens > 0
+    if axes.pool == "ample":
+        assert counters.preemptions == 0
+        assert (counters.cached_tokens > 0) == (axes.prefix != "off" and (axes.prefix == "hot" or axes.batch == 1))
+    if axes.chunk:
+        rounds = 2 if axes.prefix == "hot" else 1
+        assert counters.steps > rounds * (NEW_TOKENS - 1) + 50 // axes.chunk - 1
+    assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+@pytest.mark.parametrize("axes", pairwise(GRID), ids=str)
+def test_pairs_of_axes(axes: Axes, folders: dict[str, Path]) -> None:
+    run(axes, folders[axes.model])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("axes", GRID, ids=str)
+def test_full_grid(axes: Axes, folders: dict[str, Path]) -> None:
+    run(axes, folders[axes.model])
+
+
+def test_the_cover_is_a_cover() -> None:
+    cover = pairwise(GRID)
+    assert len(GRID) == 576 and len(cover) < 30
+    for i, j in itertools.combinations(range(len(LEVELS)), 2):
+        assert {(p[i], p[j]) for p in cover} == set(itertools.product(LEVELS[i], LEVELS[j]))
+
+
+def test_the_oracle_sees_the_window() -> None:
+    assert expected("mistral", torch.float64) != expected("mistral", torch.float64, sliding_window=512)

@@ -1,0 +1,126 @@
+"""The runner and the sampler on a GPU against themselves on the CPU. Needs no transformers."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pagedattn.engine.config import EngineConfig
+from pagedattn.engine.request import Request
+from pagedattn.engine.runner import ModelRunner
+from pagedattn.engine.sampler import Sampler
+from pagedattn.engine.sampling_params import SamplingParams
+from pagedattn.engine.step import ScheduledRequest, Step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "max_window_layers": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with wide logits."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    runner = ModelRunner(EngineConfig(model=str(path), load_format="dummy", device="cpu", num_kv_blocks=2))
+    views = runner.model.checkpoint_views(dict(runner.model.named_parameters()))
+    tensors = {key: view if "norm" in key else view * 10 for key, view in views.items()}
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+def generate(runner: ModelRunner, sampling: SamplingParams) -> list[list[int]]:
+    """Three requests through chunks and mixed steps, blocks by hand."""
+    prompts = [list(range(3, 60)), [7], list(range(500, 533))]
+    requests = []
+    for index, prompt in enumerate(prompts):
+        request = Request("r", array("i", prompt), sampling, arrival=0, max_total_tokens=512, seed=index)
+        groups = len(runner.kv_groups)
+        request.block_ids = [
+            list(range(1 + 8 * (index * groups + g), 9 + 8 * (index * groups + g))) for g in range(groups)
+        ]
+        requests.append(request)
+    for sizes in [(20, 0, 0), (37, 1, 30), *[(1, 1, 3)], *[(1, 1, 1)] * 12]:
+        rows = [(request, size) for request, size in zip(requests, sizes, strict=True) if size]
+        items = [
+            ScheduledRequest(r, r.num_computed_tokens, n, r.num_computed_tokens + n == len(r.token_ids))
+            for r, n in rows
+        ]
+        items.sort(key=lambda item: not (item.num_tokens == 1 and item.start > 0))
+        decodes = sum(item.num_tokens == 1 and item.start > 0 for item in items)
+        for item, token in zip(items, runner.execute(Step(tuple(items), decodes, ())), strict=True):
+            item.request.num_computed_tokens += item.num_tokens
+            if token is not None:
+                item.request.token_ids.append(token.token_id)
+    assert min(request.num_generated for request in requests) >= 12
+    return [request.token_ids.tolist() for request in requests]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.8, "repetition_penalty": 1.2}], ids=str)
+def test_tokens_equal_those_of_the_cpu(sampling: dict[str, Any], folder: Path) -> None:
+    params = SamplingParams(**sampling)
+    options: dict[str, Any] = {"model": str(folder), "num_kv_blocks": 80}
+    on_gpu = generate(ModelRunner(EngineConfig(device="cuda", **options)), params)
+    assert on_gpu == generate(ModelRunner(EngineConfig(device="cpu", **options)), params)
+    assert len(set(on_gpu[0])) > 60, "the model must not repeat itself"
+
+
+def test_blocks_are_sized_from_measured_memory(folder: Path) -> None:
+    runner = ModelRunner(EngineConfig(model=str(folder), device="cuda", dtype="bfloat16", gpu_memory_utilization=0.5))
+    free, total = torch.cuda.mem_get_info()
+    assert 0.4 * total < runner.cache.nbytes < 0.5 * total
+    assert total - free < 0.52 * total
+    assert len(generate(runner, SamplingParams(temperature=0.0))) == 3
+
+
+def test_the_sampler_draws_the_same_tokens_on_both_devices() -> None:
+    vocab, count = 50_000, 64
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)) * 3
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"min_p": 0.02},
+        {"top_k": 40, "top_p": 0.95, "logprobs": 5},
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.5},
+    ]
+    requests = [
+        Request(
+            "r",
+            array("i", range(index + 1)),
+            SamplingParams(**kinds[index % len(kinds)]),
+            arrival=0,
+            max_total_tokens=999,
+            seed=index,
+        )
+        for index in range(count)
+    ]
+    host = Sampler(vocab, "cpu").sample(logits, requests)
+    device = Sampler(vocab, "cuda").sample(logits.cuda(), requests)
+    assert [token.token_id for token in device] == [token.token_id for token in host]
+    assert len({token.token_id for token in host}) > 40
+    broken = logits.cuda()
+    broken[3, 5] = float("nan")
+    assert [token.token_id == -1 for token in Sampler(vocab, "cuda").sample(broken, requests)].index(True) == 3

@@ -1,0 +1,196 @@
+"""The scheduler by itself: budget, order, preemption, rollback, windows, accounts."""
+
+from __future__ import annotations
+
+import pytest
+from invariants import check_scheduler
+from scheduler_bench import Bench, prompt
+
+from pagedattn.engine.request import RequestStatus
+from pagedattn.engine.step import KVGroup, SampledToken, Step
+from pagedattn.errors import PagedAttnError
+
+
+def test_budget_and_request_limits_hold_in_every_step() -> None:
+    """Never more tokens than the budget, more requests than the limit, or one request twice."""
+    bench = Bench(200, budget=20, seqs=6, share=0.5)
+    for index in range(24):
+        bench.add(prompt(5 + 3 * index, index), 6)
+    steps = bench.finish()
+    full = 0
+    for step in steps:
+        names = [item.request.request_id for item in step.scheduled]
+        assert step.num_tokens <= 20 and len(names) == len(set(names)) <= 6
+        assert max(item.num_tokens for item in step.scheduled) <= 10
+        full += step.num_tokens == 20
+    assert full > 10
+
+
+def test_share_of_one_prefill_leaves_room_for_another() -> None:
+    bench = Bench(200, budget=16, share=0.5)
+    bench.add(prompt(40), 2)
+    bench.add(prompt(40, 1), 2)
+    step = bench.step()
+    assert step is not None and [item.num_tokens for item in step.scheduled] == [8, 8]
+    bench.finish()
+
+
+def test_decodes_come_first_in_the_step() -> None:
+    bench = Bench(200, budget=12, share=0.5)
+    long, short = bench.add(prompt(60), 4), bench.add(prompt(4, 3), 9)
+    bench.step()
+    step = bench.step()
+    assert step is not None and step.num_decodes == 1
+    assert [item.request for item in step.scheduled] == [short, long]
+    bench.finish()
+
+
+def test_requests_are_served_in_order_of_arrival() -> None:
+    """Of equal requests, an earlier one never ends after a later one."""
+    bench = Bench(30, budget=16, seqs=4)
+    for index in range(12):
+        bench.add(prompt(10, index), 6)
+    order: list[str] = []
+    while bench.scheduler.running or bench.scheduler.waiting:
+        bench.step()
+        order += [r.request_id for r in bench.requests if r.finished and r.request_id not in order]
+    assert order == [request.request_id for request in bench.requests]
+
+
+def test_outgrowing_request_does_not_end_its_neighbours() -> None:
+    bench = Bench(8, budget=64)
+    big = bench.add(prompt(9), 100)
+    small = [bench.add(prompt(5, index), 12) for index in (1, 2)]
+    bench.finish()
+    assert big.explanation is not None and all(r.num_generated == 12 and r.explanation is None for r in small)
+    assert bench.scheduler.stats.preemptions > 0
+
+
+def test_newest_is_preempted_and_waits_first() -> None:
+    """Victims are the newest; the oldest never gives way, and a victim is the next to run again."""
+    bench = Bench(13, seqs=4, budget=64)
+    requests = [bench.add(prompt(8, index), 16) for index in range(3)]
+    late = bench.add(prompt(8, 9), 4)
+    bench.finish()
+    assert requests[0].num_preemptions == 0 and requests[2].num_preemptions > 0
+    assert late.num_generated == 4
+    counts = [request.num_preemptions for request in requests]
+    assert counts == sorted(counts) and max(counts) < 10
+
+
+def test_newest_waits_for_a_block_instead_of_giving_up_its_own() -> None:
+    """The request that grows is never its own victim: with older ones running it keeps its blocks and waits."""
+    bench = Bench(8, seqs=2, budget=64)
+    bench.scheduler._headroom = lambda plan: 0  # type: ignore[method-assign]
+    old, new = bench.add(prompt(12), 4), bench.add(prompt(11, 1), 8)
+    stalled = 0
+    while not old.finished:
+        step = bench.step()
+        assert step is not None
+        stalled += all(item.request is not new for item in step.scheduled)
+        assert len(new.block_ids[0]) == 3
+    assert stalled == 2
+    bench.finish()
+    assert new.num_preemptions == 0
+
+
+def test_watermark_keeps_admissions_from_causing_preemptions() -> None:
+    """Admitting to the last block costs preemptions that leaving a block per running request avoids."""
+
+    def preemptions(headroom: bool) -> int:
+        bench = Bench(40, seqs=16, budget=64)
+        if not headroom:
+            bench.scheduler._headroom = lambda plan: 0  # type: ignore[method-assign]
+        for index in range(24):
+            bench.add(prompt(10, index), 4 + index % 5)
+        bench.finish()
+        return bench.scheduler.stats.preemptions
+
+    without = preemptions(False)
+    assert without > 0 and preemptions(True) < without
+
+
+def test_every_token_is_accounted_for() -> None:
+    """Scheduled + cached = computed by the end + recomputed."""
+    bench = Bench(16, seqs=6, budget=24)
+    for index in range(12):
+        bench.add(prompt(6 + index % 3), 10)
+    bench.finish()
+    stats = bench.scheduler.stats
+    needed = sum(len(request.token_ids) - 1 for request in bench.requests)
+    assert stats.preemptions > 0 and stats.cached_tokens > 0
+    assert stats.scheduled_tokens + stats.cached_tokens == needed + stats.recomputed_tokens
+    assert stats.generated_tokens == sum(request.num_generated for request in bench.requests)
+
+
+def test_two_steps_cannot_be_in_flight() -> None:
+    bench = Bench()
+    bench.add(prompt(5))
+    step = bench.scheduler.schedule()
+    assert step is not None
+    with pytest.raises(PagedAttnError, match="before update"):
+        bench.scheduler.schedule()
+    with pytest.raises(PagedAttnError, match="another step"):
+        bench.scheduler.update(Step((), 0, ()), [])
+    bench.scheduler.rollback(step)
+    with pytest.raises(PagedAttnError, match="another step"):
+        bench.scheduler.rollback(step)
+    bench.finish()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_rollback_restores_what_was_before_the_step(caching: bool) -> None:
+    """A failed step leaves progress, tables, keys and queues as they were, and its blocks unknown to the cache."""
+    bench = Bench(24, caching=caching, budget=20)
+    for index in range(3):
+        bench.add(prompt(7, index), 12)
+    rolled_back = 0
+    while any(not request.finished for request in bench.requests):
+        before = [
+            (r.status, r.num_computed_tokens, [t[:] for t in r.block_ids], r.num_keyed[:]) for r in bench.requests
+        ]
+        queues = [r.request_id for r in bench.scheduler.running], list(bench.scheduler.waiting)
+        step = bench.scheduler.schedule()
+        assert step is not None and bench.scheduler.stats.preemptions == 0
+        bench.runner.execute(step)
+        bench.scheduler.rollback(step)
+        check_scheduler(bench.scheduler)
+        after = [(r.status, r.num_computed_tokens, [t[:] for t in r.block_ids], r.num_keyed[:]) for r in bench.requests]
+        assert after == before
+        assert queues == ([r.request_id for r in bench.scheduler.running], list(bench.scheduler.waiting))
+        rolled_back += 1
+        bench.step()
+    assert rolled_back > 12 and bench.scheduler.stats.rollbacks == rolled_back
+    bench.finish()
+
+
+def test_failed_request_leaves_nothing_in_the_cache() -> None:
+    """What a request with NaN logits computed, in this step or in earlier chunks, is not hit; what it hit is."""
+    bench = Bench(budget=8)
+    bench.add(prompt(9), 2)
+    bench.finish()
+    bad = bench.add([*prompt(8), *prompt(20, 50)], 4)
+    while not bad.finished:
+        step = bench.scheduler.schedule()
+        assert step is not None
+        results = [token and SampledToken(-1, error="NaN") for token in bench.runner.execute(step)]
+        bench.scheduler.update(step, results)
+        check_scheduler(bench.scheduler)
+    assert bad.status is RequestStatus.FINISHED_ERROR and bad.num_prompt_hits == 8
+    again = bench.add([*prompt(8), *prompt(20, 50)], 4)
+    bench.finish()
+    assert again.num_prompt_hits == 8
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 13])
+def test_window_blocks_are_released_while_running(window: int) -> None:
+    """A window group holds no more blocks than its window and one chunk need, however long the sequence."""
+    bench = Bench(64, [KVGroup(4), KVGroup(4, window)], budget=8)
+    request = bench.add(prompt(30), 30)
+    most = released = 0
+    while not request.finished:
+        bench.step()
+        released = max([released, *request.num_released])
+        most = max([most, *(sum(block > 0 for block in table) for table in request.block_ids[1:])])
+    assert most <= -(-(window - 1 + 8) // 4) + 1 and released >= (58 - window) // 4
+    bench.finish()

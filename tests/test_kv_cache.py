@@ -1,0 +1,218 @@
+"""PagedKVCache: every view lies where it should, alone; blocks are copied and zeroed in all layers."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from pagedattn import LayerCache, PagedKVCache, ops
+from pagedattn.cache_spec import FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
+from pagedattn.errors import CapacityError, InvalidInputError
+
+SHAPE = {"num_layers": 3, "num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 6, "head_dim_v": 10}
+KINDS = [
+    {"dtype": torch.float32},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "int8"},
+]
+LAYOUTS_AND_KINDS = list(product(("NHD", "HND"), KINDS))
+
+
+def views(cache: LayerCache) -> list[torch.Tensor]:
+    every = (cache.key, cache.value, cache.key_scale, cache.value_scale)
+    return [view for view in every if view is not None]
+
+
+def bytes_of(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Offsets into `base` of the first byte of each element, in the view's logical shape."""
+    offset = torch.full(view.shape, view.data_ptr() - base.data_ptr())
+    for dim, stride in enumerate(view.stride()):
+        steps = torch.arange(view.shape[dim]) * stride * view.itemsize
+        offset += steps.view([-1 if d == dim else 1 for d in range(view.dim())])
+    return offset
+
+
+def covered(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    return (bytes_of(view, base)[..., None] + torch.arange(view.itemsize)).flatten()
+
+
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS_AND_KINDS)
+def test_views_share_out_the_allocation_and_never_overlap(layout: str, kind: dict[str, object]) -> None:
+    cache = PagedKVCache(**SHAPE, layout=layout, **kind)
+    every = [covered(view, cache.slabs) for index in range(3) for view in views(cache.layer(index))]
+    offsets = torch.cat(every)
+    assert len(offsets) == len(offsets.unique()) == cache.nbytes
+    assert int(offsets.min()) == 0 and int(offsets.max()) == cache.nbytes - 1
+
+
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS_AND_KINDS)
+def test_a_block_of_a_layer_is_contiguous(layout: str, kind: dict[str, object]) -> None:
+    cache = PagedKVCache(**SHAPE, layout=layout, **kind)
+    for index, block in product(range(3), range(5)):
+        parts = [covered(view[block : block + 1], cache.slabs) for view in views(cache.layer(index))]
+        offsets = torch.cat(parts).sort().values
+        first = (index * 5 + block) * cache.bytes_per_block
+        assert torch.equal(offsets, torch.arange(first, first + cache.bytes_per_block))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_is_written_through_one_view_is_read_through_it(layout: str) -> None:
+    cache = PagedKVCache(**SHAPE, layout=layout)
+    every = [view for index in range(3) for view in views(cache.layer(index))]
+    assert len(every) == 6 and not any(view.any() for view in every)
+    start, written = 1, []
+    for view in every:
+        written.append(torch.arange(start, start + view.numel(), dtype=torch.float32).view(view.shape))
+        view.copy_(written[-1])
+        start += view.numel()
+    assert all(torch.equal(view, want) for view, want in zip(every, written, strict=True))
+
+
+def test_strides_say_the_layout() -> None:
+    nhd, hnd = (PagedKVCache(**SHAPE, layout=layout).layer(0) for layout in ("NHD", "HND"))
+    block = 4 * 2 * (6 + 10)
+    assert nhd.key.shape == hnd.key.shape == (5, 4, 2, 6)
+    assert nhd.value.shape == hnd.value.shape == (5, 4, 2, 10)
+    assert nhd.key.stride() == (block, 2 * 6, 6, 1)
+    assert nhd.value.stride() == (block, 2 * 10, 10, 1)
+    assert hnd.key.stride() == (block, 6, 4 * 6, 1)
+    assert hnd.value.stride() == (block, 10, 4 * 10, 1)
+    assert (nhd.num_blocks, nhd.block_size) == (5, 4)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_int8_has_a_float32_scale_per_token_and_head(layout: str) -> None:
+    layer = PagedKVCache(**SHAPE, kv_cache_dtype="int8", layout=layout).layer(2)
+    assert layer.key.dtype == layer.value.dtype == torch.int8
+    assert layer.key_scale is not None and layer.value_scale is not None
+    for scale in (layer.key_scale, layer.value_scale):
+        assert scale.shape == (5, 4, 2) and scale.dtype == torch.float32
+    assert PagedKVCache(**SHAPE).layer(0).key_scale is None
+
+
+def test_mla_values_are_a_view_of_the_keys() -> None:
+    spec = MLASpec(num_kv_heads=1, head_dim=12, latent_dim=8)
+    cache = PagedKVCache.from_specs([spec] * 2, num_blocks=3)
+    layer = cache.layer(1)
+    assert (layer.key.shape, layer.value.shape) == ((3, 16, 1, 12), (3, 16, 1, 8))
+    layer.key.copy_(torch.randn(layer.key.shape))
+    assert torch.equal(layer.value, layer.key[..., :8])
+    assert cache.nbytes == 2 * 3 * 16 * 12 * 4
+
+
+def test_blocks_are_copied_in_all_layers_sources_first() -> None:
+    cache = PagedKVCache(**SHAPE)
+    cache.slabs.copy_(torch.randint(0, 256, cache.slabs.shape, dtype=torch.uint8))
+    before = cache.slabs.clone()
+    cache.copy_blocks([(0, 1), (1, 2), (2, 0)])
+    assert torch.equal(cache.slabs, before[:, [2, 0, 1, 3, 4]])
+    cache.copy_blocks([])
+    cache.copy_blocks(torch.tensor([[3, 4]]))
+    assert torch.equal(cache.slabs, before[:, [2, 0, 1, 3, 3]])
+
+
+@pytest.mark.parametrize("ids", [[1, 3], torch.tensor([1, 3])], ids=["list", "tensor"])
+def test_blocks_are_zeroed_in_all_layers(ids: list[int] | torch.Tensor) -> None:
+    cache = PagedKVCache(**SHAPE)
+    cache.slabs.fill_(255)
+    cache.zero_blocks(ids)
+    cache.zero_blocks([])
+    assert not cache.slabs[:, [1, 3]].any() and bool((cache.slabs[:, [0, 2, 4]] == 255).all())
+
+
+def test_a_block_outside_the_cache_changes_nothing() -> None:
+    cache = PagedKVCache(**SHAPE)
+    cache.slabs.fill_(7)
+    for ids in ([0, 5], [-1]):
+        with pytest.raises(InvalidInputError, match=r"ids must be blocks in \[0, 5\)"):
+            cache.zero_blocks(ids)
+    with pytest.raises(InvalidInputError, match="target blocks in"):
+        cache.copy_blocks([(0, 5)])
+    assert bool((cache.slabs == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"num_blocks": 0}, "num_blocks must be"),
+        ({"layout": "DHN"}, "layout must be one of NHD, HND"),
+        ({"num_layers": 0}, "specs must be"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(asked: dict[str, object], match: str) -> None:
+    with pytest.raises(InvalidInputError, match=match):
+        PagedKVCache(**{**SHAPE, **asked})
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"index must be a layer in \[0, 3\), got 3"):
+        PagedKVCache(**SHAPE).layer(3)
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_a_cache_beyond_2_to_the_31_elements(path: str) -> None:
+    """Three blocks 2^30 elements apart; only the pages that hold them are ever touched."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    far = 1 << 30
+    storage = torch.empty(2 * far + 4096, dtype=torch.float16, device=device)
+    cache = storage.as_strided((3, 4, 1, 16), (far, 16, 16, 1))
+    rows = torch.randn(2, 1, 16, device=device).half()
+    ops.reshape_and_cache(rows, rows, cache, cache, torch.tensor([11, 4], device=device), path=path)
+    assert torch.equal(cache[2, 3], rows[0]) and torch.equal(cache[1, 0], rows[1])
+    cache[2] = rows[0]
+    table, one, four = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2]], [0, 1], [4]))
+    out = ops.paged_attention(
+        rows[:1], cache, cache, table, one, four, max_query_len=1, max_seq_len=4, scale=1.0, path=path
+    )
+    assert torch.allclose(out[0], rows[0], atol=1e-3)
+    span = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    gathered, _ = ops.gather_kv(cache, None, table, span, 4, path=path)
+        cache, None, table, torch.tensor([0, 4], dtype=torch.int32, device=device), 4, path=path
+    )
+    assert torch.equal(gathered, rows[:1].expand(4, 1, 16))
+
+
+@pytest.mark.xfail(strict=True, raises=(ZeroDivisionError, RuntimeError), reason="not checked")
+@pytest.mark.parametrize("name", ["block_size", "num_kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_number_below_one_is_refused(name: str, value: int) -> None:
+    with pytest.raises(InvalidInputError, match=name):
+        PagedKVCache(num_layers=1, num_blocks=4, **{name: value})
+
+
+@pytest.mark.xfail(strict=True, reason="an unknown name silently stores the model's dtype")
+def test_an_unknown_kv_cache_dtype_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="kv_cache_dtype"):
+        PagedKVCache(num_layers=1, num_blocks=4, kv_cache_dtype="int4")
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="torch raises a plain RuntimeError for host memory")
+def test_a_cache_that_does_not_fit_is_a_capacity_error() -> None:
+    with pytest.raises(CapacityError, match="does not fit"):
+        PagedKVCache(num_layers=1, num_blocks=2**40, num_kv_heads=8, head_dim=128, device="cpu")
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="scales start at a byte that float32 cannot start at")
+def test_int8_with_any_head_dim() -> None:
+    cache = PagedKVCache(num_layers=1, num_blocks=2, block_size=1, head_dim=65, kv_cache_dtype="int8")
+    assert cache.layer(0).key_scale is not None
+
+
+SPECS: list[KVCacheSpec] = [
+    FullAttentionSpec(num_kv_heads=2, head_dim=8, block_size=4),
+    SlidingWindowSpec(num_kv_heads=2, head_dim=8, block_size=4, sliding_window=8),
+]
+
+
+def test_groups_overlay_the_same_slabs() -> None:
+    cache = PagedKVCache.from_specs(SPECS * 4, num_blocks=3)
+    assert cache.slabs.shape[0] == 4
+    assert [cache.group_of(layer) for layer in range(8)] == [0, 1] * 4
+    assert [cache.layer(0).key.data_ptr(), cache.layer(2).key.data_ptr()] == [
+        cache.layer(1).key.data_ptr(),
+        cache.layer(3).key.data_ptr(),
+    ]
+    assert cache.nbytes == 4 * 3 * cache.bytes_per_block

@@ -1,0 +1,156 @@
+"""What a layer refuses: at level 1 shapes, dtypes and devices by argument name, at level 2 contents, at 0 nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, PagedKVCache, env
+from pagedattn.errors import InvalidInputError
+
+TABLE = torch.tensor([[1, 2], [3, -9]], dtype=torch.int32)
+
+
+def call(layer: Attention | None = None, **changes: Any) -> torch.Tensor:
+    layer = layer or Attention(4, 16, 2, block_size=16)
+    arguments: dict[str, Any] = {
+        "query": torch.randn(6, 4, 16),
+        "key": torch.randn(6, 2, 16),
+        "value": torch.randn(6, 2, 16),
+        "kv_cache": cache(),
+        "metadata": common(),
+    }
+    return layer(**{**arguments, **changes})
+
+
+def cache(**changes: Any) -> LayerCache:
+    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 16}
+    return PagedKVCache(**{**sizes, **changes}).layer(0)
+
+
+def common(**changes: Any) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.from_lengths([1, 5], [20, 5], TABLE).replace(**changes)
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _level_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDATTN_CHECK", raising=False)
+
+
+META = torch.device("meta")
+BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "query heads": ({"query": torch.randn(6, 5, 16)}, "query", r"\[T, 4, 16\], got \[6, 5, 16\]"),
+    "query dim": ({"query": torch.randn(6, 4, 8)}, "query", r"\[T, 4, 16\]"),
+    "query rank": ({"query": torch.randn(6, 63)}, "query", r"\[T, 4, 16\], got \[6, 63\]"),
+    "query rows": ({"query": torch.randn(5, 4, 16)}, "query", "at least 6 rows, as the metadata says, got 5"),
+    "query dtype": ({"query": torch.randn(6, 4, 16).half()}, "query", "torch.float32, got torch.float16; .*cast"),
+    "query device": ({"query": torch.empty(6, 4, 16, device=META)}, "query", "on cpu as the metadata, got meta"),
+    "query strides": ({"query": torch.randn(6, 4, 32)[..., ::2]}, "query", "contiguous in its last dimension"),
+    "key heads": ({"key": torch.randn(6, 4, 16)}, "key", r"\[T, 2, 16\]"),
+    "key dtype": ({"key": torch.randn(6, 2, 16).double()}, "key", "torch.float32, got torch.float64"),
+    "key device": ({"key": torch.empty(6, 2, 16, device=META)}, "key", "on cpu"),
+    "key rows": ({"key": torch.randn(5, 2, 16)}, "key", "at least 6 rows, one per slot"),
+    "value dim": ({"value": torch.randn(6, 2, 8)}, "value", r"\[T, 2, 16\]"),
+    "value strides": ({"value": torch.randn(6, 16, 2).mT}, "value", "contiguous in its last dimension"),
+    "no keys": ({"key": None, "value": None, "kv_cache": None}, "key and value", "given where there is no kv_cache"),
+    "cache heads": ({"kv_cache": cache(num_kv_heads=4)}, "kv_cache", r"\(2, 16\).*got \(\(4, 16\)"),
+    "cache dim": ({"kv_cache": cache(head_dim_v=8)}, "kv_cache", r"\(2, 8\)"),
+    "cache device": ({"kv_cache": cache(device="meta")}, "kv_cache", "on cpu as the metadata, got meta"),
+    "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "key", "float16"),
+    "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
+    "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5))}, "seq_lens", "at most 32, the table's width"),
+    "out": ({"out": torch.empty(6, 4, 8)}, "out", r"\[T, Hq, Dv\]"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_CALLS))
+def test_a_wrong_argument_is_named(name: str) -> None:
+    changes, param, match = BAD_CALLS[name]
+    with pytest.raises(InvalidInputError, match=rf"^{param} must be .*{match}") as error:
+        call(**changes)
+    assert error.value.param == param
+
+
+def test_the_right_call_is_served_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in "012":
+        monkeypatch.setenv("PAGEDATTN_CHECK", level)
+        assert call().isfinite().all()
+
+
+BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "block too high": ({"block_table": torch.tensor([[1, 4], [3, 0]])}, "block_table", "got 4 at row 0, column 1"),
+    "block negative": ({"block_table": torch.tensor([[1, 2], [-1, 0]])}, "block_table", "got -1 at row 1, column 0"),
+    "slot too high": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 64])}, "slot_mapping", "below 64 .*got 64"),
+    "slot twice": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 4])}, "slot_mapping", "each slot at most once"),
+    "starts": ({"query_start_loc": i32(1, 1, 6)}, "query_start_loc", "0 at first"),
+    "starts fall": ({"query_start_loc": i32(0, 7, 6)}, "query_start_loc", "never decreasing"),
+    "short": ({"seq_lens": i32(20, 4)}, "seq_lens", "at least the new tokens"),
+    "long": ({"seq_lens": i32(33, 5)}, "seq_lens", "at most 32, got 33"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_CONTENTS))
+def test_contents_are_checked_at_level_2_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, param, match = BAD_CONTENTS[name]
+    changes = {field: value.int() if field == "block_table" else value for field, value in changes.items()}
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    with pytest.raises(InvalidInputError, match=rf"^{param} must be .*{match}") as error:
+        call(metadata=common(**changes))
+    assert error.value.param == param
+    for level in "01":
+        monkeypatch.setenv("PAGEDATTN_CHECK", level)
+        assert call(metadata=common(**changes)).shape == (6, 4, 16)
+
+
+def test_level_0_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = common(seq_lens_cpu=i32(33, 5))
+    with pytest.raises(InvalidInputError):
+        call(metadata=wrong)
+    monkeypatch.setenv("PAGEDATTN_CHECK", "0")
+    assert call(metadata=wrong).isfinite().all()
+
+
+def test_garbage_after_a_sequence_is_no_fault_at_level_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    assert int(TABLE[1, 1]) < 0
+    skipped = common(slot_mapping=torch.tensor([-1, -1, 2, 3, 4, -1]))
+    assert call(metadata=skipped).isfinite().all()
+
+
+def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "3")
+    with pytest.raises(InvalidInputError, match="PAGEDATTN_CHECK must be one of 0, 1, 2, got '3'"):
+        call()
+    assert "PAGEDATTN_CHECK" in env.VARIABLES
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_one_value_per_head_is_needed(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"{name} must be \[4\], one per query head, got \[2\]"):
+        Attention(4, 16, 2, **{name: torch.zeros(2)})
+
+
+@pytest.mark.xfail(strict=True, reason="the key is written, the value is not, and zeros are attended to")
+def test_a_key_without_a_value_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="value"):
+        call(value=None)
+
+
+@pytest.mark.xfail(strict=True, reason="written and attended to like a decoder's")
+def test_an_encoder_is_not_given_a_cache() -> None:
+    with pytest.raises(InvalidInputError, match="kv_cache"):
+        call(Attention(4, 16, 2, attn_type=AttentionType.ENCODER_ONLY))
+
+
+@pytest.mark.xfail(strict=True, reason="not checked; TORCH clamps, TRITON reads past the tensor")
+def test_fewer_packed_keys_than_lengths_say_are_refused() -> None:
+    rows = torch.randn(6, 4, 16)
+    dense = CommonAttentionMetadata.from_lengths([1, 5], [20, 5])
+    with pytest.raises(InvalidInputError, match="key"):
+        Attention(4, 16)(rows, rows, rows, None, dense)

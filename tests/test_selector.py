@@ -1,0 +1,262 @@
+"""Who serves a spec: argument > use_backend() > PAGEDATTN_BACKEND > priority, and every reason why not another."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import pagedattn
+from pagedattn import AttentionSpec, list_backends, register_backend, select_backend, selector, use_backend
+from pagedattn.backends import registry
+from pagedattn.backends.torch_native import TorchBackend
+from pagedattn.capabilities import Capabilities, IntRange
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.ops.library import interpreted
+from pagedattn.spec import ContextParallel
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32)
+needs_interpreter = pytest.mark.skipif(not interpreted(), reason="TRITON serves the CPU only when interpreted")
+
+
+class SmallBlocks(TorchBackend):
+    name = "SMALL"
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return replace(super().capabilities(), block_sizes=IntRange(high=32))
+
+
+class LargeBlocks(TorchBackend):
+    name = "LARGE"
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return replace(super().capabilities(), block_sizes=IntRange(256, None, 256), default_block_size=256)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEDATTN_BACKEND", raising=False)
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(selector, "_logged", set())
+    register_backend("SMALL", f"{__name__}:SmallBlocks")
+    register_backend("LARGE", f"{__name__}:LargeBlocks")
+
+
+def test_priority_decides_where_nobody_asks() -> None:
+    chosen = select_backend(SPEC)
+    assert (chosen.name, chosen.prefill, chosen.decode) == ("TORCH", TorchBackend, TorchBackend)
+    assert (chosen.source, chosen.block_size, chosen.spec) == ("measured priority", 16, SPEC)
+    assert selector.PRIORITY["cuda"] == ("TRITON", "TORCH")
+
+
+def test_argument_before_context_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_BACKEND", "SMALL")
+    assert (select_backend(SPEC).name, select_backend(SPEC).source) == ("SMALL", "PAGEDATTN_BACKEND")
+    with use_backend("LARGE"):
+        assert (select_backend(SPEC).name, select_backend(SPEC).source) == ("LARGE", "use_backend")
+        chosen = select_backend(SPEC, "TORCH")
+        assert (chosen.name, chosen.source) == ("TORCH", "argument")
+        with use_backend("TORCH"):
+            assert select_backend(SPEC).name == "TORCH"
+        assert select_backend(SPEC).name == "LARGE"
+    assert select_backend(SPEC).name == "SMALL"
+
+
+def test_use_backend_ends_with_its_block_also_by_an_error() -> None:
+    with pytest.raises(RuntimeError), use_backend("LARGE"):
+        raise RuntimeError
+    assert select_backend(SPEC).name == "TORCH"
+
+
+def test_an_empty_variable_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_BACKEND", "")
+    assert select_backend(SPEC).source == "measured priority"
+
+
+def test_a_layer_keeps_what_was_asked_when_it_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    with use_backend("SMALL"):
+        layer = pagedattn.Attention(4, 32)
+    monkeypatch.setenv("PAGEDATTN_BACKEND", "LARGE")
+    assert layer.double().selection.name == "SMALL"
+    assert pagedattn.Attention(4, 32).selection.name == "LARGE"
+
+
+@pytest.mark.parametrize(("name", "near"), [("TRITTON", "TRITON"), ("torch", "TORCH"), ("Tritn", "TRITON")])
+def test_an_unknown_name_suggests_the_nearest(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInputError, match=rf"did you mean {near}\?"):
+        select_backend(SPEC, name)
+    with pytest.raises(InvalidInputError, match=rf"did you mean {near}\?"), use_backend(name):
+        pass
+    monkeypatch.setenv("PAGEDATTN_BACKEND", name)
+    with pytest.raises(InvalidInputError, match=rf"did you mean {near}\?"):
+        select_backend(SPEC)
+
+
+def test_a_name_near_to_none_lists_them_all() -> None:
+    with pytest.raises(InvalidInputError, match="one of TRITON, TORCH, SMALL, LARGE") as error:
+        select_backend(SPEC, "QQQQQQ")
+    assert "did you mean" not in str(error.value)
+
+
+def test_an_explicit_request_that_cannot_run_raises_with_value_and_hint() -> None:
+    with pytest.raises(UnsupportedError, match="backend LARGE, asked for by argument, cannot serve this") as error:
+        select_backend(SPEC.replace(block_size=16), "LARGE")
+    reason = "block_size=16 (serves multiples of 256 in 256 and more): build the cache with block_size=256"
+    assert reason in str(error.value)
+    with pytest.raises(UnsupportedError, match=r"head_dim=600 \(serves 1\.\.512\)"):
+        select_backend(SPEC.replace(head_dim=600, head_dim_v=600), "TRITON")
+
+
+@needs_interpreter
+def test_the_interpreter_is_not_given_bfloat16() -> None:
+    with pytest.raises(UnsupportedError, match=r"dtype=bfloat16 .*TRITON_INTERPRET=1\): .*unset TRITON_INTERPRET"):
+        select_backend(SPEC.replace(dtype=torch.bfloat16), "TRITON")
+
+
+def test_where_nobody_can_everybody_says_why() -> None:
+    with pytest.raises(UnsupportedError, match="no backend can serve") as error:
+        select_backend(SPEC.replace(dtype=torch.int32))
+    text = str(error.value)
+    assert all(f"{name}: " in text for name in ("TRITON", "TORCH", "SMALL", "LARGE"))
+    assert text.count("dtype=int32 (serves ") >= 4
+
+
+def test_every_loser_is_listed_with_its_reasons() -> None:
+    chosen = select_backend(SPEC.replace(block_size=64))
+    assert sorted(chosen.rejections) == ["LARGE", "SMALL", "TRITON"]
+    assert str(chosen.rejections["SMALL"][0]).startswith("block_size=64 (serves 1..32)")
+    assert "not LARGE: block_size=64" in chosen.describe()
+    assert "TORCH (chosen by measured priority, block size 64)" in chosen.describe()
+    assert "not SMALL: lower priority" in select_backend(SPEC).describe()
+
+
+@pytest.mark.parametrize("name", ["TRITON", "TORCH"])
+def test_every_refusal_has_values(name: str) -> None:
+    odd = SPEC.replace(
+        device_type="tpu",
+        dtype=torch.int32,
+        kv_cache_dtype="int8",
+        kv_scale="head",
+        head_dim=601,
+        head_dim_v=600,
+        block_size=4096,
+        has_sinks=True,
+        deterministic=True,
+        context_parallel=ContextParallel(world=2, rank=0),
+    )
+    found = registry.get_backend(name).rejections(odd)
+    features = {one.feature for one in found}
+    assert {"device_type", "dtype", "kv_cache_dtype", "kv_scale", "deterministic", "context_parallel"} <= features
+    assert all(one.feature and str(one.requested) and str(one.supported) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "prefill", "decode"),
+    [
+        ("prefill=SMALL,decode=TORCH", "SMALL", "TORCH"),
+        (" decode = SMALL , prefill = TORCH ", "TORCH", "SMALL"),
+        ("prefill=SMALL", "SMALL", "TORCH"),
+        ("decode=SMALL", "TORCH", "SMALL"),
+    ],
+)
+def test_each_phase_may_have_its_own(text: str, prefill: str, decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_argument = select_backend(SPEC, text)
+    monkeypatch.setenv("PAGEDATTN_BACKEND", text)
+    for chosen in (by_argument, select_backend(SPEC)):
+        assert (chosen.prefill.name, chosen.decode.name) == (prefill, decode)
+        assert chosen.name == f"prefill={prefill},decode={decode}"
+        assert prefill not in chosen.rejections and decode not in chosen.rejections
+
+
+@pytest.mark.parametrize("text", ["verify=TORCH", "prefill=TORCH,prefill=SMALL", "prefill=", "=TORCH", "prefill=NOPE"])
+def test_a_phase_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError):
+        select_backend(SPEC, text)
+
+
+def test_a_composite_needs_a_block_size_that_both_take() -> None:
+    assert select_backend(SPEC, "prefill=LARGE,decode=TORCH").block_size == 256
+    with pytest.raises(UnsupportedError, match=r"need one block size that both take; SMALL takes 1\.\.32"):
+        select_backend(SPEC, "prefill=LARGE,decode=SMALL")
+    with pytest.raises(UnsupportedError, match=r"backend SMALL, .*\n.*block_size=256"):
+        select_backend(SPEC.replace(block_size=256), "prefill=LARGE,decode=SMALL")
+
+
+def test_the_winner_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="pagedattn"):
+        for _ in range(3):
+            select_backend(SPEC)
+    assert [record.message for record in caplog.records if "TORCH (chosen by" in record.message] == [
+        f"attention backend: {select_backend(SPEC).describe()}"
+    ]
+
+
+def test_registering_takes_a_free_name_and_a_class() -> None:
+    register_backend("SMALL", f"{__name__}:SmallBlocks")  # the same again is harmless
+    with pytest.raises(InvalidInputError, match="name must be a name not yet taken, got TORCH"):
+        register_backend("TORCH", f"{__name__}:SmallBlocks")
+    for target in ("module", "module:", ":Class", ""):
+        with pytest.raises(InvalidInputError, match='target must be "module:Class"'):
+            register_backend("OTHER", target)
+    assert "OTHER" not in registry.backend_names()
+
+
+@pytest.mark.parametrize("target", ["no_such_module_anywhere:Backend", f"{__name__}:NoSuchClass"])
+def test_a_backend_that_cannot_be_loaded_is_in_nobodys_way(target: str) -> None:
+    register_backend("BROKEN", target)
+    chosen = select_backend(SPEC)
+    assert chosen.name == "TORCH" and "cannot be loaded" in str(chosen.rejections["BROKEN"][0])
+    assert list_backends()["BROKEN"].startswith("unavailable: ")
+    with pytest.raises(UnsupportedError, match=r"BROKEN .* cannot be loaded"):
+        select_backend(SPEC, "BROKEN")
+
+
+def _plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """An installed package with an entry point, as pip would leave it."""
+    (tmp_path / "acme_attention.py").write_text(body)
+    info = tmp_path / "acme_attention-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-attention\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pagedattn.backends]\nACME = acme_attention:AcmeBackend\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "acme_attention", raising=False)
+    registry._installed.cache_clear()
+
+
+ACME = """
+from pagedattn.backends.torch_native import TorchBackend
+class AcmeBackend(TorchBackend):
+    name = "ACME"
+"""
+
+
+@pytest.fixture
+def _no_plugins_afterwards() -> Iterator[None]:
+    yield
+    registry._installed.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_plugins_afterwards")
+def test_installed_packages_bring_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plugin(tmp_path, monkeypatch, ACME)
+    assert list_backends()["ACME"] == torch.__version__
+    assert (select_backend(SPEC).name, select_backend(SPEC, "ACME").name) == ("TORCH", "ACME")
+    assert pagedattn.Attention(4, 32, backend="decode=ACME").selection.decode.name == "ACME"
+    monkeypatch.setenv("PAGEDATTN_PLUGINS", "0")
+    assert "ACME" not in list_backends()
+    with pytest.raises(InvalidInputError, match="backend must be one of"):
+        select_backend(SPEC, "ACME")
+
+
+@pytest.mark.usefixtures("_no_plugins_afterwards")
+@pytest.mark.xfail(strict=True, raises=OSError, reason="only ImportError and AttributeError are a reason")
+def test_a_plugin_that_fails_otherwise_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plugin(tmp_path, monkeypatch, "raise OSError('libcuda.so.1: cannot open shared object file')")
+    assert select_backend(SPEC).name == "TORCH"
