@@ -47,9 +47,9 @@ class Engine:
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
         self._inbox = Inbox()
-        self._lock = threading.Lock()
+        # Whoever drives the engine holds both, an abort only the second.
+        self._driven, self._lock = threading.Lock(), threading.Lock()
         self._late_aborts: deque[str] = deque()
-        self._busy = False
         self._dirty = False
         self._dead: EngineDeadError | None = None
         self._random = random.Random(config.seed)
@@ -107,11 +107,9 @@ class Engine:
         if request_id not in self._tracked:
             return False
         self._late_aborts.append(request_id)
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._tidy()
-            finally:
-                self._lock.release()
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -185,18 +183,14 @@ class Engine:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """One caller at a time."""
-        if self._busy:
+        if self._driven.locked():
             raise UnsupportedError(
                 "the engine is in use by another thread, or called from within its own step; "
                 "drive it from one thread (abort alone may come from anywhere)"
             )
-        with self._lock:
-            try:
-                self._busy = True
-                self._tidy()
-                yield
-            finally:
-                self._busy = False
+        with self._driven, self._lock:
+            self._tidy()
+            yield
 
     def _tidy(self) -> None:
         """Repair what an interrupt left half done, then do the aborts that came during a step."""

@@ -29,6 +29,7 @@ def size_kv_blocks(
     blocks_per_sequence: int,
     run: Callable[[Step], object],
     num_groups: int,
+    max_model_len: int,
 ) -> int:
     """The number of blocks of the cache, the null block included.
 
@@ -39,6 +40,7 @@ def size_kv_blocks(
         block_bytes: of one block id, all slabs and scales together.
         blocks_per_sequence: blocks that the longest sequence needs.
         run: executes a step with a cache of one block.
+        max_model_len: the longest sequence that the model has positions for.
 
     Raises:
         CapacityError: not even one sequence of one block fits.
@@ -48,7 +50,7 @@ def size_kv_blocks(
     if device.type != "cuda":
         wanted = 1 + blocks_per_sequence * config.max_num_seqs
         return min(wanted, max(1 + blocks_per_sequence, _CPU_BYTES // block_bytes))
-    activations = _peak_of_activations(config, device, run, num_groups)
+    activations = _peak_of_activations(config, device, run, num_groups, max_model_len)
     free, total = torch.cuda.mem_get_info(device)
     available = int(total * config.gpu_memory_utilization) - (total - free) - activations
     blocks = available // block_bytes
@@ -66,12 +68,12 @@ def size_kv_blocks(
 
 
 def _peak_of_activations(
-    config: EngineConfig, device: torch.device, run: Callable[[Step], object], num_groups: int
+    config: EngineConfig, device: torch.device, run: Callable[[Step], object], num_groups: int, max_model_len: int
 ) -> int:
     """Bytes that the allocator reserves for activations at their peak, above what stays reserved."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    for step in _warm_up_steps(config, num_groups):
+    for step in _warm_up_steps(config, num_groups, max_model_len):
         run(step)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
@@ -79,10 +81,10 @@ def _peak_of_activations(
     return peak - torch.cuda.memory_reserved(device)
 
 
-def _warm_up_steps(config: EngineConfig, num_groups: int) -> list[Step]:
+def _warm_up_steps(config: EngineConfig, num_groups: int, max_model_len: int) -> list[Step]:
     """A step of prompts at the full budget and one of decodes, sampled in the way that needs most memory."""
     budget = config.max_num_batched_tokens
-    longest = min(config.max_model_len or budget, _WARM_UP_CONTEXT, budget)
+    longest = min(max_model_len, _WARM_UP_CONTEXT, budget)
     sequences = min(config.max_num_seqs, budget)
     prompts, rest = [], budget
     while rest and len(prompts) < sequences:

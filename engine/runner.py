@@ -70,7 +70,13 @@ class ModelRunner:
         self.cache = self._make_cache(1)
         per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
         self.num_kv_blocks = size_kv_blocks(
-            config, self.device, layout.nbytes, per_sequence, self.execute, len(self.kv_groups)
+            config,
+            self.device,
+            layout.nbytes,
+            per_sequence,
+            self.execute,
+            len(self.kv_groups),
+            self.max_model_len,
         )
         self.cache = self._make_cache(self.num_kv_blocks)
 

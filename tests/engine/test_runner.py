@@ -242,7 +242,9 @@ class TestSizing:
         return EngineConfig(**{"model": "m", "max_num_batched_tokens": 100, "max_num_seqs": 8, **options})
 
     def size(self, device: str, **options: Any) -> int:
-        return kv_memory.size_kv_blocks(self.config(**options), torch.device(device), 1000, 10, self.steps.append, 2)
+        return kv_memory.size_kv_blocks(
+            self.config(**options), torch.device(device), 1000, 10, self.steps.append, 2, 50
+        )
 
     def setup_method(self) -> None:
         self.steps: list[Step] = []
@@ -253,8 +255,8 @@ class TestSizing:
 
     def test_cpu(self) -> None:
         assert self.size("cpu") == 81
-        assert kv_memory.size_kv_blocks(self.config(), torch.device("cpu"), 1 << 28, 10, self.steps.append, 1) == 11
-        assert kv_memory.size_kv_blocks(self.config(), torch.device("cpu"), 1 << 25, 10, self.steps.append, 1) == 32
+        assert kv_memory.size_kv_blocks(self.config(), torch.device("cpu"), 1 << 28, 10, self.steps.append, 1, 50) == 11
+        assert kv_memory.size_kv_blocks(self.config(), torch.device("cpu"), 1 << 25, 10, self.steps.append, 1, 50) == 32
 
     @pytest.mark.parametrize("free", [40_000, 4_000])
     def test_gpu(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,12 +281,13 @@ class TestSizing:
         assert len(prompts.scheduled) == 8
         assert (decodes.num_tokens, decodes.num_decodes) == (8, 8)
         assert all(item.samples for item in (*prompts.scheduled, *decodes.scheduled))
+        assert max(item.start + item.num_tokens for item in decodes.scheduled) == 50, "the model has 50 positions"
 
     def test_warm_up_steps_run(self, folder: Path) -> None:
         runner = make_runner(folder, num_kv_blocks=2)
         for options in ({}, {"max_num_seqs": 200}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 1}):
-            config = self.config(max_model_len=50, **options)
-            for step in kv_memory._warm_up_steps(config, len(runner.kv_groups)):
+            config = self.config(**options)
+            for step in kv_memory._warm_up_steps(config, len(runner.kv_groups), 50):
                 assert step.num_tokens <= config.max_num_batched_tokens
                 assert all(item.request.token_ids and item.start + item.num_tokens <= 50 for item in step.scheduled)
                 assert len(runner.execute(step)) == len(step.scheduled) > 0
