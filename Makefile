@@ -23,7 +23,7 @@ test-mutants: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # A GPU and an importable torch that are already there are used as they are; otherwise the constraints file is installed.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt

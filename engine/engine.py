@@ -150,10 +150,10 @@ class Engine:
             limit = self.config.max_waiting
             if limit is not None and len(self._scheduler.waiting) + checked.sampling.n > limit:
                 raise RequestError(f"at most {limit} requests may wait (max_waiting); try again later", name)
-            self._dirty = True
-            inbox.ids.add(name)
             tracked = TrackedRequest(name, checked, inbox, prompt_index)
             tracked.open_sequences(self.runner, self._arrivals, self._random)
+            self._dirty = True
+            inbox.ids.add(name)
             self._arrivals += len(tracked.sequences)
             self._tracked[name] = tracked
             for sequence in tracked.sequences:
@@ -232,10 +232,10 @@ class Engine:
                 self._settle(tracked, sequence, now)
 
     def _settle(self, tracked: TrackedRequest, sequence: SequenceOutput, now: float) -> None:
-        """Stop at a stop string, deliver what is new, and forget what has ended."""
-        request = sequence.request
-        if sequence.stopped and not self._scheduler.finish(request, RequestStatus.FINISHED_STOP):
-            request.status = RequestStatus.FINISHED_STOP
+        """End what its text ends, deliver what is new, and forget what has ended."""
+        request, verdict = sequence.request, sequence.verdict
+        if verdict is not None and not self._scheduler.finish(request, verdict, sequence.problem):
+            request.status = verdict
         tracked.deliver(sequence, sequence.finish(now) if request.finished else None)
         if request.finished:
             self._owners.pop(request.request_id, None)

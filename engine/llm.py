@@ -18,7 +18,7 @@ from .outputs import RequestOutput, TokenDelta
 from .paths import ModelFolder
 from .prompts import Prompt, is_batch
 from .sampling_params import SamplingParams
-from .step import Runner
+from .step import Describes, Runner
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -145,6 +145,11 @@ class LLM(Engine):
         if self._template is None or not isinstance(tokenizer, Tokenizer):
             raise UnsupportedError("chat needs a tokenizer and a chat template in the model folder; use generate")
         return encode_chat(self._template, tokenizer, messages, **{"add_generation_prompt": True, **variables})
+
+    def describe_attention(self) -> str:
+        """Which attention backend the model's layers have, and why every other one was passed over."""
+        runner = self.runner
+        return runner.describe() if isinstance(runner, Describes) else type(runner).__name__
 
     def _stream(self, checked: Sequence[CheckedRequest]) -> Iterator[TokenDelta]:
         inbox = Inbox(streams=True)

@@ -66,6 +66,16 @@ class RequestOutput:
         """Prompt tokens that the first completion took from the cache."""
         return self.outputs[0].cached_tokens
 
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from add_request to the first completion's first token."""
+        return self.outputs[0].time_to_first_token
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean seconds between tokens of the first completion."""
+        return self.outputs[0].time_per_token
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
@@ -100,10 +110,11 @@ class SequenceOutput:
         "_whole_text_at_end",
         "index",
         "num_pushed",
+        "problem",
         "request",
         "result",
-        "stopped",
         "token_by_token",
+        "verdict",
     )
 
     def __init__(
@@ -115,7 +126,9 @@ class SequenceOutput:
         self.index = index
         self.result: CompletionOutput | None = None
         self.num_pushed = 0
-        self.stopped = False
+        # How the text ends the request, if it does, and what is wrong with it.
+        self.verdict: RequestStatus | None = None
+        self.problem: str | None = None
         # Whether tokens must be looked at one by one; where not, a token costs nothing until the end.
         self.token_by_token = streams or bool(sampling.stop) or sampling.logprobs is not None
         self._whole_text_at_end = not streams and not sampling.stop
@@ -134,7 +147,7 @@ class SequenceOutput:
             self._first_time = now
 
     def push(self, sampled: SampledToken) -> None:
-        """Take the next generated token; sets `stopped` where its text completes a stop string."""
+        """Take the next generated token; sets `verdict` where its text completes a stop string or cannot be decoded."""
         self.num_pushed += 1
         if self._logprobs is not None:
             self._logprobs.append(float("nan") if sampled.logprob is None else sampled.logprob)
@@ -144,7 +157,7 @@ class SequenceOutput:
         if self._whole_text_at_end or self._detokenizer is None or ends_here:
             return
         before = len(self._text)
-        self._text += self._detokenizer.push([sampled.token_id])
+        self._text += self._decoded([sampled.token_id])
         if self.num_pushed >= request.sampling.min_tokens:
             self._cut_at_stop(before)
 
@@ -168,11 +181,11 @@ class SequenceOutput:
             return self.result
         request = self.request
         tokens = request.token_ids[request.prompt_len :]
-        if self._detokenizer is not None and not self.stopped:
-            if self._whole_text_at_end:
-                cut = len(tokens) - (request.status is RequestStatus.FINISHED_STOP)
-                self._text = self._detokenizer.push(tokens[:cut].tolist())
-            self._text += self._detokenizer.flush()
+        if self.verdict is None:
+            cut = len(tokens) - (request.status is RequestStatus.FINISHED_STOP)
+            self._text += self._decoded(tokens[:cut].tolist() if self._whole_text_at_end else [], last=True)
+        if self.problem is not None:
+            request.status, request.explanation = RequestStatus.FINISHED_ERROR, self.problem
         later, first = len(tokens) - 1, self._first_time
         timed = first is not None and later > 0 and request.status is not RequestStatus.FINISHED_ABORT
         self.result = CompletionOutput(
@@ -189,13 +202,24 @@ class SequenceOutput:
         )
         return self.result
 
+    def _decoded(self, tokens: list[int], last: bool = False) -> str:
+        """Text of more tokens. What a tokenizer raises ends this request, and must not reach the others of the step."""
+        if self._detokenizer is None:
+            return ""
+        try:
+            text = self._detokenizer.push(tokens) if tokens else ""
+            return text + self._detokenizer.flush() if last else text
+        except Exception as error:
+            self.verdict, self.problem = RequestStatus.FINISHED_ERROR, f"its tokens cannot be decoded: {error}"
+            return ""
+
     def _cut_at_stop(self, before: int) -> None:
         """Cut the text before the earliest stop string that ends after `before` characters."""
         found = [self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self.request.sampling.stop]
         hits = [at for at in found if at >= 0]
         if hits:
             self._text = self._text[: min(hits)]
-            self.stopped = True
+            self.verdict = RequestStatus.FINISHED_STOP
 
 
 def _overlap(text: str, stop: str) -> int:

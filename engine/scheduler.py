@@ -184,7 +184,7 @@ class Scheduler:
                     continue
             budget -= num_tokens
             item = ScheduledRequest(request, start, num_tokens, num_tokens == remaining)
-            (plan.decodes if num_tokens == 1 and start else plan.prefills).append(item)
+            (plan.decodes if num_tokens == 1 else plan.prefills).append(item)
             if num_tokens != remaining:
                 plan.reserved += self._outstanding(item)
         plan.budget = budget
@@ -220,8 +220,9 @@ class Scheduler:
         chunk = min(total - hit.num_tokens, self.max_chunk, plan.budget)
         if self.running:
             rest = self.kv.blocks_for(total, chunk) - self.kv.blocks_for(hit.num_tokens + chunk, chunk)
-            self._refused, self._refused_at = request.request_id, self.kv.pool.num_free
-            return self.kv.start(request, hit, chunk, self._headroom(plan) + rest)
+            fits = self.kv.start(request, hit, chunk, self._headroom(plan) + rest)
+            self._refused, self._refused_at = "" if fits else request.request_id, self.kv.pool.num_free
+            return fits
         while chunk and not self.kv.start(request, hit, chunk):
             chunk //= 2
         if not chunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .request import Request
 
@@ -65,6 +65,13 @@ class Tokenizer(Protocol):
     """Turns text into token ids."""
 
     def encode(self, text: str, /) -> list[int]: ...
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A runner that can say which attention it has."""
+
+    def describe(self) -> str: ...
 
 
 class Runner(Protocol):

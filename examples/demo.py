@@ -42,7 +42,7 @@ def main() -> None:
     stats = llm.stats()
     print(f"\n{tokens} tokens of {len(prompts)} prompts in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")
     print(f"cache: {stats.num_blocks} blocks, {peak:.1%} in use at the peak, prefix hits {stats.hit_rate:.0%}")
-    print(f"attention: {llm.runner.describe()}")
+    print(f"attention: {llm.describe_attention()}")
 
 
 def _question(llm: LLM, text: str) -> list[int]:

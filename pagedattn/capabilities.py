@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ class Capabilities:
 
     def _value_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         kinds = tuple(kind.value for kind in self.attn_types)
-        members = (
+        members: list[tuple[str, Any, Any, str]] = [
             ("device_type", spec.device_type, self.devices, ""),
             ("dtype", _short(spec.dtype), tuple(map(_short, self.dtypes)), "cast the model"),
             ("kv_cache_dtype", spec.kv_cache_dtype, self.kv_cache_dtypes, "build the cache with one of these"),
@@ -89,7 +90,7 @@ class Capabilities:
             ("gqa_ratio", spec.gqa_ratio, self.gqa_ratios, ""),
             ("cache_layout", spec.cache_layout, self.cache_layouts, "build the cache with this layout"),
             ("attn_type", spec.attn_type.value, kinds, ""),
-        )
+        ]
         out = [Rejection(name, got, _join(has), hint) for name, got, has, hint in members if got not in has]
         if spec.block_size is not None and spec.block_size not in self.block_sizes:
             hint = f"build the cache with block_size={self.default_block_size}"

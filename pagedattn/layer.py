@@ -38,6 +38,8 @@ class Attention(nn.Module):
         InvalidInputError: values that contradict each other, or an unknown backend.
     """
 
+    _anchor: torch.Tensor
+
     def __init__(
         self,
         num_heads: int,
@@ -93,7 +95,7 @@ class Attention(nn.Module):
 
     def _resolve(self) -> None:
         """Choose the backend for the dtype and device that the layer has now."""
-        device = self._device()
+        device = self._anchor.device
         gpu = device.type == "cuda"
         spec = self._base.replace(
             dtype=self._anchor.dtype,
@@ -107,9 +109,6 @@ class Attention(nn.Module):
         self._builder: AttentionMetadataBuilder | None = None
         if self._slopes is not None and device.type != "meta":
             self._slopes = self._slopes.to(device)
-
-    def _device(self) -> torch.device:
-        return self._anchor.device
 
     @property
     def spec(self) -> AttentionSpec:
@@ -125,7 +124,7 @@ class Attention(nn.Module):
     def builder(self) -> AttentionMetadataBuilder:
         """The metadata builder of this layer's backend, made on first use."""
         if self._builder is None:
-            prefill, decode, device = self.selection.prefill, self.selection.decode, self._device()
+            prefill, decode, device = self.selection.prefill, self.selection.decode, self._anchor.device
             single = prefill is decode
             self._builder = (
                 prefill.builder(self.spec, device) if single else CompositeBuilder(prefill, decode, self.spec, device)

@@ -8,6 +8,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ PATHS = ("auto", "triton", "torch")
 _library = torch.library.Library("pagedattn", "FRAGMENT")
 
 
-def register(schema: str, implementation: Callable[..., object], fake: Callable[..., object]) -> Callable[..., object]:
+def register(schema: str, implementation: Callable[..., object], fake: Callable[..., object]) -> Callable[..., Any]:
     """Register `schema` (which names what it mutates) for every device, with its fake for tracing; returns the op."""
     name = schema.partition("(")[0]
     _library.define(schema)

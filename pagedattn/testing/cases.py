@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..spec import AttentionType
 from .problem import Case
 
 ENCODER = AttentionType.ENCODER_ONLY
 CROSS = AttentionType.CROSS
 
-_DECODE = {"query_lens": (1, 1, 1, 1), "seq_lens": (1, 16, 37, 129)}
-_WHOLE = {"query_lens": (19, 1, 70), "seq_lens": (19, 1, 70)}
-_CHUNK = {"query_lens": (33, 7, 20), "seq_lens": (64, 7, 85)}
+
+def _decode(**changes: Any) -> Case:
+    return Case(query_lens=(1, 1, 1, 1), seq_lens=(1, 16, 37, 129), **changes)
+
+
+def _chunks(**changes: Any) -> Case:
+    return Case(query_lens=(33, 7, 20), seq_lens=(64, 7, 85), **changes)
+
+
+def _whole(**changes: Any) -> Case:
+    return Case(query_lens=(19, 1, 70), seq_lens=(19, 1, 70), **changes)
+
 
 _SHAPES = (
     *(Case(head_dim=d) for d in (16, 24, 40, 64, 72, 80, 96, 128, 192, 256, 512)),
-    *(Case(**_DECODE, head_dim=d) for d in (16, 72, 96, 128, 192, 256, 512)),
+    *(_decode(head_dim=d) for d in (16, 72, 96, 128, 192, 256, 512)),
     *(Case(heads=heads, head_dim=16) for heads in ((1, 1), (4, 4), (5, 1), (7, 1), (8, 1), (16, 1), (10, 2), (14, 2))),
-    *(Case(**_DECODE, heads=heads, head_dim=16) for heads in ((4, 4), (5, 1), (7, 1), (8, 1), (16, 1), (32, 8))),
+    *(_decode(heads=heads, head_dim=16) for heads in ((4, 4), (5, 1), (7, 1), (8, 1), (16, 1), (32, 8))),
     *(Case(block_size=s, head_dim=16) for s in (1, 2, 4, 8, 32, 64, 128, 256)),
-    *(Case(**_DECODE, block_size=s, head_dim=16) for s in (1, 4, 8, 32, 128, 256)),
+    *(_decode(block_size=s, head_dim=16) for s in (1, 4, 8, 32, 128, 256)),
     *(Case(block_size=s, head_dim=16) for s in (3, 5, 48)),
     Case(head_dim=48, head_dim_v=24),
     Case(head_dim=24, head_dim_v=40),
-    Case(**_DECODE, head_dim=192, head_dim_v=128),
+    _decode(head_dim=192, head_dim_v=128),
     Case(layout="HND"),
-    Case(**_DECODE, layout="HND"),
+    _decode(layout="HND"),
     Case(layout="HND", heads=(4, 1)),
 )
 
@@ -47,26 +58,26 @@ _LENGTHS = (
 
 _FEATURES = (
     *(Case(sliding_window=w) for w in (1, 2, 15, 16, 17, 37, 64, 1000)),
-    *(Case(**_DECODE, sliding_window=w) for w in (1, 16, 17, 36, 37, 130)),
-    *(Case(**_CHUNK, sliding_window=w) for w in (1, 8, 31, 64)),
+    *(_decode(sliding_window=w) for w in (1, 16, 17, 36, 37, 130)),
+    *(_chunks(sliding_window=w) for w in (1, 8, 31, 64)),
     *(Case(softcap=c, magnitude=3.0) for c in (1.0, 5.0, 50.0)),
-    Case(**_DECODE, softcap=5.0, magnitude=3.0),
+    _decode(softcap=5.0, magnitude=3.0),
     Case(alibi=True),
-    Case(**_DECODE, alibi=True),
-    Case(**_CHUNK, alibi=True, heads=(7, 1)),
+    _decode(alibi=True),
+    _chunks(alibi=True, heads=(7, 1)),
     *(Case(sinks=s) for s in (-2.0, 0.0, 10.0, float("-inf"))),
-    *(Case(**_DECODE, sinks=s) for s in (0.0, 5.0)),
+    *(_decode(sinks=s) for s in (0.0, 5.0)),
     Case(query_lens=(2, 1), seq_lens=(0, 9), write=False, sinks=1.0, note="sinks without keys"),
     Case(sliding_window=5, sinks=0.5, softcap=8.0, magnitude=2.0),
-    Case(**_DECODE, sliding_window=20, sinks=0.5, alibi=True),
-    Case(**_CHUNK, sliding_window=20, softcap=8.0, alibi=True),
+    _decode(sliding_window=20, sinks=0.5, alibi=True),
+    _chunks(sliding_window=20, softcap=8.0, alibi=True),
     Case(scale=0.5),
-    Case(**_DECODE, scale=-0.3),
+    _decode(scale=-0.3),
     Case(magnitude=30.0, note="huge logits"),
     Case(causal=False),
-    Case(**_CHUNK, causal=False),
-    Case(**_DECODE, causal=False, sliding_window=9),
-    *(Case(**_CHUNK, causal=False, sliding_window=w) for w in (1, 16, 40)),
+    _chunks(causal=False),
+    _decode(causal=False, sliding_window=9),
+    *(_chunks(causal=False, sliding_window=w) for w in (1, 16, 40)),
     Case(causal=False, alibi=True),
 )
 
@@ -75,20 +86,20 @@ _MEMORY = (
     Case(share_blocks=True, query_lens=(1, 1, 1, 1), seq_lens=(20, 40, 60, 90)),
     Case(fused_qkv=True),
     Case(fused_qkv=True, padding_rows=3),
-    Case(**_DECODE, fused_qkv=True, padding_rows=4),
+    _decode(fused_qkv=True, padding_rows=4),
     Case(padding_rows=5),
     Case(poison=float("inf"), note="infinite poison"),
-    Case(**_DECODE, poison=float("inf"), note="infinite poison, decode"),
+    _decode(poison=float("inf"), note="infinite poison, decode"),
     Case(write=False, note="nothing to write"),
     Case(lse=False),
-    Case(**_DECODE, lse=False),
+    _decode(lse=False),
 )
 
 _KINDS = (
     Case(paged=False, seq_lens=(5, 1, 17)),
     Case(paged=False, seq_lens=(5, 1, 17), sliding_window=4),
     Case(paged=False, seq_lens=(40, 3, 17), query_lens=(7, 3, 17), heads=(5, 1), note="dense with context"),
-    *(Case(paged=False, attn_type=ENCODER, **_WHOLE, sliding_window=w) for w in (None, 1, 9)),
+    *(_whole(paged=False, attn_type=ENCODER, sliding_window=w) for w in (None, 1, 9)),
     Case(paged=False, attn_type=AttentionType.ENCODER, query_lens=(33, 64), seq_lens=(33, 64), head_dim=72),
     Case(attn_type=CROSS, query_lens=(5, 1, 9), seq_lens=(30, 17, 3), write=False),
     Case(attn_type=CROSS, query_lens=(1, 1), seq_lens=(64, 1), write=False),

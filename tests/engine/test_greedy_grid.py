@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,16 +28,16 @@ class Axes(NamedTuple):
     batch: int
 
 
-LEVELS = Axes(
-    model=("qwen3", "qwen2", "llama3", "mistral"),
-    dtype=(torch.float64, torch.float32),
-    chunk=(1, 7, 0),
-    prefix=("off", "on", "hot"),
-    pool=("ample", "tight"),
-    block_size=(4, 16),
-    batch=(1, 8),
-)  # type: ignore[arg-type]
-GRID = [Axes(*point) for point in itertools.product(*LEVELS)]
+LEVELS: dict[str, tuple[Any, ...]] = {
+    "model": ("qwen3", "qwen2", "llama3", "mistral"),
+    "dtype": (torch.float64, torch.float32),
+    "chunk": (1, 7, 0),
+    "prefix": ("off", "on", "hot"),
+    "pool": ("ample", "tight"),
+    "block_size": (4, 16),
+    "batch": (1, 8),
+}
+GRID = [Axes(*point) for point in itertools.product(*LEVELS.values())]
 
 
 def pairwise(grid: list[Axes]) -> list[Axes]:
@@ -84,17 +84,19 @@ def expected(model: str, dtype: torch.dtype, **changes: int) -> list[list[int]]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of the tiny models."""
     root = tmp_path_factory.mktemp("models")
-    return {name: save(hf_model(name, torch.float32), root / name) for name in LEVELS.model}
+    return {name: save(hf_model(name, torch.float32), root / name) for name in LEVELS["model"]}
 
 
 def run(axes: Axes, folder: Path) -> None:
     longest = -(-(50 + NEW_TOKENS) // axes.block_size)
+    # A window of 8 gives blocks back, so that a request holds two of 16 or three of 4 tokens at the most.
+    tight = longest + 2 if axes.model != "mistral" else {16: 4, 4: 6}[axes.block_size]
     llm = LLM(
         str(folder),
         dtype=str(axes.dtype),
         device="cpu",
         block_size=axes.block_size,
-        num_kv_blocks=longest + 2 if axes.pool == "tight" else 8 * longest + 8,
+        num_kv_blocks=tight if axes.pool == "tight" else 8 * longest + 8,
         max_num_seqs=axes.batch,
         max_num_batched_tokens=32 if axes.chunk else 1024,
         max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
@@ -111,7 +113,10 @@ def run(axes: Axes, folder: Path) -> None:
 def happened(axes: Axes, llm: LLM) -> None:
     """Every axis that should leave a trace did."""
     counters = llm.stats().counters
-    if axes.pool == "tight" and axes.batch == 8:
+    if axes.pool == "tight" and axes.model == "mistral":
+        # The longest request does not fit at once: it ended because its window's blocks were released.
+        assert llm.stats().num_blocks * axes.block_size < 50 + NEW_TOKENS
+    elif axes.pool == "tight" and axes.batch == 8:
         assert counters.preemptions > 0 and counters.recomputed_tokens > 0
     if axes.pool == "ample":
         assert counters.preemptions == 0
@@ -136,8 +141,8 @@ def test_full_grid(axes: Axes, folders: dict[str, Path]) -> None:
 def test_the_cover_is_a_cover() -> None:
     cover = pairwise(GRID)
     assert len(GRID) == 576 and len(cover) < 30
-    for i, j in itertools.combinations(range(len(LEVELS)), 2):
-        assert {(p[i], p[j]) for p in cover} == set(itertools.product(LEVELS[i], LEVELS[j]))
+    for (i, first), (j, second) in itertools.combinations(enumerate(LEVELS.values()), 2):
+        assert {(point[i], point[j]) for point in cover} == set(itertools.product(first, second))
 
 
 def test_the_oracle_sees_the_window() -> None:
