@@ -41,12 +41,13 @@ class BlockTable:
     def for_groups(
         cls, block_sizes: Sequence[int], max_rows: int, max_blocks: int, device: torch.device | str | None = None
     ) -> list[BlockTable]:
-        """One table per KV group, as slices of one [G, max_rows, max_blocks] tensor (`table.stacked`)."""
+        """One table per KV group, as slices of one [G, max_rows, max_blocks] tensor."""
         stacked = torch.zeros(len(block_sizes), max_rows, max_blocks, dtype=torch.int32, device=device)
         return [cls(max_rows, max_blocks, size, _device_table=stacked[group]) for group, size in enumerate(block_sizes)]
 
     def add_row(self, row: int, blocks: Sequence[int]) -> None:
         """Row `row` becomes `blocks`."""
+        self._check_row(row)
         self.lengths[row] = 0
         self.append_row(row, blocks)
 
@@ -56,6 +57,7 @@ class BlockTable:
         Raises:
             CapacityError: the row would outgrow the table.
         """
+        self._check_row(row)
         start, end = int(self.lengths[row]), int(self.lengths[row]) + len(blocks)
         if end > self._capacity:
             raise CapacityError(f"row {row} needs {end} blocks, the table holds {self._capacity}; raise max_blocks")
@@ -64,6 +66,10 @@ class BlockTable:
 
     def move(self, source: int, target: int) -> None:
         """Row `target` becomes a copy of row `source`, which is cleared."""
+        self._check_row(source)
+        self._check_row(target)
+        if source == target:
+            return
         host = self._staging.writable()
         host[target] = host[source]
         self.lengths[target] = self.lengths[source]
@@ -71,12 +77,17 @@ class BlockTable:
 
     def clear(self, row: int) -> None:
         """Row `row` becomes empty (block 0 throughout, so that padding reads a real block)."""
+        self._check_row(row)
         self._staging.writable()[row] = 0
         self.lengths[row] = 0
 
     def row(self, row: int) -> list[int]:
         """The blocks of row `row`."""
         return self._staging.host[row, : self.lengths[row]].tolist()
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.lengths):
+            raise InvalidInputError("row", f"in [0, {len(self.lengths)})", row)
 
     def commit(self, num_rows: int | None = None) -> torch.Tensor:
         """Copy the first `num_rows` rows (all where None) to the device; returns that part [num_rows, max_blocks]."""

@@ -9,6 +9,7 @@ from math import gcd
 import torch
 
 from .errors import InvalidInputError, UnsupportedError
+from .spec import KV_CACHE_DTYPES
 
 _STORED = {
     "fp8": torch.float8_e4m3fn,
@@ -28,6 +29,13 @@ class KVCacheSpec:
     dtype: torch.dtype = torch.float32
     kv_cache_dtype: str = "auto"
     block_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(name, "at least 1", getattr(self, name))
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}", repr(self.kv_cache_dtype))
 
     @property
     def value_dim(self) -> int:
@@ -52,8 +60,14 @@ class KVCacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in one layer."""
-        return self.bytes_per_token * self.block_size
+        """Bytes of one block in one layer: elements, then scales on their own alignment."""
+        return self.scale_offset + 4 * self.scales_per_token * self.block_size
+
+    @property
+    def scale_offset(self) -> int:
+        """Where in a block the scales begin, in bytes."""
+        elements = self.num_kv_heads * (self.head_dim + self.value_dim) * self.stored_dtype.itemsize * self.block_size
+        return -(-elements // 4) * 4 if self.scales_per_token else elements
 
     def window(self) -> int | None:
         """How many of the last tokens are ever read again; None is all."""

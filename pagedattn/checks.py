@@ -30,7 +30,15 @@ def check_call(
     if kv_cache is None:
         if key is None or value is None:
             raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+        if common.seq_lens_cpu is not None and not torch.compiler.is_compiling():
+            total = int(common.seq_lens_cpu.sum())
+            if len(key) < total or len(value) < total:
+                raise InvalidInputError("key and value", f"at least {total} rows, the sum of seq_lens", len(key))
         return
+    if not spec.uses_cache:
+        raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
+    if key is not None and value is None and kv_cache.value.data_ptr() != kv_cache.key.data_ptr():
+        raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
     got = kv_cache.key.shape[2:], kv_cache.value.shape[2:]
     want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
     if (tuple(got[0]), tuple(got[1])) != want:

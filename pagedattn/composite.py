@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,11 @@ from .spec import AttentionSpec
 
 @dataclass(slots=True)
 class CompositeMetadata(AttentionMetadata):
-    """Metadata of either part; None where a batch has no such part."""
+    """Metadata of either part; None where a batch has no such part. `whole` plans all of it for the prefill backend."""
 
-    decode: AttentionMetadata | None = None
-    prefill: AttentionMetadata | None = None
+    decode: AttentionMetadata | None
+    prefill: AttentionMetadata | None
+    whole: Callable[[], AttentionMetadata]
 
     def describe(self) -> str:
         parts = (("decode", self.decode), ("prefill", self.prefill))
@@ -41,15 +43,20 @@ class CompositeBuilder(AttentionMetadataBuilder):
         self._decode = decode.builder(spec, device, limits, workspace)
 
     def build(self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None) -> AttentionMetadata:
-        old = into if isinstance(into, CompositeMetadata) else CompositeMetadata(common)
+        old = (into.decode, into.prefill) if isinstance(into, CompositeMetadata) else (None, None)
         split, total = common.num_decodes, common.num_seqs
-        if split == 0:
-            return CompositeMetadata(common, prefill=self._prefill.build(common, old.prefill))
-        if split == total:
-            return CompositeMetadata(common, decode=self._decode.build(common, old.decode))
-        decode = self._decode.build(slice_sequences(common, 0, split), old.decode)
-        prefill = self._prefill.build(slice_sequences(common, split, total), old.prefill)
-        return CompositeMetadata(common, decode, prefill)
+        decode = prefill = None
+        if split:
+            decode = self._decode.build(slice_sequences(common, 0, split) if split < total else common, old[0])
+        if split < total:
+            prefill = self._prefill.build(slice_sequences(common, split, total) if split else common, old[1])
+        return CompositeMetadata(common, decode, prefill, lambda: self._prefill.build(common))
+
+    def device_update(self, metadata: AttentionMetadata) -> None:
+        if isinstance(metadata, CompositeMetadata):
+            for builder, part in ((self._decode, metadata.decode), (self._prefill, metadata.prefill)):
+                if part is not None:
+                    builder.device_update(part)
 
 
 def slice_sequences(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
@@ -98,10 +105,12 @@ class CompositeImpl(AttentionImpl):
                 f"metadata must be CompositeMetadata, got {type(metadata).__name__}; build it with the layer"
             )
         rest = (sinks, alibi_slopes, q_scale, k_scale, v_scale, return_lse)
-        if metadata.decode is None or metadata.prefill is None or kv_cache is None:
-            whole = metadata.prefill or metadata.decode
-            impl = self._prefill if metadata.prefill is not None else self._decode
-            return impl.forward(query, key, value, kv_cache, whole or metadata, out, *rest)
+        if kv_cache is None:  # packed keys are not split where the queries are
+            return self._prefill.forward(query, key, value, None, metadata.whole(), out, *rest)
+        if metadata.prefill is None and metadata.decode is not None:
+            return self._decode.forward(query, None, None, kv_cache, metadata.decode, out, *rest)
+        if metadata.decode is None or metadata.prefill is None:
+            return self._prefill.forward(query, None, None, kv_cache, metadata.prefill or metadata.whole(), out, *rest)
         if out is None:
             out = query.new_empty(*query.shape[:2], self.spec.value_dim)
         split = metadata.common.num_decodes

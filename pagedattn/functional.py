@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import torch
 
+from . import env
+from .checks import check_call
 from .composite import CompositeBuilder, CompositeImpl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
@@ -14,6 +16,7 @@ from .selector import Request, current_request, select_backend
 from .spec import AttentionSpec, AttentionType
 
 
+@torch.no_grad()
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor | None,
@@ -46,6 +49,8 @@ def paged_attention(
     keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
     if keys is None or values is None:
         raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+    if query.dim() != 3:
+        raise InvalidInputError("query", "[T, Hq, D]", list(query.shape))
     gpu = query.device.type == "cuda"
     spec = AttentionSpec(
         num_heads=query.shape[1],
@@ -65,6 +70,8 @@ def paged_attention(
         has_alibi=alibi_slopes is not None,
         needs_lse=return_lse,
     )
+    if env.check_level():
+        check_call(spec, query, key, value, kv_cache, common)
     impl, builder = _served(spec, query.device, current_request(backend))
     if kv_cache is not None and key is not None:
         impl.write_kv(key, value, kv_cache, common.slot_mapping)

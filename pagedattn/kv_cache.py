@@ -88,8 +88,9 @@ class PagedKVCache:
     def _allocate(
         self, specs: Sequence[KVCacheSpec], num_blocks: int, device: torch.device | str | None, layout: str
     ) -> None:
-        if num_blocks < 1:
-            raise InvalidInputError("num_blocks", "at least 1", num_blocks)
+        if num_blocks < 1 or not specs:
+            name, got = ("num_blocks", num_blocks) if num_blocks < 1 else ("num_layers", len(specs))
+            raise InvalidInputError(name, "at least 1", got)
         if layout not in CACHE_LAYOUTS:
             raise InvalidInputError("layout", f"one of {', '.join(CACHE_LAYOUTS)}", repr(layout))
         self.groups: tuple[KVCacheGroup, ...] = group_layers(specs)
@@ -99,7 +100,7 @@ class PagedKVCache:
         shape = (max(len(group.layers) for group in self.groups), num_blocks, self.bytes_per_block)
         try:
             self.slabs = torch.zeros(shape, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
         self._layers = {
@@ -132,6 +133,7 @@ class PagedKVCache:
 
     def group_of(self, layer: int) -> int:
         """The KV group (and so the block table) of model layer `layer`."""
+        self.layer(layer)
         return self._group_of[layer]
 
     def zero_blocks(self, ids: Sequence[int] | torch.Tensor) -> None:
@@ -164,5 +166,5 @@ def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:
     value = view(elements, size * heads * spec.head_dim, spec.value_dim)
     if not spec.scales_per_token:
         return LayerCache(key, value)
-    scales = slab[:, elements.shape[1] * itemsize :].view(torch.float32)
+    scales = slab[:, spec.scale_offset :].view(torch.float32)
     return LayerCache(key, value, view(scales, 0), view(scales, size * heads))

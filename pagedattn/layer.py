@@ -20,7 +20,7 @@ from .step import Key, StepMetadata
 
 
 class Attention(nn.Module):
-    """Attention of one model layer over a paged KV cache.
+    """Attention of one model layer over a paged KV cache, for inference: no gradient flows through it.
 
     Queries and keys come rotated; the caller keeps block tables and lengths (see `CommonAttentionMetadata`). Who
     serves it is decided when the layer is built, or moved: argument `backend`, `use_backend()`, PAGEDATTN_BACKEND, or
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     Args:
         sliding_window: keys kept, the token's own included. softcap: cap * tanh(logit / cap).
         alibi_slopes, sinks: [num_heads]; a sink is one more logit per head that joins the denominator.
-        block_size: of the cache; None lets the backend choose (`layer.selection.block_size`).
+        block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         kv_group: whose block table this layer uses, see `PagedKVCache.group_of`.
         dtype, device: of queries, keys and values; follow `.to()` like a parameter's.
 
@@ -56,6 +56,7 @@ class Attention(nn.Module):
         causal: bool | None = None,
         kv_cache_dtype: str = "auto",
         block_size: int | None = None,
+        cache_layout: str = "NHD",
         backend: str | None = None,
         kv_group: int = 0,
         dtype: torch.dtype | None = None,
@@ -77,13 +78,17 @@ class Attention(nn.Module):
             causal=causal,
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
+            cache_layout=cache_layout,
         )
         self._request = current_request(backend)
-        self._slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
-        for name, values in (("alibi_slopes", self._slopes), ("sinks", sinks)):
+        self._slope_values = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
+        for name, values in (("alibi_slopes", self._slope_values), ("sinks", sinks)):
             if values is not None and tuple(values.shape) != (num_heads,):
                 raise InvalidInputError(name, f"[{num_heads}], one per query head", list(values.shape))
-        self.sinks = sinks
+        if isinstance(sinks, nn.Parameter) or sinks is None:
+            self.sinks = sinks
+        else:
+            self.register_buffer("sinks", sinks, persistent=False)
         # An empty buffer follows .to() and so says which dtype and device the layer now has.
         self.register_buffer("_anchor", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self._resolve()
@@ -107,8 +112,8 @@ class Attention(nn.Module):
         single = prefill is decode
         self._impl: AttentionImpl = prefill.impl(spec) if single else CompositeImpl(prefill, decode, spec)
         self._builder: AttentionMetadataBuilder | None = None
-        if self._slopes is not None and device.type != "meta":
-            self._slopes = self._slopes.to(device)
+        # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
+        self._slopes = None if self._slope_values is None else self._slope_values.to(device)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -135,6 +140,7 @@ class Attention(nn.Module):
         """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
         return self.builder.build(common)
 
+    @torch.no_grad()
     def forward(
         self,
         query: torch.Tensor,

@@ -70,6 +70,8 @@ class CommonAttentionMetadata:
         if num_decodes is None:
             pairs = zip(query_lens, seq_lens, strict=True)
             num_decodes = next((i for i, (q, k) in enumerate(pairs) if q != 1 or k < 2), len(query_lens))
+        elif any(n > 1 for n in query_lens[:num_decodes]):
+            raise InvalidInputError("num_decodes", "leading sequences with one new token each", num_decodes)
         return cls(
             query_start_loc=starts_dev,
             seq_lens=keys_dev,

@@ -88,13 +88,13 @@ def parse_request(text: str, source: str) -> Request:
         InvalidInputError: an unknown name (says the nearest) or an unknown phase.
     """
     if "=" not in text:
-        return Request(_known(text), _known(text), source)
+        return Request(_known(text, source), _known(text, source), source)
     phases: dict[str, str] = {}
     for part in text.split(","):
         phase, _, name = (piece.strip() for piece in part.partition("="))
         if phase not in ("prefill", "decode") or phase in phases:
             raise InvalidInputError(source, "NAME, or prefill=NAME,decode=NAME", repr(text))
-        phases[phase] = _known(name)
+        phases[phase] = _known(name, source)
     return Request(phases.get("prefill"), phases.get("decode"), source)
 
 
@@ -163,8 +163,8 @@ def _reasons(name: str, spec: AttentionSpec) -> tuple[Rejection, ...]:
         return (Rejection("availability", name, str(error)),)
 
 
-def _known(name: str) -> str:
-    get_backend(name)
+def _known(name: str, source: str) -> str:
+    get_backend(name, "backend" if source == "argument" else source)
     return name
 
 

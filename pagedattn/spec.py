@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
@@ -91,6 +92,9 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         default = object.__setattr__
+        for name in ("num_heads", "head_dim"):
+            _at_least(1, name, getattr(self, name))
+        default(self, "attn_type", AttentionType(self.attn_type))
         default(self, "num_kv_heads", self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         default(self, "head_dim_v", self.head_dim if self.head_dim_v is None else self.head_dim_v)
         default(self, "scale", self.head_dim**-0.5 if self.scale is None else float(self.scale))
@@ -100,15 +104,17 @@ class AttentionSpec:
         self._check()
 
     def _check(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "head_dim_v"):
+        for name in ("num_kv_heads", "head_dim_v"):
             _at_least(1, name, getattr(self, name))
         for name in ("block_size", "sliding_window"):
             if getattr(self, name) is not None:
                 _at_least(1, name, getattr(self, name))
         if self.num_heads % self.kv_heads:
             raise InvalidInputError("num_heads", f"a multiple of num_kv_heads={self.kv_heads}", self.num_heads)
-        if self.softcap is not None and not self.softcap > 0:
-            raise InvalidInputError("softcap", "positive, or None for no cap", self.softcap)
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise InvalidInputError("softcap", "positive and finite, or None for no cap", self.softcap)
+        if not math.isfinite(self.softmax_scale):
+            raise InvalidInputError("scale", "finite", self.scale)
         for name, known in (
             ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("kv_scale", KV_SCALES),
@@ -143,7 +149,16 @@ class AttentionSpec:
         return self.attn_type in (AttentionType.DECODER, AttentionType.CROSS)
 
     def replace(self, **changes: object) -> AttentionSpec:
-        """A copy with other values (a window learnt at the first call, say)."""
+        """A copy with other values (a window learnt at the first call, say); defaults follow what they derive from."""
+        derived = {
+            "scale": ("head_dim", self.head_dim**-0.5),
+            "head_dim_v": ("head_dim", self.head_dim),
+            "num_kv_heads": ("num_heads", self.num_heads),
+            "causal": ("attn_type", self.attn_type is AttentionType.DECODER),
+        }
+        for name, (source, default) in derived.items():
+            if source in changes and getattr(self, name) == default:
+                changes.setdefault(name, None)
         return replace(self, **changes)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, PagedKVCache, env
 from pagedattn.errors import InvalidInputError
+from pagedattn.ops.library import interpreted
 
 TABLE = torch.tensor([[1, 2], [3, -9]], dtype=torch.int32)
 
@@ -26,7 +27,7 @@ def call(layer: Attention | None = None, **changes: Any) -> torch.Tensor:
 
 
 def cache(**changes: Any) -> LayerCache:
-    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 16}
     return PagedKVCache(**{**sizes, **changes}).layer(0)
 
 
@@ -132,25 +133,67 @@ def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
 def test_one_value_per_head_is_needed(name: str) -> None:
+    bad = torch.zeros(2)
     with pytest.raises(InvalidInputError, match=rf"{name} must be \[4\], one per query head, got \[2\]"):
-        Attention(4, 16, 2, **{name: torch.zeros(2)})
+        Attention(
+            4, 16, 2, alibi_slopes=bad if name == "alibi_slopes" else None, sinks=bad if name == "sinks" else None
+        )
 
 
-@pytest.mark.xfail(strict=True, reason="the key is written, the value is not, and zeros are attended to")
 def test_a_key_without_a_value_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="value"):
         call(value=None)
 
 
-@pytest.mark.xfail(strict=True, reason="written and attended to like a decoder's")
 def test_an_encoder_is_not_given_a_cache() -> None:
     with pytest.raises(InvalidInputError, match="kv_cache"):
         call(Attention(4, 16, 2, attn_type=AttentionType.ENCODER_ONLY))
 
 
-@pytest.mark.xfail(strict=True, reason="not checked; TORCH clamps, TRITON reads past the tensor")
 def test_fewer_packed_keys_than_lengths_say_are_refused() -> None:
     rows = torch.randn(6, 4, 16)
     dense = CommonAttentionMetadata.from_lengths([1, 5], [20, 5])
     with pytest.raises(InvalidInputError, match="key"):
         Attention(4, 16)(rows, rows, rows, None, dense)
+
+
+SERVES_CPU = pytest.param(
+    "TRITON", marks=pytest.mark.skipif(not interpreted(), reason="TRITON serves the CPU only when interpreted")
+)
+FOLLOWS = pytest.param(
+    "TRITON",
+    marks=SERVES_CPU.marks,
+)
+
+
+@pytest.mark.parametrize("backend", ["TORCH", FOLLOWS])
+def test_a_block_outside_the_cache_is_skipped_not_read_from_block_0(backend: str) -> None:
+    layer, layer_cache = Attention(4, 16, 2, backend=backend), cache()
+    layer_cache.value.fill_(1.0)
+    layer_cache.key[0] = layer_cache.value[0] = torch.nan
+    table = torch.tensor([[-1, 1, 2, 3]], dtype=torch.int32)
+    step = CommonAttentionMetadata.from_lengths([1], [64], table).replace(seq_lens_cpu=None)
+    out = layer(torch.randn(1, 4, 16), None, None, layer_cache, step)
+    assert torch.allclose(out, torch.ones(1, 4, 16))
+
+
+@pytest.mark.parametrize("backend", ["TORCH", FOLLOWS])
+def test_a_table_is_not_read_past_its_width(backend: str) -> None:
+    layer, layer_cache = Attention(4, 16, 2, backend=backend), cache()
+    layer_cache.value.copy_(torch.arange(4.0)[:, None, None, None].expand(4, 16, 2, 16))
+    wide = torch.tensor([[1, 3]], dtype=torch.int32)
+    step = CommonAttentionMetadata.from_lengths([1], [32], wide).replace(seq_lens_cpu=None, block_table=wide[:, :1])
+    out = layer(torch.zeros(1, 4, 16), None, None, layer_cache, step)
+    assert torch.allclose(out, torch.ones(1, 4, 16))
+
+
+@pytest.mark.parametrize("backend", ["TORCH", SERVES_CPU])
+@pytest.mark.parametrize("seq_len", [1, 20, 48])
+def test_nan_in_a_block_nobody_holds_reaches_no_output(backend: str, seq_len: int) -> None:
+    layer, layer_cache = Attention(4, 16, 2, backend=backend), cache()
+    layer_cache.value.fill_(1.0)
+    layer_cache.key[0] = layer_cache.value[0] = torch.nan
+    table = torch.tensor([[1, 2, 3, 0]], dtype=torch.int32)
+    step = CommonAttentionMetadata.from_lengths([1], [seq_len], table)
+    out = layer(torch.randn(1, 4, 16), None, None, layer_cache, step)
+    assert torch.allclose(out, torch.ones(1, 4, 16))

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from .. import ops
+from ..errors import CapacityError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
 from .base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
@@ -19,6 +20,10 @@ class OpMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None) -> AttentionMetadata:
         if into is None:
             return AttentionMetadata(common)
+        for name in ("num_seqs", "num_tokens", "max_query_len", "max_seq_len"):
+            bound, got = getattr(into.common, name), getattr(common, name)
+            if got > bound:
+                raise CapacityError(f"{name} is {got}, but the captured metadata holds at most {bound}; capture again")
         for field in dataclasses.fields(common):
             target, source = getattr(into.common, field.name), getattr(common, field.name)
             if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor) and target is not source:

@@ -36,8 +36,8 @@ def backend_names() -> list[str]:
     return [*_backends, *(name for name in _plugins() if name not in _backends)]
 
 
-def get_backend(name: str) -> type[AttentionBackend]:
-    """The backend class called `name`.
+def get_backend(name: str, asked_by: str = "backend") -> type[AttentionBackend]:
+    """The backend class called `name`; `asked_by` says in an error where the name came from.
 
     Raises:
         InvalidInputError: nobody is called so; says who is nearest.
@@ -47,11 +47,11 @@ def get_backend(name: str) -> type[AttentionBackend]:
     if target is None:
         near = get_close_matches(name.upper(), backend_names(), n=1, cutoff=0.4)
         remedy = f"did you mean {near[0]}?" if near else ""
-        raise InvalidInputError("backend", f"one of {', '.join(backend_names())}", repr(name), remedy)
+        raise InvalidInputError(asked_by, f"one of {', '.join(backend_names())}", repr(name), remedy)
     module, _, attribute = target.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever another package's module raises must not take selection down
         raise UnsupportedError(f"backend {name} ({target}) cannot be loaded: {error}") from error
 
 

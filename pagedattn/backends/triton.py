@@ -44,7 +44,7 @@ class TritonBackend(AttentionBackend):
             any_head_dim_v=True,
             block_sizes=IntRange(1, 1024),
             cache_layouts=("NHD", "HND"),
-            gqa_ratios=IntRange(1, 128),
+            gqa_ratios=IntRange(),
             attn_types=tuple(AttentionType),
             non_causal=True,
             sliding_window=True,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+_MAX_ROWS = 128
 _DECODE_ROWS = 64  # up to so many packed rows a query is one block, and keys are split instead
 
 
@@ -18,10 +19,12 @@ class Target(NamedTuple):
 
 
 class AttentionConfig(NamedTuple):
-    """block_m packed rows x block_n keys per tile; keys split `splits` ways; one_block: a sequence is one row block."""
+    """block_m packed rows x block_n keys per tile, `heads` query heads of a group in a program; keys split `splits`
+    ways; one_block: a sequence is one row block."""
 
     block_m: int
     block_n: int
+    heads: int
     splits: int
     one_block: bool
     num_warps: int
@@ -52,25 +55,36 @@ def attention_config(
     """The configuration for one launch over sequences of at most so many query tokens and keys."""
     rows = _power_of_2(max(max_query_len, 1) * group)
     one_block = rows <= max(_DECODE_ROWS, _power_of_2(group))
-    wide = max(_power_of_2(head_dim), _power_of_2(head_dim_v))
     if one_block:
-        block_m, block_n, num_stages = max(16, rows), 64, 3
+        block_m, block_n, num_stages = max(16, min(rows, _MAX_ROWS)), 64, 2
     else:
-        block_m, block_n, num_stages = max(128 if wide <= 128 else 64, _power_of_2(group)), 64, 3
+        block_m, block_n, num_stages = min(_MAX_ROWS, max(64, _power_of_2(group))), 32, 2
     if itemsize == 4:
-        block_m, block_n = max(16, min(block_m, 64), _power_of_2(group)), 32
+        block_m, block_n = max(16, min(block_m, 64)), 32
     tile = (_power_of_2(head_dim) + _power_of_2(head_dim_v)) * itemsize
-    fixed = block_m * _power_of_2(head_dim) * itemsize + 2048
-    while fixed + num_stages * block_n * tile > target.shared_bytes and (num_stages > 1 or block_n > 16):
-        block_n, num_stages = (block_n, num_stages - 1) if num_stages > 2 or block_n == 16 else (block_n // 2, 2)
-    warps = 8 if block_m * wide >= 128 * 128 else 4
-    splits = _splits(num_seqs * num_kv_heads, max_seq_len, block_n, target) if one_block else 1
-    return AttentionConfig(block_m, block_n, splits, one_block, warps, num_stages)
+    while block_m * _power_of_2(head_dim) * itemsize + num_stages * block_n * tile + 4096 > target.shared_bytes:
+        if num_stages > 2:
+            num_stages -= 1
+        elif block_n > 32:
+            block_n //= 2
+        elif block_m > 16:
+            block_m //= 2
+        elif block_n > 16:
+            block_n //= 2
+        elif num_stages > 1:
+            num_stages -= 1
+        else:
+            break
+    heads = min(group, block_m)
+    one_block = one_block and block_m // heads >= max_query_len
+    parts = -(-group // heads)
+    splits = _splits(num_seqs * num_kv_heads * parts, max_seq_len, block_n, target) if one_block else 1
+    return AttentionConfig(block_m, block_n, heads, splits, one_block, 4, num_stages)
 
 
 def _splits(programs: int, max_seq_len: int, block_n: int, target: Target) -> int:
-    """Enough programs for four waves of two per SM, but at least two tiles of keys in each."""
-    wanted = -(-8 * target.num_sms // max(programs, 1))
+    """Four programs per SM where there are fewer, but at least two tiles of keys in each."""
+    wanted = 4 * target.num_sms // max(programs, 1)
     return max(1, min(wanted, max_seq_len // (2 * block_n), 128))
 
 

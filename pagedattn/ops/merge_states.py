@@ -33,7 +33,8 @@ def merge_attn_states(
     """
     expect(outputs.dim() == 4 and outputs.stride(3) == 1, "outputs", "[n, T, Hq, Dv], last stride 1", outputs)
     fits = lses.dtype == torch.float32 and lses.shape == outputs.shape[:3]
-    expect(fits or lses.dtype == torch.float64, "lses", f"float32 {list(outputs.shape[:3])}", lses)
+    fits = fits or (lses.dtype == outputs.dtype == torch.float64 and lses.shape == outputs.shape[:3])
+    expect(fits, "lses", f"float32 {list(outputs.shape[:3])}", lses)
     merged = torch.empty(outputs.shape[1:], dtype=dtype or outputs.dtype, device=outputs.device) if out is None else out
     expect(merged.shape == outputs.shape[1:], "out", f"{list(outputs.shape[1:])}", merged)
     lse = torch.empty(lses.shape[1:], dtype=lses.dtype, device=lses.device)

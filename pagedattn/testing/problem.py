@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -53,7 +53,8 @@ class Case:
         for name in self.__slots__:
             value = getattr(self, name)
             if value != getattr(default, name) and name not in ("note", "poison"):
-                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value).split(".")[-1]
+                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                text = text.removeprefix("torch.").removeprefix("AttentionType.")
                 parts.append(f"{name}={text if len(text) < 24 else text[:21] + '...'}")
         return self.note or "-".join(parts) or "default"
 
@@ -97,7 +98,6 @@ class Problem:
     cache_after: tuple[torch.Tensor, torch.Tensor] | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
-    extras: dict[str, object] = field(default_factory=dict)
 
     def run(self, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write (where there is a cache and something to write), then attend, by `backend`."""
@@ -148,23 +148,10 @@ def make_problem(case: Case, device: torch.device | str = "cpu", seed: int = 0) 
     after = None
     if cache is not None:
         after = _written(case, cache, common.slot_mapping, new_key, new_value)
-    query, key, value = _strided(case, torch.cat(queries), new_key, new_value, generator)
-    on = _move(common, device)
-    problem = Problem(
-        case,
-        spec,
-        query.to(device),
-        None if key is None else key.to(device),
-        None if value is None else value.to(device),
-        None if cache is None else _on_device(case, cache, device),
-        on,
-        expected.to(device),
-        lse.to(device),
-        naive.to(device),
-        after,
-        None if sinks is None else sinks.to(device),
-        None if slopes is None else slopes.to(device),
-    )
+    parts = _strided(case, torch.cat(queries), new_key, new_value)
+    problem = Problem(case, spec, *parts, cache=None, common=common, expected=expected, expected_lse=lse, naive=naive)
+    problem.cache_after, problem.sinks, problem.alibi_slopes = after, sinks, slopes
+    _move(problem, cache, device)
     return problem
 
 
@@ -175,7 +162,8 @@ def _paged(
     size = case.block_size
     blocks = [-(-n // size) for n in case.seq_lens]
     spare = 3
-    ids = (torch.randperm(sum(blocks) + spare, generator=generator)).to(torch.int32)
+    # Block 0 belongs to nobody: what is masked is read from there, and its poison must not get out.
+    ids = 1 + torch.randperm(sum(blocks) + spare - 1, generator=generator).to(torch.int32)
     garbage = torch.tensor([2**31 - 1, -1, -(2**31)], dtype=torch.int32)
     table = garbage[torch.randint(0, 3, (len(blocks), max(blocks, default=0) + 2), generator=generator)]
     shape = (sum(blocks) + spare, size, case.heads[1])
@@ -260,11 +248,7 @@ def _written(
 
 
 def _strided(
-    case: Case,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    generator: torch.Generator,
+    case: Case, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """With padding rows appended (NaN), and as slices of one fused QKV where the case says so."""
     pad = case.padding_rows
@@ -281,14 +265,16 @@ def _strided(
     return first, filled[1], filled[2]
 
 
-def _on_device(case: Case, cache: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> LayerCache:
+def _move(problem: Problem, cache: tuple[torch.Tensor, torch.Tensor] | None, device: torch.device) -> None:
+    """Everything but what the cache must hold afterwards goes to `device`."""
+
     def place(x: torch.Tensor) -> torch.Tensor:
         x = x.to(device)
-        return x if case.layout == "NHD" else x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x if problem.case.layout == "NHD" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    return LayerCache(place(cache[0]), place(cache[1]))
-
-
-def _move(common: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
+    for name in ("query", "key", "value", "expected", "expected_lse", "naive", "sinks", "alibi_slopes"):
+        tensor = getattr(problem, name)
+        setattr(problem, name, None if tensor is None else tensor.to(device))
+    problem.cache = None if cache is None else LayerCache(place(cache[0]), place(cache[1]))
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-    return common.replace(**{name: getattr(common, name).to(device) for name in names})
+    problem.common = problem.common.replace(**{name: getattr(problem.common, name).to(device) for name in names})

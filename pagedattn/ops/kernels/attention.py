@@ -1,8 +1,9 @@
 """Triton: attention over a paged cache (or packed keys), one kernel for prefill, decode and mixed batches.
 
-Legend: a program handles BLOCK_M rows = BLOCK_Q query tokens x the G query heads that share one KV head, so that
-keys and values are read once per group; `offs_m` rows, `offs_n` keys, `m_i` running maximum and `l_i` running sum,
-`acc` the output. Split SPLITS ways over keys, partial outputs are merged by `merge_states`.
+Legend: a program handles BLOCK_M rows = BLOCK_Q query tokens x G of the GROUP query heads that share one KV head
+(all of them where they fit, so that keys and values are read once); `offs_m` rows, `offs_n` keys, `m_i` running
+maximum and `l_i` running sum, `acc` the output. Split SPLITS ways over keys, partial outputs are merged by
+`merge_states`.
 """
 
 from __future__ import annotations
@@ -127,12 +128,11 @@ def _attend(
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
         # [BLOCK_N, BLOCK_DV]; unseen rows are zeroed, since 0 * NaN would reach the output
-        if MASKED:
-            v = tl.load(v_ptrs, mask=seen[:, None] & (dim_v < DV)[None, :], other=0.0)
-        elif DV == BLOCK_DV:
-            v = tl.load(v_ptrs)
+        live = (known & seen) if MASKED else known
+        if DV == BLOCK_DV:
+            v = tl.load(v_ptrs, mask=live[:, None], other=0.0)
         else:
-            v = tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
+            v = tl.load(v_ptrs, mask=live[:, None] & (dim_v < DV)[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_i, l_i
 
@@ -169,6 +169,7 @@ def _paged_attention_kernel(
     alibi_slopes,
     num_seqs,
     num_blocks,
+    max_keys,
     qk_scale,
     softcap,
     sq_t,
@@ -186,6 +187,7 @@ def _paged_attention_kernel(
     sl_t,
     s_table,
     S: tl.constexpr,
+    GROUP: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -203,7 +205,9 @@ def _paged_attention_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     ALIBI: tl.constexpr = alibi_slopes is not None
     PAGED: tl.constexpr = table is not None
-    kv_head = tl.program_id(1)
+    PARTS: tl.constexpr = (GROUP + G - 1) // G
+    kv_head = tl.program_id(1) // PARTS
+    in_group = tl.program_id(1) % PARTS * G
     split = tl.program_id(2)
     if ONE_BLOCK:
         seq = tl.program_id(0)
@@ -219,8 +223,8 @@ def _paged_attention_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     q_row = q_block * BLOCK_Q + offs_m // G
-    head = kv_head * G + offs_m % G
-    mask_m = (offs_m < BLOCK_Q * G) & (q_row < q_len)
+    head = kv_head * GROUP + in_group + offs_m % G
+    mask_m = (offs_m < BLOCK_Q * G) & (q_row < q_len) & (in_group + offs_m % G < GROUP)
     q_pos = context + q_row
     dim = tl.arange(0, BLOCK_D)
     token = (q_start + q_row).to(tl.int64)
@@ -233,7 +237,8 @@ def _paged_attention_kernel(
     first_pos = context + q_block * BLOCK_Q
     last_pos = context + tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
     low = 0
-    high = seq_len
+    # Never past the table's width, or past the packed keys that there are.
+    high = tl.minimum(seq_len, max_keys if PAGED else max_keys - tl.load(key_start_loc + seq).to(tl.int32))
     if CAUSAL:
         high = tl.minimum(high, last_pos + 1)
     elif WINDOW > 0:
@@ -265,7 +270,7 @@ def _paged_attention_kernel(
     # Tiles before `middle` are seen whole by every row and need no mask.
     middle = begin
     if WINDOW == 0:
-        whole = tl.minimum(end, tl.minimum(first_pos + 1, seq_len) if CAUSAL else seq_len)
+        whole = tl.minimum(end, first_pos + 1) if CAUSAL else end
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(
             q, acc, m_i, l_i, key, value, table, begin, middle, low, q_pos, slope, qk_scale, softcap, num_blocks,
@@ -309,35 +314,23 @@ def launch(
     paged = block_table is not None
     heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
     group = query.shape[1] // heads_kv
-    num_seqs = len(seq_lens)
-    blocks = num_seqs if config.one_block else len(query) // (config.block_m // group) + num_seqs
-    split_out = out if config.splits > 1 else out.unsqueeze(0)
-    split_lse = lse if lse is None or config.splits > 1 else lse.unsqueeze(0)
+    blocks = len(seq_lens) if config.one_block else len(query) // (config.block_m // config.heads) + len(seq_lens)
+    grid = (blocks, heads_kv * triton.cdiv(group, config.heads), config.splits)
+    outs, lses = (x if x is None or config.splits > 1 else x.unsqueeze(0) for x in (out, lse))
     with on_device(query):
-        _paged_attention_kernel[(blocks, heads_kv, config.splits)](
-            query,
-            key,
-            value,
-            out,
-            lse,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            key_start_loc,
-            sinks,
-            alibi_slopes,
-            num_seqs,
-            len(key) if paged else 0,
-            scale,
-            softcap,
+        _paged_attention_kernel[grid](
+            *(query, key, value, out, lse, block_table, query_start_loc, seq_lens, key_start_loc, sinks, alibi_slopes),
+            *(len(seq_lens), len(key) if paged else 0, key.shape[1] * block_table.shape[1] if paged else len(key)),
+            *(scale, softcap),
             *query.stride()[:2],
             *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
             *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
-            *split_out.stride()[:3],
-            *(split_lse.stride()[:2] if split_lse is not None else (0, 0)),
-            block_table.stride(0) if block_table is not None else 0,
+            *(out.stride()[:3] if outs is None else outs.stride()[:3]),
+            *((0, 0) if lses is None else lses.stride()[:2]),
+            block_table.stride(0) if paged else 0,
             S=key.shape[1] if paged else 1,
-            G=group,
+            GROUP=group,
+            G=config.heads,
             D=dim,
             DV=dim_v,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),

@@ -1,0 +1,109 @@
+"""Compile representative Triton kernels for GPUs that need not be there; prints what ptxas says of each, as JSON.
+
+It runs in a process without TRITON_INTERPRET, which is read when the kernels are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pagedattn.ops.kernels import attention, merge_states, reshape_and_cache
+from pagedattn.ops.launch import Target, attention_config
+
+TARGETS = {80: Target(108, 166912), 90: Target(132, 232448)}
+
+
+def attention_case(arch: int, kind: str, dim: int, group: int, queries: int, window: int, softcap: bool) -> None:
+    config = attention_config(
+        num_seqs=8,
+        num_kv_heads=8,
+        group=group,
+        head_dim=dim,
+        head_dim_v=dim,
+        itemsize=2,
+        max_query_len=queries,
+        max_seq_len=4096,
+        target=TARGETS[arch],
+    )
+    types = dict.fromkeys(("query", "key", "value"), f"*{kind}") | dict.fromkeys(
+        ("table", "query_start_loc", "seq_lens"), "*i32"
+    )
+    out = "*fp32" if config.splits > 1 else f"*{kind}"
+    constants = {"key_start_loc": None, "sinks": None, "alibi_slopes": None, "S": 16, "G": group, "D": dim, "DV": dim}
+    tiles = {
+        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_DV": triton.next_power_of_2(dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "ONE_BLOCK": config.one_block,
+        "SPLITS": config.splits,
+        "CAUSAL": True,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+        "PRECISION": "tf32",
+    }
+    report(
+        f"attention-sm{arch}-{kind}-D{dim}-G{group}-{'decode' if queries == 1 else 'prefill'}",
+        attention._paged_attention_kernel,
+        {**types, "out": out, "lse_out": "*fp32", "qk_scale": "fp32", "softcap": "fp32"},
+        {**constants, **tiles},
+        arch,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str, Any], arch: int, **options: int):  # type: ignore[no-untyped-def]
+    """Compile with pointers and strides divisible by 16, as a cache and a model's tensors have them."""
+    names = kernel.arg_names
+    signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
+    aligned = [
+        at
+        for at, one in enumerate(names)
+        if signature[one].startswith("*") or (one.startswith("s") and "_" in one and signature[one] == "i32")
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(one),): value for one, value in constants.items()},
+        {(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{arch}{'a' if arch == 90 else ''}", file.name]
+        done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True, check=True)
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr)]
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    line = {"name": name, "ptx": compiled.asm["ptx"].count("\n"), "entry": ".visible .entry" in compiled.asm["ptx"]}
+    shared = {"shared": compiled.metadata.shared, "limit": TARGETS[arch].shared_bytes}
+    print(json.dumps({**line, **shared, "spills": spills, "registers": registers}))
+
+
+def main() -> None:
+    attention_case(90, "bf16", 128, 4, 1, 0, False)
+    attention_case(90, "bf16", 128, 4, 512, 0, False)
+    attention_case(80, "bf16", 128, 4, 512, 0, False)
+    attention_case(80, "fp16", 64, 8, 1, 128, True)
+    shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "N": 1024, "NV": 1024}
+    caches = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
+    kernel = reshape_and_cache._reshape_and_cache_kernel
+    report("reshape_and_cache-sm90-bf16", kernel, {**caches, "slots": "*i64"}, shapes, 90, num_warps=4)
+    states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
+    merge = merge_states._merge_states_kernel
+    report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The faults that `mutants.py` plants: each a change of text, and the tests that must notice it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A fault: its name, the file, texts that occur once and what they become, and words that select tests by id."""
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    tests: str
+
+
+TORCH = "pagedattn/ops/attention_torch.py"
+TRITON = "pagedattn/ops/kernels/attention.py"
+POOL = "pagedattn/block_pool.py"
+MANAGER = "engine/kv_cache_manager.py"
+CASES = "tests/backends/test_conformance.py"
+BY_TORCH, BY_TRITON = f"{CASES} test_torch[ -torch.float32", f"{CASES} test_triton["
+DECODE = "seq_lens=1x16x37x129"
+
+
+def fault(name: str, file: str, old: str, new: str, tests: str) -> Mutant:
+    return Mutant(name, file, ((old, new),), tests)
+
+
+_ATTENTION = (
+    fault("window + 1, TORCH", TORCH, "visible & (distance > -window)", "visible & (distance >= -window)",
+          f"{BY_TORCH} [sliding_window=17"),
+    fault("window - 1, TORCH", TORCH, "visible & (distance > -window)", "visible & (distance > 1 - window)",
+          f"{BY_TORCH} [sliding_window=17"),
+    fault("window + 1, TRITON", TRITON, "visible & (distance > -WINDOW)", "visible & (distance >= -WINDOW)",
+          f"{BY_TRITON} [sliding_window=15"),
+    fault("window's first key too late, TRITON", TRITON, "first_pos - WINDOW + 1)", "first_pos - WINDOW + 2)",
+          f"{BY_TRITON} {DECODE}-sliding_window=17"),
+    fault("bidirectional window + 1, TRITON", TRITON, "visible & (distance < WINDOW)",
+          "visible & (distance <= WINDOW)", f"{BY_TRITON} 64x7x85-causal=False-sliding_window=16"),
+    fault("causal + 1, TRITON", TRITON, "visible & (distance <= 0)", "visible & (distance <= 1)",
+          f"{BY_TRITON} [long chunk"),
+    fault("top-left instead of bottom-right, TORCH", TORCH, "position = (lens - starts[1:] + starts[:-1])[piece, None]",
+          "position = (lens - lens)[piece, None]", f"{BY_TORCH} [mixed"),
+    fault("V mask missing, TORCH", TORCH, "torch.where(seen[..., None, None], v, 0).to(wide)", "v.to(wide)",
+          f"{BY_TORCH} [mixed"),
+    fault("V mask missing, TRITON", TRITON, "tl.load(v_ptrs, mask=seen[:, None] & (dim_v < DV)",
+          "tl.load(v_ptrs, mask=(dim_v < DV)", "tests/test_layer_checks.py nobody_holds TRITON"),
+    fault("int32 block id, TRITON", TRITON, "row = tl.where(known, block, 0).to(tl.int64)",
+          "row = tl.where(known, block, 0)", "tests/test_kv_cache.py beyond_2_to_the_31 triton"),
+    fault("sink in every split, TRITON", TRITON, "if split == 0:", "if split >= 0:", f"{BY_TRITON} {DECODE}-sinks"),
+    fault("sink missing from the LSE, TORCH", TORCH, "(shift + total.log())", "(shift + weights.sum(-1).log())",
+          f"{BY_TORCH} {DECODE}-sinks"),
+    fault("wrong GQA group, TORCH", TORCH, ".unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)",
+          ".unflatten(2, (-1, kv_heads)).permute(0, 3, 2, 1, 4)", f"{BY_TORCH} [heads=10x2"),
+    fault("wrong GQA group, TRITON", TRITON, "head = kv_head * G + offs_m % G",
+          "head = offs_m % G * tl.num_programs(1) + kv_head", f"{BY_TRITON} [heads=10x2"),
+    fault("soft cap after the mask, TORCH", TORCH, "logits = logits.masked_fill(~keep, -torch.inf)",
+          "logits = logits.masked_fill(~keep, -torch.inf)\n    logits = softcap * torch.tanh(logits / softcap) "
+          "if softcap else logits", f"{BY_TORCH} [softcap"),
+    fault("ALiBi's sign, TORCH", TORCH, "bias = distance if causal else", "bias = -distance if causal else",
+          f"{BY_TORCH} [alibi"),
+    fault("ALiBi's sign, TRITON", TRITON, "else -tl.abs(distance)", "else tl.abs(distance)",
+          f"{BY_TRITON} [causal=False-alibi"),
+    fault("scale twice, TORCH", TORCH, ".mul_(scale)", ".mul_(scale * scale)", f"{BY_TORCH} [mixed"),
+    fault("scale twice, TRITON", TRITON, "s = s * (qk_scale * PRE)", "s = s * (qk_scale * qk_scale * PRE)",
+          f"{BY_TRITON} [mixed"),
+    fault("sums not rescaled between tiles, TRITON", TRITON, "l_i = l_i * alpha + tl.sum(p, 1)",
+          "l_i = l_i + tl.sum(p, 1)", f"{BY_TRITON} [long chunk"),
+    fault("LSE of base 2, TRITON", TRITON, "tl.log2(l_i) * LN2", "tl.log2(l_i)", f"{BY_TRITON} [one past full"),
+    fault("rows past the sequence attended to, TORCH", TORCH, "seen = (index < lens[piece, None]) & known",
+          "seen = (index >= 0) & known", f"{BY_TORCH} [mixed"),
+    fault("dense keys start at the queries, TRITON", TRITON, "tl.load(key_start_loc + seq)",
+          "tl.load(query_start_loc + seq)", f"{BY_TRITON} [dense with context"),
+    fault("dense keys start one sequence late, TORCH", TORCH, "starts = lens.cumsum(0) - lens",
+          "starts = lens.cumsum(0)", f"{BY_TORCH} [dense with context"),
+)  # fmt: skip
+
+_OPS = (
+    fault("slot -1 as an index", "pagedattn/ops/reshape_and_cache.py", "live = (slots >= 0) & (slots <",
+          "live = (slots >= -1) & (slots <", "tests/ops/test_reshape_and_cache.py test_only_skipped [torch]"),
+    fault("tail of the slots not filled, torch", "pagedattn/ops/slot_mapping.py", "live = (token < starts[-1]) &",
+          "live = (token >= 0) &", "tests/ops/test_slot_mapping.py test_groups torch"),
+    fault("tail of the slots not filled, triton", "pagedattn/ops/kernels/slot_mapping.py", "slot, mask=token < end)",
+          "slot, mask=(token < end) & (not tail))", "tests/ops/test_slot_mapping.py test_groups triton"),
+    fault("table entry past the end followed", "pagedattn/ops/kernels/slot_mapping.py", "& (column < max_blocks) &",
+          "&", "tests/ops/test_slot_mapping.py past_the_table triton"),
+    fault("int32 block id in gather_kv", "pagedattn/ops/kernels/gather_kv.py", "other=-1).to(tl.int64)", "other=-1)",
+          "tests/test_kv_cache.py beyond_2_to_the_31 triton"),
+    fault("merge without weights, torch", "pagedattn/ops/merge_states.py",
+          "weight = (lses - peak.masked_fill(peak == -torch.inf, 0.0)).exp()",
+          "weight = (lses > -torch.inf).to(lses.dtype)", "tests/ops/test_merge_states.py test_merge[torch"),
+    fault("merge without weights, triton", "pagedattn/ops/kernels/merge_states.py", "weight * value, 0.0)",
+          "value, 0.0)", "tests/ops/test_merge_states.py test_merge[triton"),
+    fault("copies in order of the pairs, torch", "pagedattn/ops/copy_blocks.py",
+          "cache[on_device[:, 1]] = cache[on_device[:, 0]]",
+          "for source, target in pairs.tolist():\n            cache[target] = cache[source]",
+          "tests/ops/test_block_copies.py test_copy_blocks[torch overlapping"),
+    fault("copies in order of the pairs, triton", "pagedattn/ops/copy_blocks.py", "if not overlap and choose",
+          "if choose", "tests/ops/test_block_copies.py test_copy_blocks[triton overlapping"),
+)  # fmt: skip
+
+_LIBRARY = (
+    fault("V is a view of K", "pagedattn/kv_cache.py", "view(elements, size * heads * spec.head_dim, spec.value_dim)",
+          "view(elements, 0, spec.value_dim)", "tests/test_kv_cache.py share_out"),
+    fault("blocks of unequal bytes overlaid", "pagedattn/cache_spec.py", "block_size=spec.block_size * factor",
+          "block_size=spec.block_size", "tests/test_cache_spec.py scaled"),
+    fault("a table's last column not committed", "pagedattn/block_table.py",
+          "used = max(1, int(self.lengths[:rows].max(initial=0)))",
+          "used = max(1, int(self.lengths[:rows].max(initial=0)) - 1)", "tests/test_block_table.py random"),
+    fault("a plan without the KV group", "pagedattn/layer.py", "return (self.kv_group, self.selection.spec",
+          "return (0, self.selection.spec", "tests/test_metadata.py built_once"),
+    fault("the rest of a batch starts at the decodes", "pagedattn/composite.py", "starts - first if first else starts",
+          "starts", "tests/test_layer.py two_backends_give lens0"),
+    fault("the environment before use_backend", "pagedattn/selector.py", '(_requested.get(), "use_backend"),\n        '
+          '(env.backend(), "PAGEDATTN_BACKEND"),', '(env.backend(), "PAGEDATTN_BACKEND"),\n        '
+          '(_requested.get(), "use_backend"),', "tests/test_selector.py argument_before"),
+    fault("a soft cap never refused", "pagedattn/capabilities.py", '("softcap", spec.softcap is not None,',
+          '("softcap", False,', "tests/test_spec.py refused_once [softcap]"),
+)  # fmt: skip
+
+_BLOCKS = (
+    fault("a key without its parent", POOL, "node.parent is parent and node.tokens == tokens",
+          "node.tokens == tokens", "tests/test_block_pool_content.py from_under_another_prefix"),
+    fault("a key without its group", POOL, "peers = node.blocks.get(group)", "peers = node.blocks.get(0)",
+          "tests/test_block_pool_content.py groups_share"),
+    fault("a key without its salt", POOL, " and node.extra == extra", "",
+          "tests/test_block_pool_content.py salts_never_share[constant]"),
+    fault("a free list in order of the table", POOL, "for block in reversed(held):", "for block in held:",
+          "tests/test_block_pool.py tail_first"),
+    fault("an open block shared by a fork", POOL, "copies = self.allocate(1) if has_open_block else []", "copies = []",
+          "tests/test_block_pool.py fork_shares"),
+    fault("a hit of the last token", MANAGER, "limit = (len(request.token_ids) - 1) //",
+          "limit = len(request.token_ids) //", "tests/engine/test_scheduler_traps.py full_hit"),
+    fault("a window's block released too early", MANAGER, "num_computed_tokens - window + 1)",
+          "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
+)  # fmt: skip
+
+MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_OPS, *_LIBRARY, *_BLOCKS)

@@ -1,0 +1,48 @@
+"""The Triton kernels compile for GPUs that are not here, fit their shared memory and spill no register."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pagedattn
+
+SCRIPT = Path(__file__).parent / "compile_kernels.py"
+EXPECTED = {
+    "attention-sm90-bf16-D128-G4-decode",
+    "attention-sm90-bf16-D128-G4-prefill",
+    "attention-sm80-bf16-D128-G4-prefill",
+    "attention-sm80-fp16-D64-G8-decode",
+    "reshape_and_cache-sm90-bf16",
+    "merge_states-sm90-bf16",
+}
+
+
+@cache
+def compiled() -> dict[str, dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(pagedattn.__file__).parent.parent)
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def test_all_that_should_be_compiled_is() -> None:
+    assert set(compiled()) == EXPECTED
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_kernel_compiles_without_spills(name: str) -> None:
+    found = compiled()[name]
+    assert found["entry"] and found["ptx"] > 100
+    assert found["spills"] and not any(found["spills"])
+    assert found["registers"] and max(found["registers"]) <= 255
+    assert found["shared"] <= found["limit"]
