@@ -18,8 +18,8 @@ from pagedattn.ops.launch import AttentionConfig
 def candidates(rows: int, heads: int, decode: bool) -> Iterator[AttentionConfig]:
     """Configurations worth a try for `rows` packed rows per sequence, `heads` query heads to a KV head."""
     if decode:
-        for n, splits, stages in itertools.product((64, 128), (1, 2, 4, 8, 16, 32, 64), (2, 3)):
-            yield AttentionConfig(max(16, rows), n, heads, splits, True, 4, stages)
+        for n, splits, stages, registers in itertools.product((64, 128), (1, 2, 4, 16), (2, 3), (128, None)):
+            yield AttentionConfig(max(16, rows), n, heads, splits, True, 4, stages, registers)
     else:
         for m, n, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
             yield AttentionConfig(m, n, heads, 1, False, warps, stages)

@@ -39,10 +39,19 @@ def attention_case(arch: int, kind: str, dim: int, group: int, queries: int, win
         ("table", "query_start_loc", "seq_lens"), "*i32"
     )
     out = "*fp32" if config.splits > 1 else f"*{kind}"
-    constants = {"key_start_loc": None, "sinks": None, "alibi_slopes": None, "S": 16, "G": group, "D": dim, "DV": dim}
+    constants = {
+        "key_start_loc": None,
+        "sinks": None,
+        "alibi_slopes": None,
+        "S": 16,
+        "GROUP": group,
+        "D": dim,
+        "DV": dim,
+    }
     tiles = {
         "BLOCK_D": triton.next_power_of_2(dim),
         "BLOCK_DV": triton.next_power_of_2(dim),
+        "G": config.heads,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "ONE_BLOCK": config.one_block,
@@ -60,6 +69,7 @@ def attention_case(arch: int, kind: str, dim: int, group: int, queries: int, win
         arch,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **({"maxnreg": config.max_registers} if config.max_registers else {}),
     )
 
 

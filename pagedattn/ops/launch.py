@@ -29,6 +29,7 @@ class AttentionConfig(NamedTuple):
     one_block: bool
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @cache
@@ -55,10 +56,15 @@ def attention_config(
     """The configuration for one launch over sequences of at most so many query tokens and keys."""
     rows = _power_of_2(max(max_query_len, 1) * group)
     one_block = rows <= max(_DECODE_ROWS, _power_of_2(group))
-    if one_block:
+    hopper = target.shared_bytes > 200_000
+    busy = num_seqs * num_kv_heads >= 2 * target.num_sms
+    if not one_block:
+        # wgmma takes 64 rows per four warps; mma of older GPUs spills there and wants eight warps for 128.
+        block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if hopper else 128, _power_of_2(group))), 64, 2
+    elif busy:  # several programs per SM hide each other's latency
         block_m, block_n, num_stages = max(16, min(rows, _MAX_ROWS)), 64, 2
-    else:
-        block_m, block_n, num_stages = min(_MAX_ROWS, max(64, _power_of_2(group))), 32, 2
+    else:  # a program has an SM to itself: deep loads of its own
+        block_m, block_n, num_stages = max(16, min(rows, _MAX_ROWS)), 128, 3
     if itemsize == 4:
         block_m, block_n = max(16, min(block_m, 64)), 32
     tile = (_power_of_2(head_dim) + _power_of_2(head_dim_v)) * itemsize
@@ -79,13 +85,15 @@ def attention_config(
     one_block = one_block and block_m // heads >= max_query_len
     parts = -(-group // heads)
     splits = _splits(num_seqs * num_kv_heads * parts, max_seq_len, block_n, target) if one_block else 1
-    return AttentionConfig(block_m, block_n, heads, splits, one_block, 4, num_stages)
+    warps = 8 if block_m * block_n > 64 * 64 and not one_block else 4
+    # ptxas would take 162 registers, and a fourth program no longer fit an SM: 358 us instead of 253 (bench/NOTES.md).
+    registers = 128 if one_block and busy and block_m == 16 and tile <= 512 else None
+    return AttentionConfig(block_m, block_n, heads, splits, one_block, warps, num_stages, registers)
 
 
 def _splits(programs: int, max_seq_len: int, block_n: int, target: Target) -> int:
-    """Four programs per SM where there are fewer, but at least two tiles of keys in each."""
-    wanted = 4 * target.num_sms // max(programs, 1)
-    return max(1, min(wanted, max_seq_len // (2 * block_n), 128))
+    """A program per SM where there are fewer, each with a tile of keys at least."""
+    return max(1, min(target.num_sms // max(programs, 1), max_seq_len // block_n, 128))
 
 
 def _power_of_2(n: int) -> int:

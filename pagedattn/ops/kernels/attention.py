@@ -128,11 +128,12 @@ def _attend(
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
         # [BLOCK_N, BLOCK_DV]; unseen rows are zeroed, since 0 * NaN would reach the output
-        live = (known & seen) if MASKED else known
-        if DV == BLOCK_DV:
-            v = tl.load(v_ptrs, mask=live[:, None], other=0.0)
+        if MASKED:
+            v = tl.load(v_ptrs, mask=(seen & known)[:, None] & (dim_v < DV)[None, :], other=0.0)
+        elif DV == BLOCK_DV:
+            v = tl.load(v_ptrs)
         else:
-            v = tl.load(v_ptrs, mask=live[:, None] & (dim_v < DV)[None, :], other=0.0)
+            v = tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_i, l_i
 
@@ -345,4 +346,5 @@ def launch(
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.max_registers,
         )
