@@ -17,9 +17,14 @@ from timing import ceilings
 
 import pagedattn
 
+FIELDS = (
+    *("suite", "workload", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "backend"),
+    *("us", "gb_s", "tflops", "tok_s", "error", "host_us", "plan_us"),
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--result", default=None, help="write rows to this JSON file (see bench/README.md)")
+    parser.addoption("--result", default=None, help="write rows to this JSON file")
     parser.addoption("--backends", default=None, help="comma-separated names; all that are available where not given")
 
 
@@ -30,6 +35,7 @@ def results(request: pytest.FixtureRequest):
     yield rows
     path = request.config.getoption("--result")
     if path and rows:
+        rows = [{**dict.fromkeys(FIELDS), **row} for row in rows]
         Path(path).write_text(json.dumps({"meta": _meta(), "rows": rows}, indent=1) + "\n")
 
 
