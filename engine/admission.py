@@ -88,7 +88,7 @@ class Inbox:
     def __init__(self, *, streams: bool = False) -> None:
         self.streams = streams
         self.ids: set[str] = set()
-        self.outputs: deque[RequestOutput] = deque()
+        self.outputs: dict[str, RequestOutput] = {}
         self.deltas: deque[TokenDelta] = deque()
 
 
@@ -122,9 +122,9 @@ class TrackedRequest:
             )
             request.skip_prefix_cache_reads = checked.skip_prefix_cache_reads
             request.fork_of = self.sequences[0].request if index else None
-            detokenizer = runner.make_detokenizer() if runner.tokenizer is not None else None
+            make = runner.make_detokenizer if runner.tokenizer is not None else None
             streams = self.inbox.streams
-            self.sequences.append(SequenceOutput(request, index, detokenizer, streams=streams, started=started))
+            self.sequences.append(SequenceOutput(request, index, make, streams=streams, started=started))
 
     @property
     def ended(self) -> bool:
@@ -132,19 +132,24 @@ class TrackedRequest:
         return len(self.completions) == len(self.sequences)
 
     def deliver(self, sequence: SequenceOutput, completion: CompletionOutput | None) -> None:
-        """Put what is new of one sequence, or the whole request where that was its last completion, into the inbox."""
-        if completion is not None:
-            self.completions[sequence.index] = completion
+        """Put what is new of one sequence, or the whole request where that was its last completion, into the inbox.
+
+        The completion is noted last, so that after an interrupt it is delivered again rather than never.
+        """
         if self.inbox.streams:
             self.inbox.deltas.append(self._delta(sequence, completion))
-        elif self.ended:
-            completions = tuple(self.completions[index] for index in sorted(self.completions))
-            prompt_token_ids = tuple(self.checked.token_ids)
-            self.inbox.outputs.append(
-                RequestOutput(self.request_id, self.checked.prompt, prompt_token_ids, completions)
-            )
-        if self.ended:
+        if completion is None:
+            return
+        completions = {**self.completions, sequence.index: completion}
+        if len(completions) == len(self.sequences):
+            if not self.inbox.streams:
+                self.inbox.outputs[self.request_id] = self._output(completions)
             self.inbox.ids.discard(self.request_id)
+        self.completions = completions
+
+    def _output(self, completions: dict[int, CompletionOutput]) -> RequestOutput:
+        in_order = tuple(completions[index] for index in sorted(completions))
+        return RequestOutput(self.request_id, self.checked.prompt, tuple(self.checked.token_ids), in_order)
 
     def _delta(self, sequence: SequenceOutput, completion: CompletionOutput | None) -> TokenDelta:
         text, tokens = sequence.take_delta()

@@ -94,7 +94,7 @@ class Engine:
             UnsupportedError: another thread is in the engine.
         """
         self._advance()
-        outputs = list(self._inbox.outputs)
+        outputs = list(self._inbox.outputs.values())
         self._inbox.outputs.clear()
         return outputs
 
@@ -265,10 +265,8 @@ class Engine:
         self._scheduler.restart(self._new_cache(), [sequence.request for _, sequence in open_sequences])
         now = time.perf_counter()
         for tracked, sequence in open_sequences:
-            request = sequence.request
-            while sequence.token_by_token and sequence.num_pushed < request.num_generated:
-                sequence.push(SampledToken(request.token_ids[request.prompt_len + sequence.num_pushed]))
-            if sequence.token_by_token or request.finished:
+            sequence.replay()
+            if sequence.token_by_token or sequence.request.finished:
                 self._settle(tracked, sequence, now)
         self._tracked = {name: tracked for name, tracked in self._tracked.items() if not tracked.ended}
         self._dirty = False

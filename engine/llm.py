@@ -85,21 +85,17 @@ class LLM(Engine):
             RequestError: a prompt cannot be served; none of them was run.
         """
         checked = self._check_all(prompts, sampling_params, cache_salt, skip_prefix_cache_reads)
-        inbox, outputs = Inbox(), dict[str, RequestOutput]()
+        inbox = Inbox()
         try:
             order = [self._queue(request, inbox) for request in checked]
             with _progress_bar(len(order), progress) as bar:
                 meter = _Meter(bar, self)
                 while inbox.ids:
                     self._advance()
-                    while inbox.outputs:
-                        output = inbox.outputs.popleft()
-                        outputs[output.request_id] = output
-                        bar.update()
-                    meter.show()
+                    meter.show(len(inbox.outputs))
         finally:
             self._drop(inbox)
-        return [outputs[request_id] for request_id in order]
+        return [inbox.outputs[request_id] for request_id in order]
 
     def stream(
         self,
@@ -189,16 +185,19 @@ class LLM(Engine):
 
 
 class _Meter:
-    """Tokens per second beside the progress bar, formatted twice a second, not every step."""
+    """Finished requests on a progress bar, and tokens per second, formatted twice a second and not every step."""
 
     def __init__(self, bar: tqdm, engine: Engine) -> None:
         self._bar, self._engine = bar, engine
         self._start = self._last = time.perf_counter()
         self._tokens = engine.stats().counters.generated_tokens
 
-    def show(self) -> None:
+    def show(self, num_finished: int) -> None:
+        if self._bar.disable:
+            return
+        self._bar.update(num_finished - self._bar.n)
         now = time.perf_counter()
-        if now - self._last >= _SECONDS_PER_REFRESH and not self._bar.disable:
+        if now - self._last >= _SECONDS_PER_REFRESH:
             self._last = now
             tokens = self._engine.stats().counters.generated_tokens - self._tokens
             self._bar.set_postfix_str(f"{tokens / (now - self._start):.0f} tokens/s")

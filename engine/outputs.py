@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .request import Request, RequestStatus
@@ -102,6 +103,8 @@ class SequenceOutput:
         "_detokenizer",
         "_first_time",
         "_logprobs",
+        "_make_detokenizer",
+        "_num_pushed",
         "_num_sent",
         "_sent",
         "_started",
@@ -109,7 +112,6 @@ class SequenceOutput:
         "_top_logprobs",
         "_whole_text_at_end",
         "index",
-        "num_pushed",
         "problem",
         "request",
         "result",
@@ -118,21 +120,28 @@ class SequenceOutput:
     )
 
     def __init__(
-        self, request: Request, index: int, detokenizer: Detokenizer | None, *, streams: bool, started: float
+        self,
+        request: Request,
+        index: int,
+        make_detokenizer: Callable[[], Detokenizer] | None,
+        *,
+        streams: bool,
+        started: float,
     ) -> None:
         """Collect for completion `index`; `started` is the time of add_request, `streams` asks for deltas."""
         sampling = request.sampling
         self.request = request
         self.index = index
         self.result: CompletionOutput | None = None
-        self.num_pushed = 0
+        self._num_pushed = 0
         # How the text ends the request, if it does, and what is wrong with it.
         self.verdict: RequestStatus | None = None
         self.problem: str | None = None
         # Whether tokens must be looked at one by one; where not, a token costs nothing until the end.
         self.token_by_token = streams or bool(sampling.stop) or sampling.logprobs is not None
         self._whole_text_at_end = not streams and not sampling.stop
-        self._detokenizer = detokenizer
+        self._make_detokenizer = make_detokenizer
+        self._detokenizer: Detokenizer | None = None
         self._started = started
         self._first_time: float | None = None
         self._text = ""
@@ -148,18 +157,21 @@ class SequenceOutput:
 
     def push(self, sampled: SampledToken) -> None:
         """Take the next generated token; sets `verdict` where its text completes a stop string or cannot be decoded."""
-        self.num_pushed += 1
         if self._logprobs is not None:
             self._logprobs.append(float("nan") if sampled.logprob is None else sampled.logprob)
             self._top_logprobs.append(sampled.top_logprobs or {})
+        self._push_text(sampled.token_id)
+
+    def replay(self) -> None:
+        """Begin the text again from the request's tokens, after an interrupt that may have struck in its middle."""
         request = self.request
-        ends_here = request.status is RequestStatus.FINISHED_STOP and self.num_pushed == request.num_generated
-        if self._whole_text_at_end or self._detokenizer is None or ends_here:
-            return
-        before = len(self._text)
-        self._text += self._decoded([sampled.token_id])
-        if self.num_pushed >= request.sampling.min_tokens:
-            self._cut_at_stop(before)
+        self._detokenizer, self._text, self._num_pushed, self.verdict = None, "", 0, None
+        if self._logprobs is not None:
+            missing = request.num_generated - len(self._logprobs)
+            self._logprobs += [float("nan")] * missing
+            self._top_logprobs += [{} for _ in range(request.num_generated - len(self._top_logprobs))]
+        for token in request.token_ids[request.prompt_len :] if self.token_by_token else ():
+            self._push_text(token)
 
     def take_delta(self) -> tuple[str, tuple[int, ...]]:
         """Text that is certain and tokens, as far as they were not taken before."""
@@ -202,13 +214,25 @@ class SequenceOutput:
         )
         return self.result
 
+    def _push_text(self, token_id: int) -> None:
+        request = self.request
+        self._num_pushed += 1
+        ends_here = request.status is RequestStatus.FINISHED_STOP and self._num_pushed == request.num_generated
+        if self._whole_text_at_end or ends_here or self.verdict is not None:
+            return
+        before = len(self._text)
+        self._text += self._decoded([token_id])
+        if self._num_pushed >= request.sampling.min_tokens:
+            self._cut_at_stop(before)
+
     def _decoded(self, tokens: list[int], last: bool = False) -> str:
         """Text of more tokens. What a tokenizer raises ends this request, and must not reach the others of the step."""
-        if self._detokenizer is None:
+        if self._make_detokenizer is None:
             return ""
         try:
-            text = self._detokenizer.push(tokens) if tokens else ""
-            return text + self._detokenizer.flush() if last else text
+            detokenizer = self._detokenizer = self._detokenizer or self._make_detokenizer()
+            text = detokenizer.push(tokens) if tokens else ""
+            return text + detokenizer.flush() if last else text
         except Exception as error:
             self.verdict, self.problem = RequestStatus.FINISHED_ERROR, f"its tokens cannot be decoded: {error}"
             return ""

@@ -210,8 +210,8 @@ class Scheduler:
 
         Now and then it is looked up all the same: a running request may have cached its beginning meanwhile.
         """
-        same = self._refused == request.request_id and bool(self.running)
-        return same and self.kv.pool.num_free <= self._refused_at and self.stats.steps % _STEPS_PER_RETRY > 0
+        unchanged = self._refused == request.request_id and self.kv.pool.num_free <= self._refused_at
+        return unchanged and self.stats.steps % _STEPS_PER_RETRY > 0
 
     def _admit(self, request: Request, plan: _Plan) -> bool:
         """Take the blocks of a waiting request's first chunk, if the rest of it will find room too."""

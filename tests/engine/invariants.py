@@ -60,3 +60,13 @@ def check_idle(llm: LLM) -> None:
     pool = llm._scheduler.kv.pool
     assert not llm.has_unfinished and not llm._owners and not llm._scheduler.running and not llm._scheduler.waiting
     assert pool.num_free == pool.num_usable
+
+
+def run_out(llm: LLM, tokens: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    """Step until nothing is left; returns (and puts into `tokens`) what each request generated."""
+    tokens = {} if tokens is None else tokens
+    while True:
+        tokens |= {output.request_id: list(output.token_ids) for output in llm.step()}
+        check_scheduler(llm._scheduler)
+        if not llm.has_unfinished:
+            return tokens

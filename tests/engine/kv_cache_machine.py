@@ -43,7 +43,7 @@ class KVCacheMachine:
 
     def run(self, seed: int, operations: int, check_every: int) -> None:
         draw = random.Random(seed)
-        names = draw.choices(list(WEIGHTS), weights=WEIGHTS.values(), k=operations)
+        names = draw.choices(list(WEIGHTS), weights=list(WEIGHTS.values()), k=operations)
         for index, name in enumerate(names):
             self.step(name, draw.getrandbits(16), draw.getrandbits(16))
             if index % check_every == 0:

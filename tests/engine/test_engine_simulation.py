@@ -61,6 +61,8 @@ class Simulation:
             self.breaks_at[name] = draw.randrange(4)
 
     def step(self) -> None:
+        scheduler = self.llm._scheduler
+        preemptions = scheduler.stats.preemptions
         try:
             outputs = self.llm.step()
         except InjectedFault:
@@ -68,9 +70,9 @@ class Simulation:
             return
         for output in outputs:
             self.check_output(output)
+        assert scheduler.stats.preemptions == preemptions or not scheduler._admitted, "admitted while preempting"
         if self.runner.steps:
             step = self.runner.steps.pop()
-            scheduler = self.llm._scheduler
             assert step.num_tokens <= scheduler.budget and len(step.scheduled) <= scheduler.max_num_seqs
             assert max(item.num_tokens for item in step.scheduled) <= scheduler.max_chunk
             self.seen["chunks"] += sum(not item.samples for item in step.scheduled)

@@ -143,6 +143,23 @@ def test_stop_strings_cut_the_text_also_across_tokens() -> None:
     assert late.text == (free if free.find(free[2], 3) < 0 else free[: free.find(free[2], 3)])
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_text_held_back_comes_at_the_end_unless_a_stop_string_cut_it(streamed: bool) -> None:
+    class Holding(FakeDetokenizer):
+        def flush(self) -> str:
+            return "!!"
+
+    runner = FakeRunner(tokenizer=FakeTokenizer())
+    runner.make_detokenizer = Holding  # type: ignore[method-assign]
+    llm = fake_llm(runner)
+    free = decode(expected(FakeTokenizer().encode("abc"), greedy(12)))
+    for stop, text in (("@", free + "!!"), (free[7], free[: free.index(free[7])])):
+        if streamed:
+            assert "".join(delta.text for delta in llm.stream("abc", greedy(12, stop=stop))) == text
+        else:
+            assert llm.generate("abc", greedy(12, stop=stop))[0].text == text
+
+
 def test_logprobs_are_handed_through() -> None:
     llm = fake_llm()
     output = llm.generate([4, 2], greedy(5, logprobs=1))[0].outputs[0]

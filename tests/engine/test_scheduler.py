@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fake_runner import next_token
 from invariants import check_scheduler
 from scheduler_bench import Bench, prompt
 
+from pagedattn import BlockPool
+from pagedattn.engine.kv_cache_manager import KVCacheManager
 from pagedattn.engine.request import RequestStatus
 from pagedattn.engine.step import KVGroup, SampledToken, Step
 from pagedattn.errors import PagedAttnError
@@ -194,3 +197,84 @@ def test_window_blocks_are_released_while_running(window: int) -> None:
         most = max([most, *(sum(block > 0 for block in table) for table in request.block_ids[1:])])
     assert most <= -(-(window - 1 + 8) // 4) + 1 and released >= (58 - window) // 4
     bench.finish()
+
+
+def test_a_prompt_leaves_a_token_of_the_budget_to_everyone_behind_it() -> None:
+    bench = Bench(200, budget=8)
+    bench.scheduler.max_chunk = 2
+    long, short = bench.add(prompt(60), 4), [bench.add(prompt(1, index), 20) for index in range(5)]
+    bench.step()
+    bench.scheduler.max_chunk = 8
+    step = bench.step()
+    assert step is not None and step.num_tokens == 8 and step.num_decodes == 5
+    assert long.num_computed_tokens == 2 + 3 and all(request.num_generated == 2 for request in short)
+    bench.finish()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_ends_while_its_step_runs_stays_ended(fails: bool) -> None:
+    bench = Bench()
+    gone, stays = bench.add(prompt(9), 4), bench.add(prompt(9, 3), 4)
+    step = bench.scheduler.schedule()
+    assert step is not None
+    results = bench.runner.execute(step)
+    assert bench.scheduler.finish(gone, RequestStatus.FINISHED_ABORT)
+    assert not bench.scheduler.finish(gone, RequestStatus.FINISHED_ABORT)
+    if fails:
+        bench.scheduler.rollback(step)
+    else:
+        assert [request for request, _ in bench.scheduler.update(step, results)] == [stays]
+    check_scheduler(bench.scheduler)
+    assert gone.status is RequestStatus.FINISHED_ABORT and gone.num_generated == 0 and not gone.block_ids
+    bench.finish()
+    assert stays.num_generated == 4
+
+
+def test_prompts_admitted_together_must_fit_together() -> None:
+    """Each of two prompts has room for itself; the second waits, as the first has not taken all of its blocks yet."""
+    bench = Bench(28, budget=16, share=0.5)
+    first, second = bench.add(prompt(60), 4), bench.add(prompt(60, 1), 4)
+    bench.step()
+    assert bench.scheduler.running == [first] and not second.block_ids
+    bench.finish()
+    assert bench.scheduler.stats.preemptions == 0
+
+
+def test_a_waiting_request_notices_that_its_beginning_was_cached_meanwhile() -> None:
+    bench = Bench(21, budget=8)
+    first, second = bench.add(prompt(40), 30), bench.add(prompt(43), 2)
+    while not second.finished:
+        bench.step()
+        assert not first.finished
+    assert second.num_prompt_hits == 40
+    bench.finish()
+
+
+def test_hits_of_the_prompt_are_those_of_the_first_admission() -> None:
+    bench = Bench()
+    request = bench.add(prompt(9), 6)
+    bench.step()
+    bench.step()
+    bench.scheduler.running.remove(request)
+    bench.scheduler._requeue(request, RequestStatus.PREEMPTED)
+    bench.step()
+    assert request.num_cached_tokens == 8 and request.num_prompt_hits == 0
+    bench.finish()
+
+
+def test_restart_keeps_tokens_and_ends_what_had_ended() -> None:
+    """After an interrupt in the middle of an update: who has all tokens is done, all others begin again."""
+    bench = Bench()
+    full, half, new = (bench.add(prompt(5, index), 4) for index in range(3))
+    bench.step()
+    full.token_ids.extend([1, 2, 3])
+    half.token_ids.append(next_token(half.token_ids))
+    bench.kv = KVCacheManager(BlockPool(64), [KVGroup(4)])
+    bench.scheduler.restart(bench.kv, [new, half, full])
+    bench.runner.ref_count = bench.kv.pool.ref_count
+    check_scheduler(bench.scheduler)
+    assert full.status is RequestStatus.FINISHED_LENGTH
+    assert list(bench.scheduler.waiting) == [half.request_id, new.request_id]
+    bench.requests.remove(full)
+    bench.finish()
+    assert half.num_generated == new.num_generated == 4
