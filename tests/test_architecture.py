@@ -42,7 +42,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "layer": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "selector", "step"),
     "functional": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "selector"),
     "testing": (*LEAVES, "kv_cache", "metadata", "backends.base", "backends.registry", "testing"),
-    "integrations": ("",),
 }
 # Third-party packages, at the top of a module or inside its functions.
 ANYWHERE = {"torch", "numpy", "xxhash"}
