@@ -93,6 +93,11 @@ def test_few_long_sequences_are_split_and_many_are_not() -> None:
     assert configure(target, num_seqs=1, max_query_len=512, max_seq_len=131072).splits == 1
 
 
+def test_the_interpreter_splits_short_sequences_too() -> None:
+    config = configure(target_of(torch.device("cpu")), num_seqs=4, itemsize=4, max_seq_len=129)
+    assert config.one_block and config.splits > 1, "else no interpreted test merges partial states"
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     assert configure(TARGETS["99 KB"]) == configure(Target(*TARGETS["99 KB"]))
     assert target_of(torch.device("cpu")) == target_of(torch.device("cpu"))

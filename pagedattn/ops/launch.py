@@ -34,9 +34,9 @@ class AttentionConfig(NamedTuple):
 
 @cache
 def target_of(device: torch.device) -> Target:
-    """The target of a CUDA device; a nominal one elsewhere (the interpreter)."""
+    """The target of a CUDA device; elsewhere (the interpreter) one so large that short sequences are split too."""
     if device.type != "cuda":
-        return Target(num_sms=4, shared_bytes=232448)
+        return Target(num_sms=64, shared_bytes=232448)
     properties = torch.cuda.get_device_properties(device)
     return Target(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
