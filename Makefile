@@ -27,6 +27,7 @@ lint: $(VENV)/.installed
 
 # A GPU and an importable torch that are already there are used as they are; otherwise the constraints file is installed.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name another: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "pagedattn needs Python 3.10 or newer, $(PYTHON) is older; name another: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \

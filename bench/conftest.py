@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest):
-    """Rows of this run; written with the machine's facts when the session ends."""
+    """Rows of this run; written with the machine's facts when the run ends."""
     rows: list[dict[str, object]] = []
     yield rows
     path = request.config.getoption("--result")
