@@ -120,7 +120,9 @@ def happened(axes: Axes, llm: LLM) -> None:
         assert counters.preemptions > 0 and counters.recomputed_tokens > 0
     if axes.pool == "ample":
         assert counters.preemptions == 0
-        assert (counters.cached_tokens > 0) == (axes.prefix != "off" and (axes.prefix == "hot" or axes.batch == 1))
+        # Prompts that run together may or may not find each other's beginnings; later ones must.
+        assert counters.cached_tokens == 0 or axes.prefix != "off"
+        assert counters.cached_tokens > 0 or axes.prefix == "off" or (axes.prefix, axes.batch) == ("on", 8)
     if axes.chunk:
         rounds = 2 if axes.prefix == "hot" else 1
         assert counters.steps > rounds * (NEW_TOKENS - 1) + 50 // axes.chunk - 1
