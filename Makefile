@@ -4,15 +4,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+HAS_NVCC := $(if $(shell command -v nvcc $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc 2>/dev/null),1)
+HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
 PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-all test-mutants gpu-test gpu-bench lint clean
+.PHONY: demo csrc test test-all test-mutants gpu-csrc gpu-test gpu-bench lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest -q
+# The extension, where there is a compiler; everything works without it too, but then tests say which were skipped.
+csrc: $(VENV)/.installed
+	$(BIN)/python setup.py -q build_ext --inplace
+
+test: $(VENV)/.installed lint csrc
+	EXPECT_CSRC=$(HAS_CXX) $(BIN)/python -m pytest -q
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -q --grid
@@ -42,11 +48,15 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	@touch $@
 
 # On a GPU machine: no installation, no network, no git, no linter.
-gpu-test:
-	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200)
+gpu-csrc:
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')}" \
+	  $(PYTHON) setup.py -q build_ext --inplace
 
-gpu-bench:
+gpu-test: gpu-csrc
+	EXPECT_CSRC=$(and $(HAS_CXX),$(HAS_NVCC)) PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200)
+
+gpu-bench: gpu-csrc
 	PYTHONPATH=$(CURDIR) COMMIT=$(COMMIT) $(PYTHON) -m pytest bench -q -s --result $(or $(OUT),bench/results/h200)/backends.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info pagedattn/_csrc.*

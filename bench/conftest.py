@@ -51,10 +51,3 @@ def _meta() -> dict[str, object]:
         "date": datetime.date.today().isoformat(),
         **ceilings(),
     }
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" in metafunc.fixturenames:
-        given = metafunc.config.getoption("--backends")
-        default = ["TRITON", "TORCH"] if torch.cuda.is_available() else ["TORCH"]
-        metafunc.parametrize("backend", given.split(",") if given else default)

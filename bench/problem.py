@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from contenders import Contender
 from workload import Workload
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
@@ -22,8 +23,6 @@ class Layers:
     attention: Attention
     caches: PagedKVCache
     queries: list[torch.Tensor]
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
     common: CommonAttentionMetadata
     metadata: StepMetadata
 
@@ -31,21 +30,15 @@ class Layers:
         """Attention without the cache write, as the kernels are compared."""
         return self.attention(self.queries[layer], None, None, self.caches.layer(layer), self.metadata)
 
-    def write(self, layer: int) -> None:
-        """The cache write alone."""
-        from pagedattn import ops
 
-        cache = self.caches.layer(layer)
-        ops.reshape_and_cache(self.keys[layer], self.values[layer], cache.key, cache.value, self.common.slot_mapping)
-
-
-def make_layers(work: Workload, model: str, backend: str, block_size: int, dtype: torch.dtype) -> Layers:
+def make_layers(work: Workload, model: str, contender: Contender, dtype: torch.dtype) -> Layers:
     """As many layers as make `_TOTAL_BYTES` of keys and values, between 2 and 32."""
     heads, kv_heads, dim = MODELS[model]
-    blocks = [-(-n // block_size) for n in work.seq_lens]
+    size = contender.block_size
+    blocks = [-(-n // size) for n in work.seq_lens]
     layers = max(2, min(32, -(-_TOTAL_BYTES // work.bytes_read(kv_heads, dim, dtype.itemsize))))
     torch.manual_seed(0)
-    cache = PagedKVCache(layers, sum(blocks) + 1, block_size, kv_heads, dim, dtype=dtype, device=DEVICE)
+    cache = PagedKVCache(layers, sum(blocks) + 1, size, kv_heads, dim, dtype=dtype, device=DEVICE)
     cache.slabs.view(dtype).normal_()
     ids = torch.randperm(sum(blocks)).to(torch.int32) + 1
     table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
@@ -53,17 +46,11 @@ def make_layers(work: Workload, model: str, backend: str, block_size: int, dtype
     for row, count in enumerate(blocks):
         table[row, :count] = ids[start : start + count]
         start += count
-    common = CommonAttentionMetadata.from_lengths(
-        work.query_lens, work.seq_lens, table.to(DEVICE), block_size=block_size
-    )
-    attention = Attention(heads, dim, kv_heads, block_size=block_size, backend=backend, dtype=dtype, device=DEVICE)
-    tokens = common.num_tokens
-
-    def rows(count: int) -> list[torch.Tensor]:
-        return [torch.randn(tokens, count, dim, dtype=dtype, device=DEVICE) for _ in range(layers)]
-
-    metadata = plan_step([attention], common)
-    return Layers(attention, cache, rows(heads), rows(kv_heads), rows(kv_heads), common, metadata)
+    common = CommonAttentionMetadata.from_lengths(work.query_lens, work.seq_lens, table.to(DEVICE), block_size=size)
+    options = {"block_size": size, "backend": contender.backend, "clean_cache": True, "dtype": dtype, "device": DEVICE}
+    attention = Attention(heads, dim, kv_heads, **options)
+    queries = [torch.randn(common.num_tokens, heads, dim, dtype=dtype, device=DEVICE) for _ in range(layers)]
+    return Layers(attention, cache, queries, common, plan_step([attention], common))
 
 
 def check(layers: Layers, work: Workload, heads_checked: int = 1) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problem import DEVICE, MODELS, check, make_layers
-from timing import host_us, time_us
+from contenders import contenders
+from problem import DEVICE, MODELS, Layers, check, make_layers
+from timing import host_us, time_together, time_us
 from workload import parse
 
 GPU = DEVICE.type == "cuda"
@@ -23,38 +24,46 @@ CASES = [
 
 
 @pytest.mark.parametrize(("suite", "model", "text"), CASES)
-def test_attention(benchmark, results, suite: str, model: str, text: str, backend: str) -> None:
+def test_attention(benchmark, results, request, suite: str, model: str, text: str) -> None:
     work, (heads, kv_heads, dim) = parse(text), MODELS[model]
-    if backend == "TORCH" and work.flops(heads, dim) > 5e11:
-        pytest.skip("TORCH materialises logits; a prompt this long says nothing more")
-    layers = make_layers(work, model, backend, 16, DTYPE)
-    error = check(layers, work)
-    calls = [lambda i=i: layers.attend(i) for i in range(layers.caches.num_layers)]
-    repeats = 20 if backend != "TORCH" else 4
-    us = time_us(calls, repeats)
-    benchmark.pedantic(_synced(calls[0]), rounds=3, iterations=1)
+    everyone = contenders(request.config.getoption("--backends"))
+    if work.flops(heads, dim) > 5e11:  # TORCH materialises logits; a prompt this long says nothing more
+        everyone = [one for one in everyone if one.backend != "TORCH"] or pytest.skip("too long for TORCH")
+    layers: dict[str, Layers] = {}
+    errors: dict[str, float] = {}
+    for one in everyone:
+        with one.chosen():
+            layers[one.name] = make_layers(work, model, one, DTYPE)
+            errors[one.name] = check(layers[one.name], work)
+    calls = {name: [lambda i=i, o=one: o.attend(i) for i in range(len(one.queries))] for name, one in layers.items()}
+    benchmark.pedantic(_synced(next(iter(calls.values()))[0]), rounds=3, iterations=1)
+    slow = {name: some for name, some in calls.items() if name == "TORCH"}
+    times = time_together({name: some for name, some in calls.items() if name not in slow}) if calls != slow else {}
+    times |= {name: time_us(some[:2], 4) for name, some in slow.items()}
     moved = work.bytes_read(kv_heads, dim, DTYPE.itemsize)
-    row = {
-        "suite": suite,
-        "workload": text,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": dim,
-        "block_size": 16,
-        "dtype": str(DTYPE).removeprefix("torch."),
-        "backend": backend,
-        "us": round(us, 2),
-        "gb_s": round(moved / us / 1e3, 1),
-        "tflops": round(work.flops(heads, dim) / us / 1e6, 1),
-        "tok_s": None,
-        "error": error,
-        "host_us": round(host_us(calls[0]), 1),
-        "plan_us": round(host_us(lambda: layers.attention.build(layers.common)), 1),
-    }
-    results.append(row)
-    benchmark.extra_info.update(row)
-    speed = f"{us:.1f} us, {row['gb_s']} GB/s, {row['tflops']} TF, host {row['host_us']} us"
-    print(f"\n{suite} {model} {text} {backend}: {speed}")
+    for one in everyone:
+        mine, us = layers[one.name], times[one.name]
+        with one.chosen():
+            row = {
+                "suite": suite,
+                "workload": text,
+                "num_heads": heads,
+                "num_kv_heads": kv_heads,
+                "head_dim": dim,
+                "block_size": one.block_size,
+                "dtype": str(DTYPE).removeprefix("torch."),
+                "backend": one.name,
+                "us": round(us, 2),
+                "gb_s": round(moved / us / 1e3, 1),
+                "tflops": round(work.flops(heads, dim) / us / 1e6, 1),
+                "tok_s": None,
+                "error": errors[one.name],
+                "host_us": round(host_us(calls[one.name][0]), 1),
+                "plan_us": round(host_us(lambda mine=mine: mine.attention.build(mine.common)), 1),
+            }
+        results.append(row)
+        speed = f"{us:.1f} us, {row['gb_s']} GB/s, {row['tflops']} TF, host {row['host_us']}, plan {row['plan_us']} us"
+        print(f"\n{suite} {model} {text} {one.name}: {speed}", end="")
 
 
 def _synced(call):

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 
 def time_us(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     """Median microseconds per call. The calls together should touch far more than the L2 holds."""
-    return _graph_us(calls, repeats) if torch.cuda.is_available() else _host_us(calls, repeats)
+    return time_together({"": calls}, repeats)[""]
+
+
+def time_together(contenders: Mapping[str, Sequence[Callable[[], object]]], repeats: int = 20) -> dict[str, float]:
+    """Median microseconds per call of each contender, their replays taking turns."""
+    if not torch.cuda.is_available():
+        return {name: _host_us(calls, repeats) for name, calls in contenders.items()}
+    graphs = {name: _capture(calls) for name, calls in contenders.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    medians = {name: statistics.median(s.elapsed_time(e) for s, e in pairs[2:]) for name, pairs in events.items()}
+    return {name: ms * 1e3 / len(contenders[name]) for name, ms in medians.items()}
 
 
 def host_us(call: Callable[[], object], repeats: int = 50) -> float:
@@ -26,7 +44,8 @@ def host_us(call: Callable[[], object], repeats: int = 50) -> float:
     return statistics.median(times) * 1e6
 
 
-def _graph_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
+def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """The calls as a model runs its layers: one CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -37,15 +56,7 @@ def _graph_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(s.elapsed_time(e) for s, e in times[2:]) * 1e3 / len(calls)
+    return graph
 
 
 def _host_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:

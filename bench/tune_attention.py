@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from contenders import Contender
 from problem import MODELS, Layers, make_layers
 from timing import time_us
 from workload import parse
 
+from pagedattn.ops.attention_inputs import AttentionInputs
 from pagedattn.ops.kernels import attention, merge_states
 from pagedattn.ops.launch import AttentionConfig
 
@@ -33,10 +35,12 @@ def launcher(layers: Layers, config: AttentionConfig, index: int):
     split = config.splits > 1
     target = torch.empty(config.splits, *query.shape, dtype=torch.float32, device=query.device) if split else out
     lse = torch.empty(config.splits, *query.shape[:2], dtype=torch.float32, device=query.device) if split else None
-    inputs = (query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens)
+    args = (query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens)
+    bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
+    inputs = AttentionInputs(*args, None, None, None, None, target, lse, spec.softmax_scale, 1.0, True, 0, 0.0, *bounds)
 
     def run() -> None:
-        attention.launch(config, *inputs, None, None, None, target, lse, spec.softmax_scale, True, 0, 0.0)
+        attention.launch(config, inputs, None)
         if lse is not None:
             merge_states.launch(target, lse, out, None)
 
@@ -49,7 +53,7 @@ def main() -> None:
     for text in parser.parse_args().workloads:
         model, _, shape = text.partition(":")
         work, (heads, kv_heads, _) = parse(shape), MODELS[model]
-        layers = make_layers(work, model, "TRITON", 16, torch.bfloat16)
+        layers = make_layers(work, model, Contender("TRITON", "TRITON"), torch.bfloat16)
         want, rows = layers.attend(0).float(), max(work.query_lens) * heads // kv_heads
         timed = []
         for config in candidates(1 << (rows - 1).bit_length(), heads // kv_heads, rows <= 64):

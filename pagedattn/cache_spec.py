@@ -19,6 +19,12 @@ _STORED = {
 }
 
 
+def stored_name(stored: torch.dtype, model: torch.dtype) -> str:
+    """The kv_cache_dtype of a cache whose elements are `stored`, in a model of dtype `model`."""
+    names = {dtype: name for name, dtype in _STORED.items() if name != "fp8"}
+    return "auto" if stored == model else names.get(stored, "auto")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
     """What one layer keeps per token. `kv_cache_dtype="auto"` stores `dtype`; int8 adds a float32 scale per head."""

@@ -20,7 +20,9 @@ class Rejection:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.feature}={self.requested} (serves {self.supported})"
+        unavailable = f"not available: {self.supported}"
+        known = f"{self.feature}={self.requested} (serves {self.supported})"
+        text = unavailable if self.feature == "availability" else known
         return f"{text}: {self.hint}" if self.hint else text
 
 
@@ -68,6 +70,7 @@ class Capabilities:
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
+    rounded_lse: bool = False  # sums probabilities in the query's dtype: off by up to half a unit in its last place
     mask_mod: bool = False
     context_parallel: bool = False
     deterministic: bool = False

@@ -45,7 +45,7 @@ def check_call(
         raise InvalidInputError("kv_cache", f"key and value [P, S, *] with {want}", (tuple(got[0]), tuple(got[1])))
     if kv_cache.key.device != device:
         raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
-    if spec.block_size not in (None, kv_cache.block_size):
+    if spec.block_size is not None and spec.block_size != kv_cache.block_size:
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():

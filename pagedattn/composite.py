@@ -7,23 +7,39 @@ from dataclasses import dataclass
 
 import torch
 
-from .backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, Limits
+from .backends.base import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    Limits,
+    rewrite_static,
+    static_copy,
+)
+from .errors import CapacityError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Scale
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a step, and their metadata for the backend of one phase."""
+
+    phase: str
+    rows: slice
+    metadata: AttentionMetadata
 
 
 @dataclass(slots=True)
 class CompositeMetadata(AttentionMetadata):
-    """Metadata of either part; None where a batch has no such part. `whole` plans all of it for the prefill backend."""
+    """The parts of a step. `whole` plans all of it for the prefill backend."""
 
-    decode: AttentionMetadata | None
-    prefill: AttentionMetadata | None
+    parts: tuple[Part, ...]
     whole: Callable[[], AttentionMetadata]
 
     def describe(self) -> str:
-        parts = (("decode", self.decode), ("prefill", self.prefill))
-        return ", ".join(f"{name}: {part.describe()}" for name, part in parts if part is not None)
+        return ", ".join(f"{part.phase}: {part.metadata.describe()}" for part in self.parts)
 
 
 class CompositeBuilder(AttentionMetadataBuilder):
@@ -39,24 +55,34 @@ class CompositeBuilder(AttentionMetadataBuilder):
         workspace: torch.Tensor | None = None,
     ) -> None:
         super().__init__(spec, device, limits, workspace)
-        self._prefill = prefill.builder(spec, device, limits, workspace)
-        self._decode = decode.builder(spec, device, limits, workspace)
+        shared = (spec, device, limits, workspace)
+        self._builders = {"prefill": prefill.builder(*shared), "decode": decode.builder(*shared)}
 
-    def build(self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None) -> AttentionMetadata:
-        old = (into.decode, into.prefill) if isinstance(into, CompositeMetadata) else (None, None)
+    def build(
+        self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
+    ) -> AttentionMetadata:
         split, total = common.num_decodes, common.num_seqs
-        decode = prefill = None
-        if split:
-            decode = self._decode.build(slice_sequences(common, 0, split) if split < total else common, old[0])
-        if split < total:
-            prefill = self._prefill.build(slice_sequences(common, split, total) if split else common, old[1])
-        return CompositeMetadata(common, decode, prefill, lambda: self._prefill.build(common))
+        spans = [("decode", 0, split)] if split else []
+        if split < total or not split:
+            spans.append(("prefill", split, total))
+        old = into.parts if isinstance(into, CompositeMetadata) else (None,) * len(spans)
+        if [part.phase if part else span[0] for part, span in zip(old, spans, strict=False)] != [s[0] for s in spans]:
+            raise CapacityError("the captured metadata has other phases than this step; capture a step of this kind")
+        parts = []
+        for (phase, first, last), before in zip(spans, old, strict=True):
+            some = common if last - first == total else slice_sequences(common, first, last)
+            metadata = self._builders[phase].build(some, before and before.metadata, capture)
+            parts.append(Part(phase, slice(first, last) if phase == "decode" else slice(first, None), metadata))
+        if isinstance(into, CompositeMetadata):
+            rewrite_static(into.common, common)
+            return into
+        mine = static_copy(common) if capture else common
+        return CompositeMetadata(mine, tuple(parts), lambda: self._builders["prefill"].build(common))
 
     def device_update(self, metadata: AttentionMetadata) -> None:
         if isinstance(metadata, CompositeMetadata):
-            for builder, part in ((self._decode, metadata.decode), (self._prefill, metadata.prefill)):
-                if part is not None:
-                    builder.device_update(part)
+            for part in metadata.parts:
+                self._builders[part.phase].device_update(part.metadata)
 
 
 def slice_sequences(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
@@ -83,7 +109,7 @@ class CompositeImpl(AttentionImpl):
 
     def __init__(self, prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self._prefill, self._decode = prefill.impl(spec), decode.impl(spec)
+        self._impls = {"prefill": prefill.impl(spec), "decode": decode.impl(spec)}
 
     def forward(
         self,
@@ -95,9 +121,9 @@ class CompositeImpl(AttentionImpl):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-        q_scale: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(metadata, CompositeMetadata):
@@ -106,17 +132,17 @@ class CompositeImpl(AttentionImpl):
             )
         rest = (sinks, alibi_slopes, q_scale, k_scale, v_scale, return_lse)
         if kv_cache is None:  # packed keys are not split where the queries are
-            return self._prefill.forward(query, key, value, None, metadata.whole(), out, *rest)
-        if metadata.prefill is None and metadata.decode is not None:
-            return self._decode.forward(query, None, None, kv_cache, metadata.decode, out, *rest)
-        if metadata.decode is None or metadata.prefill is None:
-            return self._prefill.forward(query, None, None, kv_cache, metadata.prefill or metadata.whole(), out, *rest)
+            return self._impls["prefill"].forward(query, key, value, None, metadata.whole(), out, *rest)
+        if len(metadata.parts) == 1:
+            (only,) = metadata.parts
+            return self._impls[only.phase].forward(query, None, None, kv_cache, only.metadata, out, *rest)
         if out is None:
             out = query.new_empty(*query.shape[:2], self.spec.value_dim)
-        split = metadata.common.num_decodes
-        _, head = self._decode.forward(query[:split], None, None, kv_cache, metadata.decode, out[:split], *rest)
-        _, tail = self._prefill.forward(query[split:], None, None, kv_cache, metadata.prefill, out[split:], *rest)
-        return out, torch.cat((head, tail)) if head is not None and tail is not None else None
+        lses = []
+        for part in metadata.parts:
+            impl, rows = self._impls[part.phase], part.rows
+            lses.append(impl.forward(query[rows], None, None, kv_cache, part.metadata, out[rows], *rest)[1])
+        return out, torch.cat(lses) if return_lse else None
 
     def write_kv(
         self,
@@ -124,7 +150,19 @@ class CompositeImpl(AttentionImpl):
         value: torch.Tensor | None,
         kv_cache: LayerCache,
         slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
-        self._prefill.write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+        self._impls["prefill"].write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+
+
+def make_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> AttentionImpl:
+    """The implementation for a selection of one backend or of two."""
+    return prefill.impl(spec) if prefill is decode else CompositeImpl(prefill, decode, spec)
+
+
+def make_builder(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec, device: torch.device
+) -> AttentionMetadataBuilder:
+    """The metadata builder for a selection of one backend or of two."""
+    return prefill.builder(spec, device) if prefill is decode else CompositeBuilder(prefill, decode, spec, device)

@@ -9,6 +9,7 @@ from .errors import InvalidInputError
 VARIABLES = {
     "PAGEDATTN_BACKEND": "backend by name (`TRITON`), or one per phase (`prefill=TRITON,decode=TORCH`)",
     "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
+    "PAGEDATTN_FLASH_ATTN": "2, 3 or 4: the only FlashAttention version to use (4 is used in no other way)",
     "PAGEDATTN_LOG": "log level of the `pagedattn` logger: debug, info, warning (default), error",
     "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
 }
@@ -22,6 +23,11 @@ def backend() -> str | None:
 def check_level() -> int:
     """How much `PAGEDATTN_CHECK` asks to validate: 0, 1 or 2."""
     return int(_one_of("PAGEDATTN_CHECK", ("0", "1", "2"), "1"))
+
+
+def flash_attn_version() -> int | None:
+    """The FlashAttention version that `PAGEDATTN_FLASH_ATTN` insists on, or None."""
+    return int(_one_of("PAGEDATTN_FLASH_ATTN", ("", "2", "3", "4"), "") or 0) or None
 
 
 def log_level() -> str:

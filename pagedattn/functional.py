@@ -7,13 +7,15 @@ from functools import lru_cache
 import torch
 
 from . import env
+from .cache_spec import stored_name
 from .checks import check_call
-from .composite import CompositeBuilder, CompositeImpl
+from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
+from .scales import scale_kind
 from .selector import Request, current_request, select_backend
-from .spec import AttentionSpec, AttentionType
+from .spec import AttentionSpec, AttentionType, Scale
 
 
 @torch.no_grad()
@@ -31,6 +33,10 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    clean_cache: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -39,6 +45,8 @@ def paged_attention(
     Args:
         query: [T, Hq, D]. key, value: [T', Hkv, D] and [T', Hkv, Dv], or None to write nothing.
         kv_cache: a layer's cache, or None to attend to key and value themselves.
+        k_scale, v_scale: of an fp8 cache: stored = value / scale. Floats, or float32 tensors of [1] or [Hkv].
+        clean_cache: unused slots hold finite numbers, see `AttentionSpec`.
 
     Returns:
         output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
@@ -69,22 +77,22 @@ def paged_attention(
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
         needs_lse=return_lse,
+        kv_cache_dtype="auto" if kv_cache is None else stored_name(keys.dtype, query.dtype),
+        kv_scale=scale_kind(k_scale, v_scale),
+        clean_cache=clean_cache,
+        deterministic=deterministic,
     )
     if env.check_level():
         check_call(spec, query, key, value, kv_cache, common)
     impl, builder = _served(spec, query.device, current_request(backend))
     if kv_cache is not None and key is not None:
-        impl.write_kv(key, value, kv_cache, common.slot_mapping)
-    metadata = builder.build(common)
-    return impl.forward(
-        query, key, value, kv_cache, metadata, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse
-    )
+        impl.write_kv(key, value, kv_cache, common.slot_mapping, k_scale, v_scale)
+    given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
+    return impl.forward(query, key, value, kv_cache, builder.build(common), **given, return_lse=return_lse)
 
 
 @lru_cache(maxsize=256)
 def _served(spec: AttentionSpec, device: torch.device, request: Request):  # type: ignore[no-untyped-def]
     selection = select_backend(spec, request)
-    prefill, decode = selection.prefill, selection.decode
-    if prefill is decode:
-        return prefill.impl(spec), prefill.builder(spec, device)
-    return CompositeImpl(prefill, decode, spec), CompositeBuilder(prefill, decode, spec, device)
+    pair = selection.prefill, selection.decode
+    return make_impl(*pair, spec), make_builder(*pair, spec, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,12 +11,13 @@ from torch import nn
 from . import env
 from .backends.base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
 from .checks import check_call, check_contents
-from .composite import CompositeBuilder, CompositeImpl
+from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
+from .scales import LayerScales
 from .selector import Selection, current_request, select_backend
-from .spec import AttentionSpec, AttentionType
+from .spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from .step import Key, StepMetadata
 
 
@@ -30,6 +32,12 @@ class Attention(nn.Module):
         sliding_window: keys kept, the token's own included. softcap: cap * tanh(logit / cap).
         alibi_slopes, sinks: [num_heads]; a sink is one more logit per head that joins the denominator.
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
+        k_scale, v_scale: of an fp8 cache, stored = value / scale: floats, or float32 tensors of [1] or [Hkv]. Those of
+            a checkpoint (`k_scale`, `v_scale`) replace them.
+        kv_scale: "tensor", "head" or "float" where an fp8 cache's scales come with each call instead.
+        clean_cache: unused slots never hold NaN or Inf, see `PagedKVCache.zero_blocks`; some backends need that.
+        deterministic: a token's output has the same bits in any batch and any chunking.
+        graph_level: what a CUDA graph is to capture of this layer; backends that cannot are refused.
         kv_group: whose block table this layer uses, see `PagedKVCache.group_of`.
         dtype, device: of queries, keys and values; follow `.to()` like a parameter's.
 
@@ -57,6 +65,12 @@ class Attention(nn.Module):
         kv_cache_dtype: str = "auto",
         block_size: int | None = None,
         cache_layout: str = "NHD",
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        kv_scale: str | None = None,
+        clean_cache: bool = False,
+        deterministic: bool = False,
+        graph_level: GraphLevel = GraphLevel.NEVER,
         backend: str | None = None,
         kv_group: int = 0,
         dtype: torch.dtype | None = None,
@@ -64,6 +78,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.kv_group = kv_group
+        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, kv_cache_dtype)
         self._base = AttentionSpec(
             num_heads=num_heads,
             head_dim=head_dim,
@@ -79,6 +94,9 @@ class Attention(nn.Module):
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             cache_layout=cache_layout,
+            clean_cache=clean_cache,
+            deterministic=deterministic,
+            graph_level=graph_level,
         )
         self._request = current_request(backend)
         self._slope_values = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
@@ -98,6 +116,14 @@ class Attention(nn.Module):
         self._resolve()
         return self
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
+        if any(scale is not None for scale in found):
+            LayerScales.given(None, None, "tensor", self._base.kv_cache_dtype)
+            self._scales = self._scales.loaded(*found)
+            self._resolve()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _resolve(self) -> None:
         """Choose the backend for the dtype and device that the layer has now."""
         device = self._anchor.device
@@ -107,11 +133,12 @@ class Attention(nn.Module):
             device_type="cpu" if device.type == "meta" else device.type,
             capability=torch.cuda.get_device_capability(device) if gpu else None,
         )
-        self.selection: Selection = select_backend(spec, self._request)
-        prefill, decode = self.selection.prefill, self.selection.decode
-        single = prefill is decode
-        self._impl: AttentionImpl = prefill.impl(spec) if single else CompositeImpl(prefill, decode, spec)
+        stores_scaled = spec.kv_cache_dtype.startswith("fp8")
+        selection = select_backend(spec.replace(kv_scale=self._scales.kind), self._request)
+        self.selection: Selection = replace(selection, scales=self._scales.source if stores_scaled else "")
+        self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)
         self._builder: AttentionMetadataBuilder | None = None
+        self._scales = self._scales.to(device)
         # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
         self._slopes = None if self._slope_values is None else self._slope_values.to(device)
 
@@ -129,16 +156,13 @@ class Attention(nn.Module):
     def builder(self) -> AttentionMetadataBuilder:
         """The metadata builder of this layer's backend, made on first use."""
         if self._builder is None:
-            prefill, decode, device = self.selection.prefill, self.selection.decode, self._anchor.device
-            single = prefill is decode
-            self._builder = (
-                prefill.builder(self.spec, device) if single else CompositeBuilder(prefill, decode, self.spec, device)
-            )
+            pair = self.selection.prefill, self.selection.decode
+            self._builder = make_builder(*pair, self.spec, self._anchor.device)
         return self._builder
 
-    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
+    def build(self, common: CommonAttentionMetadata, capture: bool = False) -> AttentionMetadata:
         """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
-        return self.builder.build(common)
+        return self.builder.build(common, None, capture)
 
     @torch.no_grad()
     def forward(
@@ -149,6 +173,8 @@ class Attention(nn.Module):
         kv_cache: LayerCache | None,
         metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata,
         out: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> torch.Tensor:
         """Write the new keys and values, then attend.
 
@@ -157,7 +183,7 @@ class Attention(nn.Module):
                 cache, cross attention after its first step). value: [T', Hkv, Dv] or flat.
             kv_cache: this layer's cache; None attends to `key` and `value` themselves, packed, writing nothing.
             metadata: of `plan_step`, of `build`, or a CommonAttentionMetadata, which is built at once (slower).
-            out: [T, Hq, Dv] to write to.
+            out: [T, Hq, Dv] to write to. k_scale, v_scale: where the layer was built with `kv_scale`.
 
         Returns:
             [T, Hq, Dv], or [T, Hq * Dv] for a flat query.
@@ -176,12 +202,12 @@ class Attention(nn.Module):
             check_call(spec, query, key, value, kv_cache, built.common)
         if level == 2 and kv_cache is not None:
             check_contents(built.common, kv_cache)
+        scales = self._scales.of_call(k_scale, v_scale)
         if kv_cache is not None and key is not None:
-            self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping)
+            self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales)
         target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)
-        result, _ = self._impl.forward(
-            query, key, value, kv_cache, built, target, sinks=self.sinks, alibi_slopes=self._slopes
-        )
+        given = (target, self.sinks, self._slopes, None, *scales)
+        result, _ = self._impl.forward(query, key, value, kv_cache, built, *given)
         return result.flatten(1) if flat else result
 
     def _metadata(self, metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata) -> AttentionMetadata:

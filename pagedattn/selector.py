@@ -42,6 +42,7 @@ class Selection:
     block_size: int
     source: str
     rejections: Mapping[str, tuple[Rejection, ...]]
+    scales: str = ""  # where an fp8 cache's scales come from
 
     @property
     def name(self) -> str:
@@ -50,9 +51,17 @@ class Selection:
             return self.prefill.name
         return f"prefill={self.prefill.name},decode={self.decode.name}"
 
+    @property
+    def served_by(self) -> str:
+        """The name, with the library behind it where there are several: `FLASH_ATTN (FA3 via flash_attn_interface)`."""
+        prefill, decode = (_with_variant(backend, self.spec) for backend in (self.prefill, self.decode))
+        return prefill if self.prefill is self.decode else f"prefill={prefill},decode={decode}"
+
     def describe(self) -> str:
         """One line on the winner, and one per backend on why it lost."""
-        lines = [f"{self.name} (chosen by {self.source}, block size {self.block_size})"]
+        lines = [f"{self.served_by} (chosen by {self.source}, block size {self.block_size})"]
+        if self.scales:
+            lines.append(f"  scales of the {self.spec.kv_cache_dtype} cache: {self.scales}")
         for name, reasons in self.rejections.items():
             lines.append(f"  not {name}: " + ("; ".join(map(str, reasons)) or "lower priority"))
         return "\n".join(lines)
@@ -123,7 +132,7 @@ def select_backend(spec: AttentionSpec, backend: str | Request | None = None) ->
     decode = _pick(request.decode, spec, rejections, request.source)
     if prefill is not decode:
         _check_composite(prefill, decode, spec)
-    size = spec.block_size or max(b.capabilities().default_block_size for b in (prefill, decode))
+    size = spec.block_size or max(b.preferred_block_size(spec) for b in (prefill, decode))
     losers = {name: reasons for name, reasons in rejections.items() if name not in (prefill.name, decode.name)}
     selection = Selection(spec, prefill, decode, size, request.source, losers)
     _log_once(selection)
@@ -147,12 +156,13 @@ def _pick(
 
 def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:
     if spec.block_size is None:
-        size = max(b.capabilities().default_block_size for b in (prefill, decode))
+        size = max(b.preferred_block_size(spec) for b in (prefill, decode))
         for one in (prefill, decode):
-            if size not in one.capabilities().block_sizes:
+            refused = [str(r) for r in one.rejections(spec.replace(block_size=size)) if r.feature == "block_size"]
+            if refused:
                 raise UnsupportedError(
-                    f"prefill={prefill.name} and decode={decode.name} need one block size that both take; {one.name} "
-                    f"takes {one.capabilities().block_sizes}; name a block_size"
+                    f"prefill={prefill.name} and decode={decode.name} need one block size that both take, but "
+                    f"{one.name} refuses {refused[0]}; name a block_size"
                 )
 
 
@@ -166,6 +176,11 @@ def _reasons(name: str, spec: AttentionSpec) -> tuple[Rejection, ...]:
 def _known(name: str, source: str) -> str:
     get_backend(name, "backend" if source == "argument" else source)
     return name
+
+
+def _with_variant(backend: type[AttentionBackend], spec: AttentionSpec) -> str:
+    variant = backend.variant(spec)
+    return f"{backend.name} ({variant})" if variant else backend.name
 
 
 def _log_once(selection: Selection) -> None:

@@ -14,6 +14,7 @@ from .errors import InvalidInputError
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 KV_SCALES = ("none", "float", "tensor", "head", "token_head")
 CACHE_LAYOUTS = ("NHD", "HND")
+Scale = float | torch.Tensor | None  # of a stored fp8 cache: a host float, [1] or [Hkv] float32, or None for 1
 
 
 class AttentionType(str, Enum):

@@ -53,16 +53,19 @@ def plan_step(
     layers: Iterable[PlannedLayer],
     commons: Mapping[int, CommonAttentionMetadata] | CommonAttentionMetadata,
     into: StepMetadata | None = None,
+    capture: bool = False,
 ) -> StepMetadata:
     """Build metadata once for each (KV group, spec) among `layers`.
 
     Args:
         layers: the model's attention layers.
         commons: one CommonAttentionMetadata per KV group, or one for group 0 alone.
-        into: an earlier plan of the same layers whose static buffers are rewritten in place (CUDA graphs).
+        capture: make static buffers that a CUDA graph may record. into: such a plan of the same layers, rewritten in
+            place for a replay.
 
     Raises:
         InvalidInputError: a layer's KV group is not in `commons`.
+        UnsupportedError, CapacityError: the step cannot be captured, or is larger than what was.
     """
     by_group = {0: commons} if isinstance(commons, CommonAttentionMetadata) else commons
     out: dict[Key, AttentionMetadata] = {}
@@ -73,5 +76,5 @@ def plan_step(
         if layer.kv_group not in by_group:
             raise InvalidInputError("commons", f"an entry for KV group {layer.kv_group}", sorted(by_group))
         old = into.by_key.get(key) if into is not None else None
-        out[key] = layer.builder.build(by_group[layer.kv_group], old)
+        out[key] = layer.builder.build(by_group[layer.kv_group], old, capture)
     return StepMetadata(out)

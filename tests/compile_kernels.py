@@ -43,6 +43,8 @@ def attention_case(arch: int, kind: str, dim: int, group: int, queries: int, win
         "key_start_loc": None,
         "sinks": None,
         "alibi_slopes": None,
+        "k_scale": None,
+        "v_scale": None,
         "S": 16,
         "GROUP": group,
         "D": dim,
@@ -55,16 +57,16 @@ def attention_case(arch: int, kind: str, dim: int, group: int, queries: int, win
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "ONE_BLOCK": config.one_block,
-        "SPLITS": config.splits,
         "CAUSAL": True,
         "WINDOW": window,
         "SOFTCAP": softcap,
+        "ONE_LOOP": False,
         "PRECISION": "tf32",
     }
     report(
         f"attention-sm{arch}-{kind}-D{dim}-G{group}-{'decode' if queries == 1 else 'prefill'}",
         attention._paged_attention_kernel,
-        {**types, "out": out, "lse_out": "*fp32", "qk_scale": "fp32", "softcap": "fp32"},
+        {**types, "out": out, "lse_out": "*fp32", "qk_scale": "fp32", "out_scale": "fp32", "softcap": "fp32"},
         {**constants, **tiles},
         arch,
         num_warps=config.num_warps,
@@ -107,9 +109,16 @@ def main() -> None:
     attention_case(80, "bf16", 128, 4, 512, 0, False)
     attention_case(80, "fp16", 64, 8, 1, 128, True)
     shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "N": 1024, "NV": 1024}
-    caches = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
+    rows = dict.fromkeys(("key", "value"), "*bf16")
+    rest = {"slots": "*i64", "k_scale_value": "fp32", "v_scale_value": "fp32"}
+    formats = {"K_MANTISSA": 0, "K_BIAS": 0, "V_MANTISSA": 0, "V_BIAS": 0}
+    copied = {**shapes, **formats, "k_scale": None, "v_scale": None, "K_SCALES": 0, "V_SCALES": 0}
+    e4m3 = {"K_MANTISSA": 3, "K_BIAS": 7, "V_MANTISSA": 3, "V_BIAS": 7, "K_SCALES": 8, "V_SCALES": 1}
     kernel = reshape_and_cache._reshape_and_cache_kernel
-    report("reshape_and_cache-sm90-bf16", kernel, {**caches, "slots": "*i64"}, shapes, 90, num_warps=4)
+    caches = dict.fromkeys(("key_cache", "value_cache"), "*bf16")
+    report("reshape_and_cache-sm90-bf16", kernel, {**rows, **caches, **rest}, copied, 90, num_warps=4)
+    caches = {**dict.fromkeys(("key_cache", "value_cache"), "*u8"), **dict.fromkeys(("k_scale", "v_scale"), "*fp32")}
+    report("reshape_and_cache-sm80-fp8", kernel, {**rows, **caches, **rest}, {**shapes, **e4m3}, 80, num_warps=4)
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

@@ -94,10 +94,18 @@ _OPS = (
           "value, 0.0)", "tests/ops/test_merge_states.py test_merge[triton"),
     fault("copies in order of the pairs, torch", "pagedattn/ops/copy_blocks.py",
           "cache[on_device[:, 1]] = cache[on_device[:, 0]]",
-          "for source, target in pairs.tolist():\n            cache[target] = cache[source]",
+          "for source, target in pairs.tolist():\n                cache[target] = cache[source]",
           "tests/ops/test_block_copies.py test_copy_blocks[torch overlapping"),
-    fault("copies in order of the pairs, triton", "pagedattn/ops/copy_blocks.py", "if not overlap and choose",
-          "if choose", "tests/ops/test_block_copies.py test_copy_blocks[triton overlapping"),
+    fault("copies in order of the pairs, triton", "pagedattn/ops/copy_blocks.py",
+          "torch.isin(pairs[:, 0], pairs[:, 1])", "torch.zeros(len(pairs), dtype=torch.bool)",
+          "tests/ops/test_block_copies.py test_copy_blocks[triton overlapping"),
+    fault("fp8 not saturated, torch", "pagedattn/ops/reshape_and_cache.py", ".clamp(-most, most)", "",
+          "tests/ops/test_reshape_and_cache_fp8.py test_the_nearest [torch"),
+    fault("fp8 ties rounded up, triton", "pagedattn/ops/kernels/reshape_and_cache.py",
+          "half_less_one + ((magnitude >> DROPPED) & 1))", "half_less_one + 1)",
+          "tests/ops/test_reshape_and_cache_fp8.py test_the_nearest [triton"),
+    fault("one head's scale for all, triton", "pagedattn/ops/kernels/reshape_and_cache.py", "head * (SCALES > 1)",
+          "head * 0", "tests/ops/test_reshape_and_cache_fp8.py test_every_kind_of_scale[triton head"),
 )  # fmt: skip
 
 _LIBRARY = (

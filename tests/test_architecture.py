@@ -17,6 +17,7 @@ LIBRARY, ENGINE = ROOT / "pagedattn", ROOT / "engine"
 
 # What a module of the library may import of the library: module names, or packages (`ops` is all of it).
 LEAVES = ("errors", "spec", "env", "block_pool", "capabilities", "cache_spec")
+FLASHINFER = ("backends.flashinfer_pages", "backends.flashinfer_plan")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "spec": ("errors",),
@@ -25,10 +26,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "capabilities": ("spec",),
     "cache_spec": ("errors", "spec"),
     "ops": ("errors", "ops"),
-    "ops.kernels": ("ops.launch", "ops.library", "ops.kernels"),
+    "ops.kernels": ("ops.attention_inputs", "ops.launch", "ops.library", "ops.kernels"),
     "metadata": (*LEAVES, "ops"),
     "block_table": (*LEAVES, "ops"),
     "kv_cache": (*LEAVES, "ops"),
+    "scales": ("errors", "spec"),
     "checks": (*LEAVES, "kv_cache", "metadata"),
     "backends": (),
     "backends.base": (*LEAVES, "kv_cache", "metadata"),
@@ -36,16 +38,35 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "backends.op_backend": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base"),
     "backends.torch_native": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
     "backends.triton": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
+    "backends.flash_attn_versions": (*LEAVES,),
+    "backends.flash_attn_metadata": (*LEAVES, "metadata", "backends.base", "backends.flash_attn_versions"),
+    "backends.flash_attn_calls": (*LEAVES, "backends.flash_attn_metadata"),
+    "backends.flash_attn": (
+        *(*LEAVES, "kv_cache", "metadata", "ops", "backends.base"),
+        *("backends.flash_attn_calls", "backends.flash_attn_metadata", "backends.flash_attn_versions"),
+    ),
+    "backends.flashinfer_pages": (*LEAVES, "metadata"),
+    "backends.flashinfer_plan": (*LEAVES,),
+    "backends.flashinfer_metadata": (*LEAVES, "metadata", "backends.base", *FLASHINFER),
+    "backends.flashinfer": (*LEAVES, "kv_cache", "ops", "backends.base", *FLASHINFER, "backends.flashinfer_metadata"),
     "selector": (*LEAVES, "backends.base", "backends.registry"),
     "composite": (*LEAVES, "kv_cache", "metadata", "backends.base"),
     "step": (*LEAVES, "metadata", "backends.base"),
-    "layer": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "selector", "step"),
-    "functional": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "selector"),
+    "layer": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "scales", "selector", "step"),
+    "functional": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "scales", "selector"),
+    "display": ("capabilities", "spec"),
+    "spec_options": ("spec",),
+    "cli": (*LEAVES, "backends.base", "backends.registry", "display", "ops.library", "selector", "spec_options"),
+    "__main__": ("cli",),
     "testing": (*LEAVES, "kv_cache", "metadata", "backends.base", "backends.registry", "testing"),
 }
 # Third-party packages, at the top of a module or inside its functions.
 ANYWHERE = {"torch", "numpy", "xxhash"}
-ONLY_IN = {"triton": ("ops.kernels",), "transformers": ("integrations",)}
+ONLY_IN = {
+    "triton": ("ops.kernels",),
+    "transformers": ("integrations",),
+    "flashinfer": ("backends.flashinfer_metadata",),
+}
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "os.system", "os.popen"}
 

@@ -16,10 +16,16 @@ ROOT = Path(pagedattn.__file__).parent
 READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
     "PAGEDATTN_BACKEND": (env.backend, None, {"TRITON": "TRITON", "prefill=A,decode=B": "prefill=A,decode=B"}),
     "PAGEDATTN_CHECK": (env.check_level, 1, {"0": 0, "1": 1, "2": 2}),
+    "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3, "4": 4}),
     "PAGEDATTN_LOG": (env.log_level, "WARNING", {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
     "PAGEDATTN_PLUGINS": (env.plugins_enabled, True, {"0": False, "1": True}),
 }
-BAD = {"PAGEDATTN_CHECK": ("3", "-1", "yes", ""), "PAGEDATTN_LOG": ("INFO", "trace", ""), "PAGEDATTN_PLUGINS": ("2",)}
+BAD = {
+    "PAGEDATTN_CHECK": ("3", "-1", "yes", ""),
+    "PAGEDATTN_FLASH_ATTN": ("1", "FA3"),
+    "PAGEDATTN_LOG": ("INFO", "trace", ""),
+    "PAGEDATTN_PLUGINS": ("2",),
+}
 
 
 def test_there_are_few_and_all_are_read_here() -> None:

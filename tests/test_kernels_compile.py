@@ -21,6 +21,7 @@ EXPECTED = {
     "attention-sm80-bf16-D128-G4-prefill",
     "attention-sm80-fp16-D64-G8-decode",
     "reshape_and_cache-sm90-bf16",
+    "reshape_and_cache-sm80-fp8",
     "merge_states-sm90-bf16",
 }
 

@@ -180,9 +180,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CommonAttentionMeta
     seen: list[CommonAttentionMetadata] = []
     original = OpMetadataBuilder.build
 
-    def build(self, common, into=None):  # type: ignore[no-untyped-def]
+    def build(self, common, into=None, capture=False):  # type: ignore[no-untyped-def]
         seen.append(common)
-        return original(self, common, into)
+        return original(self, common, into, capture)
 
     monkeypatch.setattr(OpMetadataBuilder, "build", build)
     yield seen

@@ -100,7 +100,7 @@ def test_an_unknown_name_suggests_the_nearest(name: str, near: str, monkeypatch:
 
 
 def test_a_name_near_to_none_lists_them_all() -> None:
-    with pytest.raises(InvalidInputError, match="one of TRITON, TORCH, SMALL, LARGE") as error:
+    with pytest.raises(InvalidInputError, match="one of FLASH_ATTN, FLASHINFER, TRITON, TORCH, SMALL, LARGE") as error:
         select_backend(SPEC, "QQQQQQ")
     assert "did you mean" not in str(error.value)
 
@@ -130,7 +130,7 @@ def test_where_nobody_can_everybody_says_why() -> None:
 
 def test_every_loser_is_listed_with_its_reasons() -> None:
     chosen = select_backend(SPEC.replace(block_size=64))
-    assert sorted(chosen.rejections) == ["LARGE", "SMALL", "TRITON"]
+    assert sorted(chosen.rejections) == ["FLASHINFER", "FLASH_ATTN", "LARGE", "SMALL", "TRITON"]
     assert str(chosen.rejections["SMALL"][0]).startswith("block_size=64 (serves 1..32)")
     assert "not LARGE: block_size=64" in chosen.describe()
     assert "TORCH (chosen by measured priority, block size 64)" in chosen.describe()
@@ -143,7 +143,7 @@ def test_every_refusal_has_values(name: str) -> None:
         device_type="tpu",
         dtype=torch.int32,
         kv_cache_dtype="int8",
-        kv_scale="head",
+        kv_scale="token_head",
         head_dim=601,
         head_dim_v=600,
         block_size=4096,
@@ -153,7 +153,7 @@ def test_every_refusal_has_values(name: str) -> None:
     )
     found = registry.get_backend(name).rejections(odd)
     features = {one.feature for one in found}
-    assert {"device_type", "dtype", "kv_cache_dtype", "kv_scale", "deterministic", "context_parallel"} <= features
+    assert {"device_type", "dtype", "kv_cache_dtype", "kv_scale", "context_parallel"} <= features
     assert all(one.feature and str(one.requested) and str(one.supported) for one in found)
 
 
@@ -183,7 +183,7 @@ def test_a_phase_that_is_none_is_refused(text: str) -> None:
 
 def test_a_composite_needs_a_block_size_that_both_take() -> None:
     assert select_backend(SPEC, "prefill=LARGE,decode=TORCH").block_size == 256
-    with pytest.raises(UnsupportedError, match=r"need one block size that both take; SMALL takes 1\.\.32"):
+    with pytest.raises(UnsupportedError, match=r"need one block size .* but SMALL refuses .*serves 1\.\.32"):
         select_backend(SPEC, "prefill=LARGE,decode=SMALL")
     with pytest.raises(UnsupportedError, match=r"backend SMALL, .*\n.*block_size=256"):
         select_backend(SPEC.replace(block_size=256), "prefill=LARGE,decode=SMALL")

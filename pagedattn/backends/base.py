@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..capabilities import Capabilities, Rejection
+from ..errors import CapacityError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
-from ..spec import AttentionSpec
+from ..spec import AttentionSpec, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class Limits:
     max_seqs: int
     max_tokens: int
     max_blocks_per_seq: int
+
+
+_STATIC = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 
 @dataclass(slots=True)
@@ -56,12 +60,53 @@ class AttentionMetadataBuilder(ABC):
         self.spec, self.device, self.limits, self.workspace = spec, device, limits, workspace
 
     @abstractmethod
-    def build(self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None) -> AttentionMetadata:
-        """Metadata of a step. `into` rewrites the static buffers of captured metadata in place and returns it."""
+    def build(
+        self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
+    ) -> AttentionMetadata:
+        """Metadata of a step.
+
+        `capture=True` gives metadata that owns its static buffers, for a CUDA graph to record; `into` is such metadata,
+        rewritten in place for a replay and returned.
+
+        Raises:
+            UnsupportedError: a batch of this kind cannot be captured here.
+            CapacityError: the step is larger than what `into` was captured for.
+        """
 
     def device_update(self, metadata: AttentionMetadata) -> None:
         """The part of `build` that a CUDA graph may capture; nothing by default."""
         return None
+
+
+def static_copy(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """`common` with device tensors of its own for a graph to record; lengths on the host would not stay true."""
+    tensors = {name: getattr(common, name).clone() for name in _STATIC}
+    return common.replace(**tensors, query_start_loc_cpu=None, seq_lens_cpu=None)
+
+
+def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMetadata) -> None:
+    """Copy a step into captured tensors, padded with sequences that have no tokens.
+
+    Raises:
+        CapacityError: the step is larger than what was captured.
+    """
+    names = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len")
+    room = [(name, getattr(common, name), getattr(captured, name)) for name in names]
+    for name, got, most in (*room, ("len(slot_mapping)", len(common.slot_mapping), len(captured.slot_mapping))):
+        if got > most:
+            raise CapacityError(
+                f"{name} is {got}, but the captured metadata holds at most {most}; capture a larger step"
+            )
+    count, width = common.num_seqs, min(common.block_table.shape[1], captured.block_table.shape[1])
+    slots = len(common.slot_mapping)
+    captured.query_start_loc[: count + 1].copy_(common.query_start_loc[: count + 1], non_blocking=True)
+    captured.query_start_loc[count + 1 :].copy_(common.query_start_loc[count : count + 1])
+    captured.seq_lens[:count].copy_(common.seq_lens[:count], non_blocking=True)
+    captured.seq_lens[count:].zero_()
+    captured.block_table[:count, :width].copy_(common.block_table[:count, :width], non_blocking=True)
+    captured.block_table[count:].zero_()
+    captured.slot_mapping[:slots].copy_(common.slot_mapping, non_blocking=True)
+    captured.slot_mapping[slots:].fill_(-1)
 
 
 class AttentionImpl(ABC):
@@ -81,9 +126,9 @@ class AttentionImpl(ABC):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-        q_scale: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend, writing nothing to the cache.
@@ -92,6 +137,8 @@ class AttentionImpl(ABC):
             query: [T, Hq, D]. key, value: [T', Hkv, D] and [T', Hkv, Dv], read only where kv_cache is None.
             kv_cache: the layer's cache, already written; None for dense attention over packed key and value.
             out: [T, Hq, Dv]. sinks, alibi_slopes: [Hq], exactly where the spec announces them.
+            k_scale, v_scale: what stored fp8 elements are multiplied with, of the kind that spec.kv_scale announces: a
+                host float, a float32 tensor of one element, or one of [Hkv]; None is 1.
 
         Returns:
             output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
@@ -104,8 +151,8 @@ class AttentionImpl(ABC):
         value: torch.Tensor | None,
         kv_cache: LayerCache,
         slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
         """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots."""
 
@@ -126,6 +173,16 @@ class AttentionBackend(ABC):
     @abstractmethod
     def capabilities(cls) -> Capabilities:
         """What it serves, as data."""
+
+    @classmethod
+    def variant(cls, spec: AttentionSpec) -> str:
+        """Which of several libraries or kernels behind one name serves `spec`; empty where there is one."""
+        return ""
+
+    @classmethod
+    def preferred_block_size(cls, spec: AttentionSpec) -> int:
+        """The block size it wants of a cache that is yet to be built."""
+        return cls.capabilities().default_block_size
 
     @classmethod
     def rejections(cls, spec: AttentionSpec) -> list[Rejection]:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
 
 from .. import ops
-from ..errors import CapacityError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
-from .base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
+from ..spec import Scale
+from .base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, rewrite_static, static_copy
 
 
 class OpMetadataBuilder(AttentionMetadataBuilder):
     """The op reads lengths and tables on the device: there is nothing to plan."""
 
-    def build(self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None) -> AttentionMetadata:
+    def build(
+        self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
+    ) -> AttentionMetadata:
         if into is None:
-            return AttentionMetadata(common)
-        for name in ("num_seqs", "num_tokens", "max_query_len", "max_seq_len"):
-            bound, got = getattr(into.common, name), getattr(common, name)
-            if got > bound:
-                raise CapacityError(f"{name} is {got}, but the captured metadata holds at most {bound}; capture again")
-        for field in dataclasses.fields(common):
-            target, source = getattr(into.common, field.name), getattr(common, field.name)
-            if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor) and target is not source:
-                target.copy_(source, non_blocking=True)
+            return AttentionMetadata(static_copy(common) if capture else common)
+        rewrite_static(into.common, common)
         return into
 
 
@@ -46,9 +40,9 @@ class OpAttentionImpl(AttentionImpl):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
-        q_scale: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         common, spec = metadata.common, self.spec
@@ -73,9 +67,12 @@ class OpAttentionImpl(AttentionImpl):
             num_decodes=common.num_decodes,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
             out=out,
             lse=lse,
             mask_mod=spec.mask_mod,
+            deterministic=spec.deterministic,
             path=self.path,
         )
         return out, lse
@@ -86,8 +83,8 @@ class OpAttentionImpl(AttentionImpl):
         value: torch.Tensor | None,
         kv_cache: LayerCache,
         slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
     ) -> None:
         target = None if value is None else kv_cache.value
-        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, path=self.path)
+        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale)

@@ -12,6 +12,8 @@ from ..errors import InvalidInputError, UnsupportedError
 from .base import AttentionBackend
 
 _backends = {
+    "FLASH_ATTN": "pagedattn.backends.flash_attn:FlashAttnBackend",
+    "FLASHINFER": "pagedattn.backends.flashinfer:FlashInferBackend",
     "TRITON": "pagedattn.backends.triton:TritonBackend",
     "TORCH": "pagedattn.backends.torch_native:TorchBackend",
 }

@@ -31,6 +31,8 @@ class TorchBackend(AttentionBackend):
             devices=("cpu", "cuda", "mps", "xpu"),
             dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16),
             head_dims=IntRange(),
+            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_scales=("none", "float", "tensor", "head"),
             any_head_dim_v=True,
             block_sizes=IntRange(),
             cache_layouts=("NHD", "HND"),

@@ -41,6 +41,8 @@ class TritonBackend(AttentionBackend):
             min_capability=(8, 0),
             dtypes=(torch.float32, torch.float16, torch.bfloat16),
             head_dims=IntRange(1, 512),
+            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_scales=("none", "float", "tensor", "head"),
             any_head_dim_v=True,
             block_sizes=IntRange(1, 1024),
             cache_layouts=("NHD", "HND"),
@@ -52,6 +54,7 @@ class TritonBackend(AttentionBackend):
             alibi=True,
             sinks=True,
             lse=True,
+            deterministic=True,
             compile=True,
             graph_level=GraphLevel.ALWAYS,
         )
@@ -62,6 +65,13 @@ class TritonBackend(AttentionBackend):
         if interpreted() and spec.dtype == torch.bfloat16:
             hint = "the interpreter computes on bfloat16's bit pattern; unset TRITON_INTERPRET or use float32"
             out.append(Rejection("dtype", "bfloat16", "float32, float16 under TRITON_INTERPRET=1", hint))
+        if spec.kv_cache_dtype == "fp8_e4m3" and spec.capability is not None and spec.capability < (8, 9):
+            out.append(Rejection("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e5m2 below sm_89", "use fp8_e5m2"))
+        unaligned = spec.head_dim % 16 or spec.value_dim % 16
+        if spec.kv_cache_dtype.startswith("fp8") and unaligned and not interpreted():
+            hint = "Triton 3.6 compiles fp8 rows of another alignment wrongly (bench/NOTES.md)"
+            dims = f"{spec.head_dim}/{spec.value_dim}"
+            out.append(Rejection("head_dim", dims, "multiples of 16 over fp8 caches", hint))
         if spec.value_dim > 512:
             out.append(Rejection("head_dim_v", spec.value_dim, "1..512"))
         return out

@@ -1,10 +1,12 @@
-"""Ops: cache writes, copies, merges and attention, each by Triton or torch behind one name."""
+"""Ops: cache writes, copies, merges and attention, each by csrc, Triton or torch behind one name."""
 
 from .copy_blocks import copy_blocks
 from .gather_kv import gather_kv
+from .library import path_of
 from .merge_states import merge_attn_states
 from .paged_attention import paged_attention
 from .reshape_and_cache import reshape_and_cache
+from .reshape_and_cache_classic import reshape_and_cache_classic
 from .slot_mapping import compute_slot_mapping
 from .swap_blocks import swap_blocks
 
@@ -14,6 +16,8 @@ __all__ = [
     "gather_kv",
     "merge_attn_states",
     "paged_attention",
+    "path_of",
     "reshape_and_cache",
+    "reshape_and_cache_classic",
     "swap_blocks",
 ]

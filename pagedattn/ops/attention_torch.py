@@ -6,46 +6,29 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from .attention_inputs import AttentionInputs
+
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _SCORES = 1 << 25  # logits held at once; bounds memory, not what is served
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    max_query_len: int,
-    max_seq_len: int,
-    num_decodes: int,
-    mask_mod: MaskMod | None = None,
-) -> None:
-    """Fill `out` [T, Hq, Dv] and `lse` [T, Hq]; arguments as in `ops.paged_attention`. No value reaches the host."""
+def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
+    """Fill `inputs.out` [T, Hq, Dv] and `inputs.lse` [T, Hq]. No value reaches the host."""
+    query, out, lse = inputs.query, inputs.out, inputs.lse
     heads, tokens = query.shape[1], torch.arange(len(query), device=query.device)
-    starts, lens = query_start_loc.long(), seq_lens.long()
+    starts, lens = inputs.query_start_loc.long(), inputs.seq_lens.long()
     seq = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(lens) - 1)
     row = tokens - starts[seq]
-    for first, last, low, high in _pieces(len(lens), heads, max_query_len, max_seq_len, num_decodes):
+    longest, longest_key = inputs.max_query_len, inputs.max_seq_len
+    for first, last, low, high in _pieces(len(lens), heads, longest, longest_key, inputs.num_decodes):
         piece = slice(first, last)
         rows = torch.arange(low, high, device=query.device)  # [R]
         q_index = (starts[:-1][piece, None] + rows).clamp_(max=len(query) - 1)  # [b, R]
-        k, v, seen = _keys(key, value, block_table, lens, piece, max_seq_len)
+        k, v, seen = _keys(inputs, lens, piece)
         position = (lens - starts[1:] + starts[:-1])[piece, None] + rows  # [b, R]
-        visible = _mask(seen, position, causal, window)  # [b, R, L]
-        o, z = _softmax_attention(
-            query[q_index], k, v, visible, position, sinks, alibi_slopes, scale, causal, softcap, first, mask_mod
-        )
+        visible = _mask(seen, position, inputs.causal, inputs.window)  # [b, R, L]
+        o, z = _softmax_attention(inputs, query[q_index], k, v, visible, position, first, mask_mod)
         mine = (seq >= first) & (seq < last) & (row >= low) & (row < high)
         at = ((seq - first).clamp(0, last - first - 1), (row - low).clamp(0, high - low - 1))
         out.copy_(torch.where(mine[:, None, None], o[at].to(out.dtype), out))
@@ -68,32 +51,36 @@ def _pieces(
                 yield first, min(first + seqs, stop), low, min(low + rows, longest)
 
 
-def _keys(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_table: torch.Tensor | None,
-    lens: torch.Tensor,
-    piece: slice,
-    max_seq_len: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _keys(inputs: AttentionInputs, lens: torch.Tensor, piece: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys [b, L, Hkv, D], values [b, L, Hkv, Dv] with unseen rows zeroed, and which rows are seen [b, L]."""
-    if block_table is not None:
+    key, value, device = inputs.key, inputs.value, inputs.key.device
+    if inputs.block_table is not None:
         size = key.shape[1]
-        columns = min(-(-max_seq_len // size), block_table.shape[1])
-        block = block_table[piece, :columns].long()
+        columns = min(-(-inputs.max_seq_len // size), inputs.block_table.shape[1])
+        block = inputs.block_table[piece, :columns].long()
         known = (block >= 0) & (block < len(key))
         block = torch.where(known, block, 0)
-        index = torch.arange(columns * size, device=key.device)
+        index = torch.arange(columns * size, device=device)
         seen = (index < lens[piece, None]) & known.repeat_interleave(size, 1)
-        k, v = key[block].flatten(1, 2), value[block].flatten(1, 2)
+        k, v = _take(key, block).flatten(1, 2), _take(value, block).flatten(1, 2)
     else:
-        index = torch.arange(max_seq_len, device=key.device)
+        index = torch.arange(inputs.max_seq_len, device=device)
         seen = index < lens[piece, None]
         starts = lens.cumsum(0) - lens
         at = torch.where(seen, starts[piece, None] + index, 0).clamp_(max=max(len(key) - 1, 0))
-        k, v = key[at], value[at]
-    wide = torch.float64 if key.dtype == torch.float64 else torch.float32
-    return k.to(wide), torch.where(seen[..., None, None], v, 0).to(wide), seen
+        k, v = _take(key, at), _take(value, at)
+    wide = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+    k, v = k.to(wide), torch.where(seen[..., None, None], v.to(wide), 0)
+    if inputs.k_scale is not None:
+        k = k * inputs.k_scale[:, None]
+    if inputs.v_scale is not None:
+        v = v * inputs.v_scale[:, None]
+    return k, v * inputs.out_scale if inputs.out_scale != 1 else v, seen
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """rows[index], also for fp8, which torch cannot index on every device."""
+    return rows.view(torch.uint8)[index].view(rows.dtype) if rows.element_size() == 1 else rows[index]
 
 
 def _mask(seen: torch.Tensor, position: torch.Tensor, causal: bool, window: int) -> torch.Tensor:
@@ -109,30 +96,27 @@ def _mask(seen: torch.Tensor, position: torch.Tensor, causal: bool, window: int)
 
 
 def _softmax_attention(
+    inputs: AttentionInputs,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     visible: torch.Tensor,
     position: torch.Tensor,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    softcap: float,
     first: int,
     mask_mod: MaskMod | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [b, R, Hq, D], key [b, L, Hkv, D] -> output [b, R, Hq, Dv] and LSE [b, R, Hq]."""
+    sinks, softcap = inputs.sinks, inputs.softcap
     (b, rows, heads, _), (_, length, kv_heads, _) = query.shape, key.shape
     q = query.to(key.dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, query.shape[3])
-    logits = (q @ key.permute(0, 2, 3, 1)).view(b, heads, rows, length).mul_(scale)
+    logits = (q @ key.permute(0, 2, 3, 1)).view(b, heads, rows, length).mul_(inputs.scale)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     index = torch.arange(length, device=key.device)
-    if alibi_slopes is not None:
+    if inputs.alibi_slopes is not None:
         distance = (index - position[..., None]).to(key.dtype)
-        bias = distance if causal else -distance.abs()
-        logits = logits + alibi_slopes.to(key.dtype)[:, None, None] * bias[:, None]
+        bias = distance if inputs.causal else -distance.abs()
+        logits = logits + inputs.alibi_slopes.to(key.dtype)[:, None, None] * bias[:, None]
     keep = visible[:, None]
     if mask_mod is not None:
         seq = torch.arange(first, first + b, device=key.device).view(b, 1, 1, 1)

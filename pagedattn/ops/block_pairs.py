@@ -1,10 +1,12 @@
-"""Checks of (source, target) block pairs, made on the host before anything is copied."""
+"""What copies of whole blocks share: the checks made on the host before anything is copied."""
 
 from __future__ import annotations
 
 import torch
 
 from ..errors import InvalidInputError
+
+CONTIGUOUS = "tensors that are contiguous within a block"
 
 
 def check_pairs(pairs: torch.Tensor, num_sources: int, num_targets: int) -> None:
@@ -20,3 +22,8 @@ def check_pairs(pairs: torch.Tensor, num_sources: int, num_targets: int) -> None
             raise InvalidInputError("pairs", f"{name} blocks in [0, {limit})", low if low < 0 else high)
     if len(pairs[:, 1].unique()) != len(pairs):
         raise InvalidInputError("pairs", "each target at most once", "a target that occurs twice")
+
+
+def has_whole_blocks(tensor: torch.Tensor) -> bool:
+    """Whether each block tensor[i] is one piece of memory."""
+    return tensor.is_contiguous() or tensor[0].is_contiguous()

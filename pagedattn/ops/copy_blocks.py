@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import InvalidInputError
-from .block_pairs import check_pairs
-from .library import choose, kernels, register
+from .block_pairs import CONTIGUOUS, check_pairs, has_whole_blocks
+from .library import choose, csrc_op, kernels, register
 
 
 def copy_blocks(caches: Sequence[torch.Tensor], pairs: torch.Tensor, *, path: str = "auto") -> None:
     """Copy block pairs[i, 0] to block pairs[i, 1] in every tensor of `caches`.
 
-    Every source is read before any target is written, so a block may be both.
+    Every source is read before any target is written, so a block may be both. The compiled paths want tensors that are
+    contiguous within a block; csrc copies all tensors in one launch and sends the pairs along with it.
 
     Args:
         caches: tensors whose first dimension is the block, one per layer (or per slab), of any further shape.
@@ -28,20 +29,35 @@ def copy_blocks(caches: Sequence[torch.Tensor], pairs: torch.Tensor, *, path: st
     sizes = {len(cache) for cache in caches}
     if len(sizes) != 1:
         raise InvalidInputError("caches", "tensors with one number of blocks", sorted(sizes))
+    devices = {str(cache.device) for cache in caches}
+    if len(devices) != 1:
+        raise InvalidInputError("caches", "tensors of one device", sorted(devices))
     check_pairs(pairs, len(caches[0]), len(caches[0]))
     if len(pairs):
         _op(list(caches), pairs, path)
 
 
 def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
-    overlap = bool(torch.isin(pairs[:, 0], pairs[:, 1]).any())
     device = caches[0].device
-    if not overlap and choose(path, device) == "triton":
-        kernels("copy_blocks").launch(caches, pairs.to(device, non_blocking=True))
+    chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
+    if chosen == "torch":
+        on_device = pairs.to(device)
+        for cache in caches:
+            cache[on_device[:, 1]] = cache[on_device[:, 0]]
         return
-    on_device = pairs.to(device)
-    for cache in caches:
-        cache[on_device[:, 1]] = cache[on_device[:, 0]]
+    copy = csrc_op("copy_blocks") if chosen == "csrc" else kernels("copy_blocks").launch
+    # The kernels copy in any order: a source that is a target too goes through a staging copy.
+    overlap = torch.isin(pairs[:, 0], pairs[:, 1])
+    staged, direct = pairs[overlap], pairs[~overlap]
+    if len(staged) == 0:
+        copy(caches, caches, pairs)
+        return
+    row = torch.arange(len(staged))
+    staging = [cache.new_empty(len(staged), *cache.shape[1:]) for cache in caches]
+    copy(caches, staging, torch.stack((staged[:, 0], row), 1))
+    if len(direct):
+        copy(caches, caches, direct)
+    copy(staging, caches, torch.stack((row, staged[:, 1]), 1))
 
 
 def _fake(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .library import choose, expect, kernels, register
+from .library import choose, csrc_op, expect, kernels, register
 
 
 def gather_kv(
@@ -35,6 +35,13 @@ def gather_kv(
     table_ok = block_table.dim() == 2 and block_table.dtype == torch.int32
     expect(table_ok, "block_table", "int32 [B, max_blocks]", block_table)
     expect(cu_lens.dtype == torch.int32 and len(cu_lens) == len(block_table) + 1, "cu_lens", "int32 [B + 1]", cu_lens)
+    if value_cache is not None:
+        expect(value_cache.dim() == 4 and value_cache.stride(3) == 1, "value_cache", "as key_cache", value_cache)
+    if starts is not None:
+        expect(starts.dtype == torch.int32 and len(starts) == len(block_table), "starts", "int32 [B]", starts)
+    for name, tensor in (("value_cache", value_cache), ("block_table", block_table), ("cu_lens", cu_lens)):
+        if tensor is not None:
+            expect(tensor.device == key_cache.device, name, f"on {key_cache.device} as key_cache", tensor)
     key = _op(key_cache, block_table, cu_lens, starts, num_tokens, path)
     return key, None if value_cache is None else _op(value_cache, block_table, cu_lens, starts, num_tokens, path)
 
@@ -47,13 +54,33 @@ def _run(
     num_tokens: int,
     path: str,
 ) -> torch.Tensor:
-    out = torch.zeros(num_tokens, *cache.shape[2:], dtype=cache.dtype, device=cache.device)
+    shape, kind = (num_tokens, *cache.shape[2:]), {"dtype": cache.dtype, "device": cache.device}
     if num_tokens == 0 or block_table.numel() == 0:
+        return torch.zeros(shape, **kind)
+    chosen = choose(path, cache.device, "gather_kv")
+    lens, first = cu_lens.contiguous(), None if starts is None else starts.contiguous()
+    if chosen == "csrc":
+        out = torch.empty(shape, **kind)
+        csrc_op("gather_kv")(cache, block_table, lens, first, out)
         return out
-    if choose(path, cache.device) == "triton":
-        kernels("gather_kv").launch(cache, block_table, cu_lens, starts, out)
-        return out
-    token = torch.arange(num_tokens, device=cache.device)
+    out = torch.zeros(shape, **kind)
+    if chosen == "triton":
+        kernels("gather_kv").launch(cache, block_table, lens, first, out)
+    else:
+        _torch(cache, block_table, lens, first, out)
+    return out
+
+
+def _torch(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_lens: torch.Tensor,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    if cache.dtype.itemsize == 1:  # as bytes: not every torch indexes fp8
+        cache, out = cache.view(torch.uint8), out.view(torch.uint8)
+    token = torch.arange(len(out), device=cache.device)
     ends = cu_lens.long()
     seq = torch.searchsorted(ends[1:], token, right=True).clamp_(max=len(block_table) - 1)
     position = token - ends[seq] + (0 if starts is None else starts.long()[seq])
@@ -62,7 +89,7 @@ def _run(
     block = block_table[seq, torch.where(live, column, 0)].long()
     live &= (block >= 0) & (block < len(cache))
     rows = cache[torch.where(live, block, 0), torch.where(live, position % cache.shape[1], 0)]
-    return torch.where(live[:, None, None], rows, out)
+    out.copy_(torch.where(live[:, None, None], rows, out))
 
 
 def _fake(

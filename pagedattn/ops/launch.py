@@ -52,8 +52,14 @@ def attention_config(
     max_query_len: int,
     max_seq_len: int,
     target: Target,
+    deterministic: bool = False,
 ) -> AttentionConfig:
-    """The configuration for one launch over sequences of at most so many query tokens and keys."""
+    """The configuration for one launch over sequences of at most so many query tokens and keys.
+
+    A deterministic one depends on the heads alone: the tiles of a prompt, whatever the batch, and no split keys.
+    """
+    if deterministic:
+        max_query_len = _MAX_ROWS
     rows = _power_of_2(max(max_query_len, 1) * group)
     one_block = rows <= max(_DECODE_ROWS, _power_of_2(group))
     hopper = target.shared_bytes > 200_000

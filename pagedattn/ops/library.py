@@ -1,4 +1,4 @@
-"""How ops are registered with torch, and how the path (Triton or torch) of a call is chosen."""
+"""How ops are registered with torch, and how the path (csrc, Triton or torch) of a call is chosen."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import InvalidInputError, UnsupportedError
 
-PATHS = ("auto", "triton", "torch")
+PATHS = ("auto", "csrc", "triton", "torch")
+# The paths of each op in order of preference; an op that is not named has the others.
+_PATHS_OF = {
+    "reshape_and_cache": PATHS[1:],
+    "reshape_and_cache_classic": ("csrc", "torch"),
+    "copy_blocks": PATHS[1:],
+    "swap_blocks": PATHS[1:],
+    "gather_kv": PATHS[1:],
+}
+_WITHOUT_CSRC = ("triton", "torch")
+_REVISION = 1  # as in csrc/registration.cpp
+_EXTENSION = Path(__file__).parent.parent / "_csrc.so"
+_BUILD = (
+    "python setup.py build_ext --inplace (or pip install --no-build-isolation), with torch and a C++ compiler there"
+)
 
 # Library.define + impl costs a fifth of what custom_op costs per call. The object must outlive the process's ops.
 _library = torch.library.Library("pagedattn", "FRAGMENT")
@@ -40,19 +55,96 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def choose(path: str, device: torch.device) -> str:
-    """The path that a call on `device` takes: `triton` on a GPU that has it, else `torch`, unless `path` names one."""
-    if path == "auto":
-        return "triton" if device.type == "cuda" and has_triton() else "torch"
+def choose(path: str, device: torch.device, op: str = "", needs: str = "") -> str:
+    """The path that a call of `op` on `device` takes: `path`, or where that is auto, the op's first that can serve.
+
+    Args:
+        needs: what the compiled paths want of this call's tensors, where these are otherwise; torch serves any.
+
+    Raises:
+        InvalidInputError: an unknown path.
+        UnsupportedError: the path asked for cannot serve; says why and what to do.
+    """
     if path not in PATHS:
         raise InvalidInputError("path", f"one of {', '.join(PATHS)}", repr(path))
-    if path == "triton" and not has_triton():
-        raise UnsupportedError("path='triton' needs the package triton: pip install triton")
-    if path == "triton" and device.type != "cuda" and not interpreted():
-        raise UnsupportedError(
-            f"path='triton' cannot run on {device}; use path='torch', or set TRITON_INTERPRET=1 first"
-        )
-    return path
+    paths = _PATHS_OF.get(op, _WITHOUT_CSRC)
+    if path != "auto":
+        reason = _refusal(path, device, paths, needs)
+        if reason:
+            raise UnsupportedError(f"path={path!r}{f' of {op}' if op else ''}: {reason}")
+        return path
+    for one in paths:
+        # The interpreter is for tests: slow, and wrong for some dtypes.
+        if not (one == "triton" and device.type != "cuda") and not _refusal(one, device, paths, needs):
+            return one
+    return "torch"
+
+
+def path_of(op: str, device: torch.device | str) -> str:
+    """The path that `op` (`reshape_and_cache`) takes on `device` when a call names none.
+
+    A call whose tensors the compiled paths do not take goes to torch; each op says which these are.
+
+    Raises:
+        InvalidInputError: an unknown op.
+    """
+    if not hasattr(torch.ops.pagedattn, op):
+        raise InvalidInputError("op", "the name of an op", repr(op))
+    return choose("auto", torch.device(device), op)
+
+
+def _refusal(path: str, device: torch.device, paths: tuple[str, ...], needs: str) -> str:
+    """Why `path` cannot serve; empty where it can."""
+    if path == "torch":
+        return ""
+    if path not in paths:
+        return f"this op has none; use one of auto, {', '.join(paths)}"
+    if needs:
+        return f"needs {needs}; use path='torch'"
+    if path == "triton":
+        if not has_triton():
+            return "needs the package triton: pip install triton"
+        runs = device.type == "cuda" or interpreted()
+        return "" if runs else f"cannot run on {device}; use path='torch', or set TRITON_INTERPRET=1 first"
+    loaded, text = _load_csrc()
+    if not loaded:
+        return f"the extension is not loaded: {text}"
+    if device.type == "cpu" or (device.type == "cuda" and _cuda_ready(device)):
+        return ""
+    return f"the extension ({text}) has no kernels for {device}; build it there: {_BUILD}, and nvcc"
+
+
+def csrc_status() -> str:
+    """Where the extension was loaded from and what it was built with, or why there is none."""
+    return _load_csrc()[1]
+
+
+@cache
+def csrc_op(name: str) -> Callable[..., Any]:
+    """An op of the extension, once `choose` has named it."""
+    return getattr(torch.ops.pagedattn_csrc, name).default
+
+
+@cache
+def _load_csrc() -> tuple[bool, str]:
+    note = _EXTENSION.with_suffix(".txt")
+    built = note.read_text().partition("\n")[0] if note.exists() else ""
+    if not _EXTENSION.exists():
+        return False, built if built.startswith("not built") else f"not built: {_BUILD}"
+    try:
+        torch.ops.load_library(str(_EXTENSION))
+        revision = torch.ops.pagedattn_csrc.revision()
+    except (OSError, RuntimeError, AttributeError) as error:
+        return False, f"{_EXTENSION} ({built}) cannot be loaded: {error}; build it again: {_BUILD}"
+    if revision != _REVISION:
+        return False, f"{_EXTENSION} has the ops of revision {revision}, not {_REVISION}; build it again: {_BUILD}"
+    return True, f"{_EXTENSION}, {built}"
+
+
+@cache
+def _cuda_ready(device: torch.device) -> bool:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.ops.pagedattn_csrc.cuda_ready(index)
 
 
 @cache
@@ -64,5 +156,10 @@ def kernels(name: str) -> ModuleType:
 def expect(condition: bool, param: str, expected: str, tensor: torch.Tensor) -> None:
     """Raise for a tensor argument that is not as expected, saying what came."""
     if not condition:
-        got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-        raise InvalidInputError(param, expected, f"{got}, strides {tensor.stride()}")
+        refuse(param, expected, tensor)
+
+
+def refuse(param: str, expected: str, tensor: torch.Tensor) -> NoReturn:
+    """Raise InvalidInputError for a tensor argument, saying what came."""
+    got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+    raise InvalidInputError(param, expected, f"{got}, strides {tensor.stride()}")

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import torch
 
 from ..errors import InvalidInputError
-from .block_pairs import check_pairs
-from .library import choose, kernels, register
+from .block_pairs import CONTIGUOUS, check_pairs, has_whole_blocks
+from .library import choose, csrc_op, kernels, register
+
+_BEST = 0  # the mechanism that csrc/swap_blocks.cu picks by itself; 1, 2 and 3 are for measuring
 
 
 def swap_blocks(
@@ -21,8 +23,9 @@ def swap_blocks(
 ) -> None:
     """Copy block pairs[i, 0] of `source` to block pairs[i, 1] of `target`, in stream order.
 
-    A host tensor should be pinned: then the copy is asynchronous and its caller waits for the stream (or an event)
-    before reading it. Pageable host memory is copied synchronously.
+    A host tensor should be pinned: then the copy is asynchronous, and its caller waits for the stream (or an event)
+    before reading or freeing either tensor. Pageable host memory is copied synchronously. The compiled paths want
+    tensors that are contiguous within a block, and not of two GPUs; Triton wants host tensors pinned.
 
     Args:
         source, target: [P, ...] and [P', ...], equal but for the first dimension, contiguous within a block.
@@ -46,16 +49,29 @@ def swap_blocks(
 
 def _run(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: str) -> None:
     device = source.device if source.is_cuda else target.device
-    reachable = all(tensor.is_cuda or tensor.is_pinned() for tensor in (source, target)) or not device.type == "cuda"
-    if reachable and choose(path, device) == "triton":
+    chosen = choose(path, device, "swap_blocks", _needs(source, target, path))
+    if chosen == "csrc":
+        csrc_op("swap_blocks")(source, target, pairs, _BEST)
+    elif chosen == "triton":
         kernels("copy_blocks").copy_between(source, target, pairs.to(device))
-        return
-    if source.device == target.device:
+    elif source.device == target.device:
         on_device = pairs.to(device)
         target[on_device[:, 1]] = source[on_device[:, 0]]
-        return
-    for src, dst in pairs.tolist():
-        target[dst].copy_(source[src], non_blocking=True)
+    else:
+        for src, dst in pairs.tolist():
+            target[dst].copy_(source[src], non_blocking=True)
+
+
+def _needs(source: torch.Tensor, target: torch.Tensor, path: str) -> str:
+    """What the compiled paths want and these tensors are not; empty where they will do."""
+    if not (has_whole_blocks(source) and has_whole_blocks(target)):
+        return CONTIGUOUS
+    if source.is_cuda and target.is_cuda and source.device != target.device:
+        return "tensors of one GPU, or of one and the host"
+    if path == "triton" and source.is_cuda != target.is_cuda:
+        host = target if source.is_cuda else source
+        return "" if host.is_pinned() else "pinned host memory"
+    return ""
 
 
 def _fake(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: str) -> None:

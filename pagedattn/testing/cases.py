@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..spec import AttentionType
-from .problem import Case
+from .case import Case
 
 ENCODER = AttentionType.ENCODER_ONLY
 CROSS = AttentionType.CROSS
@@ -106,4 +106,18 @@ _KINDS = (
     Case(paged=False, attn_type=CROSS, query_lens=(4, 6), seq_lens=(21, 2)),
 )
 
-CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS)
+_E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+_E5M2: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
+_STORED = (
+    *(Case(**_E4M3, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
+    *(_decode(**_E5M2, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
+    *(_decode(**_E4M3, kv_scale=kind, heads=(8, 4), head_dim=64) for kind in ("float", "head")),
+    _chunks(**_E4M3, kv_scale="head", softcap=5.0, sliding_window=20),
+    _decode(**_E4M3, kv_scale="tensor", layout="HND", head_dim=72),
+    *(Case(**_E4M3, kv_scale="head", head_dim=d) for d in (16, 96, 128)),
+    Case(**_E4M3, kv_scale="float", head_dim=48, head_dim_v=24),
+    Case(**_E4M3, kv_scale="tensor", magnitude=30.0, scale=0.01, note="saturated fp8"),
+    Case(**_E5M2, kv_scale="head", share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
+)
+
+CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS, *_STORED)

@@ -33,13 +33,38 @@ def slot_mapping_oracle(
     return out
 
 
-def reshape_and_cache_oracle(rows: torch.Tensor, cache: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """A copy of `cache` [P, S, H, D] with row t written to slots[t] where that is inside."""
+def reshape_and_cache_oracle(
+    rows: torch.Tensor, cache: torch.Tensor, slots: Sequence[int], scale: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """A copy of `cache` [P, S, H, D] with row t written to slots[t] where that is inside.
+
+    `scale` is a number, [1] or [H]; an fp8 cache holds saturate(row / scale).
+    """
     out = cache.clone()
+    if rows.dtype != cache.dtype:
+        most = torch.finfo(cache.dtype).max
+        divisor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
+        rows = (rows.float() / divisor).clamp(-most, most).to(cache.dtype)
     for row, slot in enumerate(slots):
         if 0 <= slot < cache.shape[0] * cache.shape[1]:
             out[slot // cache.shape[1], slot % cache.shape[1]] = rows[row]
     return out
+
+
+def reshape_and_cache_classic_oracle(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of key_cache [P, H, D / x, S, x] and value_cache [P, H, D, S] with the rows written."""
+    keys, values = key_cache.clone(), value_cache.clone()
+    blocks, heads, dim, size = values.shape
+    for row, slot in enumerate(slots):
+        if 0 <= slot < blocks * size:
+            for head in range(heads):
+                for d in range(dim):
+                    x = keys.shape[4]
+                    keys[slot // size, head, d // x, slot % size, d % x] = key[row, head, d]
+                    values[slot // size, head, d, slot % size] = value[row, head, d]
+    return keys, values
 
 
 def copy_blocks_oracle(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -9,76 +9,13 @@ import torch
 from ..backends.base import AttentionBackend
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
-from ..spec import AttentionSpec, AttentionType
+from ..spec import AttentionSpec, Scale
+from .case import Case
 from .oracle import attention_oracle
+from .stored import Stored, stored_as
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
 _SEED = 20260
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One problem. `paged=False` attends to the given keys; `cross` is decided by attn_type."""
-
-    query_lens: tuple[int, ...] = (5, 1, 17)
-    seq_lens: tuple[int, ...] = (5, 37, 40)
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 32
-    head_dim_v: int | None = None
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
-    layout: str = "NHD"
-    attn_type: AttentionType = AttentionType.DECODER
-    causal: bool | None = None
-    sliding_window: int | None = None
-    softcap: float | None = None
-    alibi: bool = False
-    sinks: float | None = None
-    scale: float | None = None
-    paged: bool = True
-    lse: bool = True
-    share_blocks: bool = False
-    fused_qkv: bool = False
-    padding_rows: int = 0
-    poison: float = float("nan")
-    magnitude: float = 1.0
-    write: bool = True
-    note: str = ""
-
-    @property
-    def id(self) -> str:
-        """What differs from the default case, as a test id."""
-        default = Case()
-        parts = []
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value != getattr(default, name) and name not in ("note", "poison"):
-                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                text = text.removeprefix("torch.").removeprefix("AttentionType.")
-                parts.append(f"{name}={text if len(text) < 24 else text[:21] + '...'}")
-        return self.note or "-".join(parts) or "default"
-
-    def spec(self, device: torch.device) -> AttentionSpec:
-        """The AttentionSpec that this case asks for on `device`."""
-        return AttentionSpec(
-            num_heads=self.heads[0],
-            num_kv_heads=self.heads[1],
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            dtype=self.dtype,
-            device_type=device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            block_size=self.block_size if self.paged else None,
-            cache_layout=self.layout,
-            attn_type=self.attn_type,
-            causal=self.causal,
-            sliding_window=self.sliding_window,
-            softcap=self.softcap,
-            has_alibi=self.alibi,
-            has_sinks=self.sinks is not None,
-            needs_lse=self.lse,
-            scale=self.scale,
-        )
 
 
 @dataclass(slots=True)
@@ -95,6 +32,7 @@ class Problem:
     expected: torch.Tensor
     expected_lse: torch.Tensor
     naive: torch.Tensor
+    stored: Stored
     cache_after: tuple[torch.Tensor, torch.Tensor] | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
@@ -102,9 +40,10 @@ class Problem:
     def run(self, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write (where there is a cache and something to write), then attend, by `backend`."""
         impl = backend.impl(self.spec)
+        scales: dict[str, Scale] = {"k_scale": self.stored.k_scale, "v_scale": self.stored.v_scale}
         metadata = backend.builder(self.spec, self.query.device).build(self.common)
         if self.cache is not None and self.key is not None and self.case.write:
-            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping)
+            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, **scales)
         keys, values = (None, None) if self.cache is not None else (self.key, self.value)
         out = torch.full((*self.query.shape[:2], self.spec.value_dim), torch.nan, dtype=self.case.dtype)
         return impl.forward(
@@ -117,6 +56,7 @@ class Problem:
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
             return_lse=self.case.lse,
+            **scales,
         )
 
 
@@ -136,27 +76,33 @@ def make_problem(case: Case, device: torch.device | str = "cpu", seed: int = 0) 
     values = [normal(n, kv_heads, dim_v) for n in case.seq_lens]
     sinks = None if case.sinks is None else torch.full((heads,), case.sinks) + torch.randn(heads, generator=generator)
     slopes = 2.0 ** -(torch.arange(heads) + 1.0) if case.alibi else None
-    cache, table = None, None
+    cache, table, stored = None, None, stored_as(case)
     if case.paged:
-        cache, table = _paged(case, keys, values, generator)
+        cache, table = _paged(case, stored, keys, values, generator)
     common = CommonAttentionMetadata.from_lengths(
         case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
     )
-    answers = [_answers(case, spec, q, k, v, sinks, slopes) for q, k, v in zip(queries, keys, values, strict=True)]
+    read = [stored.read_key(k) for k in keys], [stored.read_value(v) for v in values]
+    # For 16 bits on the GPU, where there is one: much faster there. float32 is summed in other orders there.
+    where = device if case.dtype.itemsize == 2 else torch.device("cpu")
+    parts = [[x.to(where) for x in one] for one in (queries, *read)]
+    extras = [None if x is None else x.to(where) for x in (sinks, slopes)]
+    answers = [_answers(case, spec, q, k, v, *extras) for q, k, v in zip(*parts, strict=True)]
     expected, lse, naive = (torch.cat(parts) for parts in zip(*answers, strict=True))
     new_key, new_value = _given(case, keys, values)
     after = None
     if cache is not None:
-        after = _written(case, cache, common.slot_mapping, new_key, new_value)
+        after = _written(case, stored, cache, common.slot_mapping, new_key, new_value)
     parts = _strided(case, torch.cat(queries), new_key, new_value)
-    problem = Problem(case, spec, *parts, cache=None, common=common, expected=expected, expected_lse=lse, naive=naive)
+    facts = {"expected": expected, "expected_lse": lse, "naive": naive, "stored": stored}
+    problem = Problem(case, spec, *parts, cache=None, common=common, **facts)
     problem.cache_after, problem.sinks, problem.alibi_slopes = after, sinks, slopes
     _move(problem, cache, device)
     return problem
 
 
 def _paged(
-    case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], generator: torch.Generator
+    case: Case, stored: Stored, keys: list[torch.Tensor], values: list[torch.Tensor], generator: torch.Generator
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Poisoned caches [P, S, Hkv, D] with every sequence's rows in place, and the table with a garbage tail."""
     size = case.block_size
@@ -167,7 +113,7 @@ def _paged(
     garbage = torch.tensor([2**31 - 1, -1, -(2**31)], dtype=torch.int32)
     table = garbage[torch.randint(0, 3, (len(blocks), max(blocks, default=0) + 2), generator=generator)]
     shape = (sum(blocks) + spare, size, case.heads[1])
-    caches = tuple(torch.full((*shape, rows[0].shape[2]), case.poison, dtype=case.dtype) for rows in (keys, values))
+    caches = tuple(torch.full((*shape, rows[0].shape[2]), case.unused).to(stored.dtype) for rows in (keys, values))
     start = 0
     for row, count in enumerate(blocks):
         table[row, :count] = ids[start : start + count]
@@ -176,10 +122,17 @@ def _paged(
         _share_prefix(case, keys, values, table)
     for row, (k, v) in enumerate(zip(keys, values, strict=True)):
         new = case.query_lens[row] if case.write else 0
-        for position in range(case.seq_lens[row] - new):
-            at = int(table[row, position // size]), position % size
-            caches[0][at], caches[1][at] = k[position], v[position]
+        old = case.seq_lens[row] - new
+        position = torch.arange(max(old, 0))
+        at = table[row, position // size].long(), position % size
+        for cache, rows in ((caches[0], stored.write_key(k[:old])), (caches[1], stored.write_value(v[:old]))):
+            _bits(cache)[at] = _bits(rows)
     return (caches[0], caches[1]), table
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers of the same size: not every torch indexes fp8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _share_prefix(case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], table: torch.Tensor) -> None:
@@ -233,6 +186,7 @@ def _given(
 
 def _written(
     case: Case,
+    stored: Stored,
     cache: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     key: torch.Tensor | None,
@@ -243,7 +197,7 @@ def _written(
         return after
     for row, slot in enumerate(slots.tolist()):
         at = slot // case.block_size, slot % case.block_size
-        after[0][at], after[1][at] = key[row], value[row]
+        after[0][at], after[1][at] = stored.write_key(key[row]), stored.write_value(value[row])
     return after
 
 
@@ -257,7 +211,7 @@ def _strided(
         parts = [torch.cat((x, torch.full((pad, *x.shape[1:]), torch.nan, dtype=x.dtype))) for x in parts]
     if case.fused_qkv and key is not None and len(key) == len(query):
         fused = torch.cat([x.flatten(1) for x in parts], 1)
-        widths = [x[0].numel() for x in parts]
+        widths = [x.shape[1] * x.shape[2] for x in parts]
         pieces = fused.split(widths, 1)
         parts = [piece.unflatten(1, x.shape[1:]) for piece, x in zip(pieces, parts, strict=True)]
     filled = [*parts, None, None][:3]
@@ -276,5 +230,6 @@ def _move(problem: Problem, cache: tuple[torch.Tensor, torch.Tensor] | None, dev
         tensor = getattr(problem, name)
         setattr(problem, name, None if tensor is None else tensor.to(device))
     problem.cache = None if cache is None else LayerCache(place(cache[0]), place(cache[1]))
+    problem.stored = problem.stored.to(device)
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
     problem.common = problem.common.replace(**{name: getattr(problem.common, name).to(device) for name in names})

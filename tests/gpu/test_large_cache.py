@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends.peers import FA2, FA3, FLASHINFER, TORCH, TRITON, Peer
 
 from pagedattn import CommonAttentionMetadata, PagedKVCache, paged_attention
 from pagedattn.testing import assert_close, attention_oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SIZE, HEADS, DIM = 16, 8, 128
+HEADS, DIM = 8, 128
 
 
-@pytest.mark.parametrize("backend", ["TRITON", "TORCH"])
+@pytest.mark.parametrize("peer", [TRITON, TORCH, FA2, FA3, FLASHINFER], ids=lambda peer: peer.name)
 @pytest.mark.parametrize("query_lens", [[1, 1], [40, 7]], ids=["decode", "prefill"])
-def test_top_blocks(backend: str, query_lens: list[int]) -> None:
-    elements = SIZE * HEADS * DIM * 2
+def test_top_blocks(peer: Peer, query_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", peer.version)
+    if not peer.load().availability().ok:
+        pytest.skip(f"{peer.name} is not installed")
+    options = {"backend": peer.backend, "clean_cache": True}
+    size = 256 if peer is FA2 else 16
+    elements = size * HEADS * DIM * 2
     blocks = 2**32 // elements + 64
-    cache = PagedKVCache(1, blocks, SIZE, HEADS, DIM, dtype=torch.float16, device="cuda")
+    cache = PagedKVCache(1, blocks, size, HEADS, DIM, dtype=torch.float16, device="cuda")
     assert cache.slabs.view(torch.float16).numel() > 2**32
     seq_lens = [48, 33]
     table = torch.arange(blocks - 6, blocks, dtype=torch.int32, device="cuda").flip(0).view(2, 3)
     keys = [torch.randn(n, HEADS, DIM, dtype=torch.float16, device="cuda") for n in seq_lens]
     values = [torch.randn_like(k) for k in keys]
-    everything = CommonAttentionMetadata.from_lengths(seq_lens, seq_lens, table, block_size=SIZE)
+    everything = CommonAttentionMetadata.from_lengths(seq_lens, seq_lens, table, block_size=size)
     k, v = torch.cat(keys), torch.cat(values)
     query = torch.randn(sum(seq_lens), HEADS, DIM, dtype=torch.float16, device="cuda")
-    paged_attention(query, k, v, cache.layer(0), everything, backend=backend)
-    assert int((cache.slabs != 0).any(-1).sum()) == 6, "blocks other than the six at the top were written"
+    paged_attention(query, k, v, cache.layer(0), everything, **options)
+    written = sum(-(-n // size) for n in seq_lens)
+    assert int((cache.slabs != 0).any(-1).sum()) == written, "blocks other than those at the top were written"
 
-    common = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size=SIZE)
+    common = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size=size)
     query = torch.randn(sum(query_lens), HEADS, DIM, dtype=torch.float16, device="cuda")
-    out, _ = paged_attention(query, None, None, cache.layer(0), common, backend=backend)
+    out, _ = paged_attention(query, None, None, cache.layer(0), common, **options)
     parts = query.split(query_lens)
     scale = DIM**-0.5
     for dtype in (torch.float64, torch.float16):

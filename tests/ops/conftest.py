@@ -1,9 +1,11 @@
-"""Ops run on the GPU where there is one, and on both paths everywhere."""
+"""Ops run on the GPU where there is one, and on every path everywhere."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from pagedattn.ops import library
 
 
 @pytest.fixture
@@ -13,4 +15,13 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["torch", "triton"])
 def path(request: pytest.FixtureRequest) -> str:
+    """Of an op that the extension has not."""
+    return request.param
+
+
+@pytest.fixture(params=["csrc", "triton", "torch"])
+def any_path(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """Of an op that the extension has; skipped where that is not built."""
+    if request.param == "csrc" and library.path_of("copy_blocks", device) != "csrc":
+        pytest.skip(f"the extension has nothing for {device}: {library.csrc_status()}")
     return request.param

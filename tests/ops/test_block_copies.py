@@ -4,40 +4,128 @@ import pytest
 import torch
 
 from pagedattn import ops
-from pagedattn.errors import InvalidInputError
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.ops import library
 from pagedattn.testing.op_oracles import copy_blocks_oracle
 
 PAIRS = [[0, 5], [3, 1], [7, 2]]
 CHAIN = [[0, 1], [1, 2], [2, 0]]
+MIXED = [[4, 4], [8, 3], [3, 6], [0, 8]]
+BOTH_WAYS = {"same": ("device", "device"), "out": ("device", "host"), "in": ("host", "device")}
 
 
-@pytest.mark.parametrize("pairs", [PAIRS, CHAIN, []], ids=["disjoint", "overlapping", "none"])
+@pytest.mark.parametrize("pairs", [PAIRS, CHAIN, MIXED, []], ids=["disjoint", "overlapping", "mixed", "none"])
 @pytest.mark.parametrize("width", [1, 7, 64, 2050])
-def test_copy_blocks(device, path, pairs, width) -> None:
+def test_copy_blocks(device, any_path, pairs, width) -> None:
     caches = [torch.randint(0, 255, (9, width), dtype=torch.uint8, device=device) for _ in range(3)]
     wanted = [copy_blocks_oracle(cache.cpu(), cache.cpu(), pairs) for cache in caches]
-    ops.copy_blocks(caches, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), path=path)
+    ops.copy_blocks(caches, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), path=any_path)
     assert all(torch.equal(cache.cpu(), want) for cache, want in zip(caches, wanted, strict=True))
 
 
+def test_caches_of_different_shapes_strides_and_dtypes(device, any_path) -> None:
+    """Slices of one slab, a block with a gap behind it, and an address that is no multiple of anything."""
+    slab = torch.randint(0, 255, (2, 9, 48), dtype=torch.uint8, device=device)
+    gap = torch.randn(9, 100, device=device)
+    odd = torch.randint(0, 255, (9 * 33 + 1,), dtype=torch.uint8, device=device)[1:].view(9, 33)
+    caches = [slab[0], slab[1], gap[:, :6].unflatten(1, (2, 3)), odd, torch.randn(9, 5, 3, device=device).bfloat16()]
+    wanted = [copy_blocks_oracle(cache.cpu(), cache.cpu(), MIXED) for cache in caches]
+    rest = gap[:, 6:].clone()
+    ops.copy_blocks(caches, torch.tensor(MIXED), path=any_path)
+    assert all(torch.equal(cache.cpu(), want) for cache, want in zip(caches, wanted, strict=True))
+    assert torch.equal(gap[:, 6:], rest)
+
+
+@pytest.mark.parametrize(("layers", "blocks"), [(100, 9), (2, 12000)])
+def test_more_layers_or_pairs_than_one_launch_holds(device, any_path, layers, blocks) -> None:
+    if any_path == "triton" and device.type == "cpu":
+        pytest.skip("the interpreter takes minutes for this")
+    slab = torch.randint(0, 255, (layers, blocks, 16), dtype=torch.uint8, device=device)
+    pairs = torch.stack((torch.arange(blocks // 2), torch.randperm(blocks // 2) + blocks // 2), 1)
+    want = slab.clone()
+    want[:, pairs[:, 1]] = slab[:, pairs[:, 0]]
+    ops.copy_blocks(list(slab), pairs, path=any_path)
+    assert torch.equal(slab, want)
+
+
+def test_transposed_blocks_go_to_torch(device, any_path) -> None:
+    def cache() -> torch.Tensor:
+        return torch.arange(9 * 4 * 6.0, device=device).view(9, 4, 6).transpose(1, 2)
+
+    want = copy_blocks_oracle(cache().cpu(), cache().cpu(), CHAIN)
+    ops.copy_blocks([mine := cache()], torch.tensor(CHAIN))
+    assert torch.equal(mine.cpu(), want)
+    if any_path != "torch":
+        with pytest.raises(UnsupportedError, match="contiguous within a block; use path='torch'"):
+            ops.copy_blocks([mine], torch.tensor(CHAIN), path=any_path)
+        with pytest.raises(UnsupportedError, match="contiguous within a block"):
+            ops.swap_blocks(mine, cache(), torch.tensor(CHAIN), path=any_path)
+    assert torch.equal(mine.cpu(), want)
+
+
+def _host(tensor: torch.Tensor, pinned: bool, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory() if pinned and device.type == "cuda" else tensor
+
+
 @pytest.mark.parametrize("way", ["same", "out", "in"])
-def test_swap_blocks(device, path, way) -> None:
-    host = torch.device("cpu")
-    src_device, dst_device = {"same": (device, device), "out": (device, host), "in": (host, device)}[way]
+@pytest.mark.parametrize("width", [6, 1024, 77])
+@pytest.mark.parametrize("pairs", [[[8, 10], [0, 3], [1, 4], [2, 5], [3, 9]], []], ids=["some", "none"])
+def test_swap_blocks(device, any_path, way, width, pairs) -> None:
+    def tensor(where: str, blocks: int) -> torch.Tensor:
+        data = torch.randint(0, 255, (blocks, 4, width), dtype=torch.uint8)
+        return _host(data, True, device) if where == "host" else data.to(device)
 
-    def tensor(where: torch.device, blocks: int) -> torch.Tensor:
-        data = torch.randn(blocks, 4, 6, dtype=torch.float32)
-        return data.pin_memory() if where == host and device.type == "cuda" else data.to(where)
-
-    source, target = tensor(src_device, 9), tensor(dst_device, 11)
-    pairs = torch.tensor([[8, 10], [0, 3], [1, 0]])
-    want = copy_blocks_oracle(source.cpu(), target.cpu(), pairs.tolist())
+    source, target = tensor(BOTH_WAYS[way][0], 9), tensor(BOTH_WAYS[way][1], 11)
+    want = copy_blocks_oracle(source.cpu(), target.cpu(), pairs)
+    listed = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
     stream = torch.cuda.Stream() if device.type == "cuda" else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    ops.swap_blocks(source, target, pairs, stream=stream, path=path)
+    ops.swap_blocks(source, target, listed, stream=stream, path=any_path)
     if stream is not None:
         stream.synchronize()
+    assert torch.equal(target.cpu(), want)
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_pageable_host_memory_is_copied_when_the_call_returns(device, any_path, way) -> None:
+    host, on_device = torch.randn(9, 4, 6), torch.randn(9, 4, 6).to(device)
+    source, target = (on_device, host) if way == "out" else (host, on_device)
+    pairs = torch.tensor(PAIRS)
+    if any_path == "triton" and device.type == "cuda":
+        with pytest.raises(UnsupportedError, match="pinned host memory"):
+            ops.swap_blocks(source, target, pairs, path=any_path)
+        return
+    want = copy_blocks_oracle(source.cpu(), target.cpu(), pairs.tolist())
+    ops.swap_blocks(source, target, pairs, path=any_path)
+    if any_path == "torch" and device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(target if way == "out" else target.cpu(), want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["same", "out", "in"])
+@pytest.mark.parametrize("mechanism", [1, 2, 3], ids=["kernel", "batch", "copies"])
+@pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
+def test_every_mechanism_of_swap(device, way, mechanism, side) -> None:
+    """9000 blocks in shuffled runs of 3: more pairs than a launch holds, some of them merged."""
+    if library.path_of("swap_blocks", device) != "csrc":
+        pytest.skip(library.csrc_status())
+
+    def tensor(where: str) -> torch.Tensor:
+        data = torch.randint(0, 255, (9000, 2048), dtype=torch.uint8)
+        return data.pin_memory() if where == "host" else data.to(device)
+
+    source, target = (tensor(where) for where in BOTH_WAYS[way])
+    runs = torch.arange(9000).view(-1, 3)
+    pairs = torch.stack((runs[torch.randperm(3000)].flatten(), runs[torch.randperm(3000)].flatten()), 1)
+    want = target.cpu().clone()
+    want[pairs[:, 1]] = source.cpu()[pairs[:, 0]] + 1
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.default_stream()):
+        source.add_(1)  # on a GPU the copy must wait for it
+        torch.ops.pagedattn_csrc.swap_blocks(source, target, pairs, mechanism)
+        torch.cuda.current_stream().synchronize()
     assert torch.equal(target.cpu(), want)
 
 
@@ -49,14 +137,20 @@ def test_swap_blocks(device, path, way) -> None:
         ([[0, 2], [1, 2]], "each target at most once"),
     ],
 )
-def test_bad_pairs_copy_nothing(device, pairs, match) -> None:
+def test_bad_pairs_copy_nothing(device, any_path, pairs, match) -> None:
     cache = torch.randn(9, 4, device=device)
     before, other = cache.clone(), torch.zeros(9, 4, device=device)
     with pytest.raises(InvalidInputError, match=match):
-        ops.copy_blocks([cache], torch.tensor(pairs))
+        ops.copy_blocks([cache], torch.tensor(pairs), path=any_path)
     with pytest.raises(InvalidInputError, match=match):
-        ops.swap_blocks(cache, other, torch.tensor(pairs))
+        ops.swap_blocks(cache, other, torch.tensor(pairs), path=any_path)
     assert torch.equal(cache, before) and not other.any()
+    if any_path == "csrc":  # which does not rely on its caller
+        with pytest.raises(RuntimeError, match=r"is not in|occurs twice"):
+            torch.ops.pagedattn_csrc.copy_blocks([cache], [other], torch.tensor(pairs))
+        with pytest.raises(RuntimeError, match=r"is not in|occurs twice"):
+            torch.ops.pagedattn_csrc.swap_blocks(cache, other, torch.tensor(pairs), 0)
+        assert torch.equal(cache, before) and not other.any()
 
 
 def test_swap_within_one_tensor_is_refused(device) -> None:

@@ -4,34 +4,94 @@ import pytest
 import torch
 
 from pagedattn import ops
+from pagedattn.errors import InvalidInputError
 from pagedattn.testing.op_oracles import gather_kv_oracle
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("starts", [None, [0, 3, 17]])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_gather(device, path, starts, layout) -> None:
-    cache = torch.randn(12, 2, 4, 24) if layout == "HND" else torch.randn(12, 4, 2, 24)
-    cache = cache.transpose(1, 2) if layout == "HND" else cache
+@pytest.mark.parametrize(("layout", "dim"), [("NHD", 24), ("HND", 24), ("NHD", 7), ("HND", 128)])
+def test_gather(device, any_path, dtype, starts, layout, dim) -> None:
+    cache = torch.randn(12, 2, 4, dim) if layout == "HND" else torch.randn(12, 4, 2, dim)
+    cache = (cache.transpose(1, 2) if layout == "HND" else cache).to(dtype)
     table = torch.randint(0, 12, (3, 9), dtype=torch.int32)
     table[2, -1] = 99
+    table[0, 0] = -5
     lens = [5, 0, 21]
     cu = torch.tensor([0, *lens]).cumsum(0).int()
+    on_device = cache.to(device)
     key, value = ops.gather_kv(
-        cache.to(device),
-        cache[..., :8].to(device),
+        on_device,
+        on_device[..., :5],
         table.to(device),
         cu.to(device),
         29,
         starts=None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device),
-        path=path,
+        path=any_path,
     )
     want = gather_kv_oracle(cache, table.tolist(), lens, starts or [0, 0, 0], 29)
-    assert torch.equal(key.cpu(), want)
-    assert value is not None and torch.equal(value.cpu(), want[..., :8])
-    assert not key[26:].any() and key[:26].any()
+    assert torch.equal(as_bytes(key), as_bytes(want))
+    assert value is not None and torch.equal(as_bytes(value), as_bytes(want[..., :5]))
+    assert not as_bytes(key)[26:].any() and as_bytes(key)[:26].any()
 
 
-def test_without_values(device, path) -> None:
+def test_a_table_with_strides(device, any_path) -> None:
+    """Of a table [columns, B] transposed, and of every second column of another."""
+    cache = torch.randn(7, 4, 1, 8, device=device)
+    wide = torch.tensor([[3, 99, 1, 99], [6, 99, 2, 99]], dtype=torch.int32, device=device)
+    cu = torch.tensor([0, 8, 13], dtype=torch.int32, device=device)
+    want = torch.cat((cache[3], cache[1], cache[6], cache[2, :1]))
+    for table in (wide[:, ::2], wide[:, ::2].t().contiguous().t()):
+        key, _ = ops.gather_kv(cache, None, table, cu, 13, path=any_path)
+        assert torch.equal(key, want)
+
+
+def test_fewer_rows_than_lengths_and_many_sequences(device, any_path) -> None:
+    count = 70
+    cache, table = torch.randn(count, 2, 1, 16, device=device), torch.randperm(count).int().view(count, 1).to(device)
+    cu = torch.arange(0, 2 * count + 1, 2, dtype=torch.int32, device=device)
+    key, _ = ops.gather_kv(cache, None, table, cu, 2 * count - 3, path=any_path)
+    assert torch.equal(key, cache[table[:, 0].long()].flatten(0, 1)[:-3])
+
+
+def test_without_values(device, any_path) -> None:
     cache, table = torch.randn(3, 4, 1, 8, device=device), torch.tensor([[2]], dtype=torch.int32, device=device)
-    key, value = ops.gather_kv(cache, None, table, torch.tensor([0, 3], dtype=torch.int32, device=device), 3, path=path)
+    lens = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    key, value = ops.gather_kv(cache, None, table, lens, 3, path=any_path)
     assert value is None and torch.equal(key, cache[2, :3])
+
+
+@pytest.mark.parametrize("sequences", [0, 1])
+def test_nothing_to_gather_is_zeros(device, any_path, sequences) -> None:
+    cache, table = torch.randn(3, 4, 1, 8, device=device), torch.zeros(sequences, 1, dtype=torch.int32, device=device)
+    lens = torch.zeros(sequences + 1, dtype=torch.int32, device=device)
+    key, _ = ops.gather_kv(cache, None, table, lens, 3, path=any_path)
+    assert key.shape == (3, 1, 8) and not key.any()
+    assert ops.gather_kv(cache, None, table, lens, 0, path=any_path)[0].shape == (0, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"block_table": torch.zeros(1, 1, dtype=torch.int64)}, "block_table must be int32"),
+        ({"cu_lens": torch.zeros(3, dtype=torch.int32)}, "cu_lens must be int32"),
+        ({"starts": torch.zeros(2, dtype=torch.int32)}, "starts must be int32"),
+        ({"value_cache": torch.zeros(3, 4, 8)}, "value_cache must be as key_cache"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, match) -> None:
+    good = {
+        "key_cache": torch.zeros(3, 4, 1, 8),
+        "value_cache": None,
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "cu_lens": torch.zeros(2, dtype=torch.int32),
+        "num_tokens": 3,
+    }
+    with pytest.raises(InvalidInputError, match=match):
+        ops.gather_kv(**{**good, **change})

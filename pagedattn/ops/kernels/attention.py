@@ -2,7 +2,7 @@
 
 Legend: a program handles BLOCK_M rows = BLOCK_Q query tokens x G of the GROUP query heads that share one KV head
 (all of them where they fit, so that keys and values are read once); `offs_m` rows, `offs_n` keys, `m_i` running
-maximum and `l_i` running sum, `acc` the output. Split SPLITS ways over keys, partial outputs are merged by
+maximum and `l_i` running sum, `acc` the output. Split over keys by the third grid axis, partial outputs are merged by
 `merge_states`.
 """
 
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention_inputs import AttentionInputs
 from ..launch import AttentionConfig
 from ._device import on_device
 
@@ -102,7 +103,7 @@ def _attend(
             k = tl.load(k_ptrs)
         else:
             k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if SOFTCAP:
             s = (softcap * PRE) * _tanh(s * (qk_scale / softcap), PRECISE=PRECISION == "ieee")
         else:
@@ -134,7 +135,7 @@ def _attend(
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_i, l_i
 
 
@@ -168,10 +169,13 @@ def _paged_attention_kernel(
     key_start_loc,
     sinks,
     alibi_slopes,
+    k_scale,
+    v_scale,
     num_seqs,
     num_blocks,
     max_keys,
     qk_scale,
+    out_scale,
     softcap,
     sq_t,
     sq_h,
@@ -187,6 +191,8 @@ def _paged_attention_kernel(
     sl_split,
     sl_t,
     s_table,
+    s_kscale,
+    s_vscale,
     S: tl.constexpr,
     GROUP: tl.constexpr,
     G: tl.constexpr,
@@ -197,10 +203,10 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // G
@@ -235,6 +241,8 @@ def _paged_attention_kernel(
     if ALIBI:
         slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
 
+    if k_scale is not None:  # stored keys times their scale: the same as their logits times it
+        qk_scale *= tl.load(k_scale + kv_head * s_kscale)
     first_pos = context + q_block * BLOCK_Q
     last_pos = context + tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
     low = 0
@@ -248,7 +256,8 @@ def _paged_attention_kernel(
         low = tl.maximum(low, first_pos - WINDOW + 1)
     origin = low // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(tl.maximum(high - origin, 0), BLOCK_N)
-    per_split = tl.cdiv(tiles, SPLITS) * BLOCK_N
+    # A number at run time: as a constant, every batch size would compile a kernel of its own.
+    per_split = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
     begin = origin + split * per_split
     end = tl.minimum(begin + per_split, high)
 
@@ -268,9 +277,10 @@ def _paged_attention_kernel(
         key += key_start * sk_s + kv_head.to(tl.int64) * sk_h
         value += key_start * sv_s + kv_head.to(tl.int64) * sv_h
 
-    # Tiles before `middle` are seen whole by every row and need no mask.
+    # Tiles before `middle` are seen whole by every row and need no mask. ONE_LOOP masks all: which tiles are whole
+    # depends on the chunk a row comes in, and its bits must not.
     middle = begin
-    if WINDOW == 0:
+    if WINDOW == 0 and not ONE_LOOP:
         whole = tl.minimum(end, first_pos + 1) if CAUSAL else end
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(
@@ -284,7 +294,9 @@ def _paged_attention_kernel(
         True, PRECISION,
     )  # fmt: skip
 
-    acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    if v_scale is not None:
+        out_scale *= tl.load(v_scale + kv_head * s_vscale)
+    acc = acc * (out_scale / tl.where(l_i == 0, 1.0, l_i))[:, None]
     dim_v = tl.arange(0, BLOCK_DV)
     o_ptrs = out + split * tl.cast(so_split, tl.int64) + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
@@ -293,42 +305,31 @@ def _paged_attention_kernel(
         tl.store(lse_out + split * tl.cast(sl_split, tl.int64) + token * sl_t + head, lse, mask=mask_m)
 
 
-def launch(
-    config: AttentionConfig,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    key_start_loc: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> None:
-    """One launch. `out` [T, Hq, Dv] and `lse` [T, Hq], or with config.splits > 1 partials [splits, T, ...] of each."""
-    paged = block_table is not None
+def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> None:
+    """One launch. With config.splits > 1, `inputs.out` [splits, T, Hq, Dv] and `inputs.lse` take partial states.
+
+    `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
+    """
+    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    paged, num_seqs = table is not None, len(inputs.seq_lens)
     heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
     group = query.shape[1] // heads_kv
-    blocks = len(seq_lens) if config.one_block else len(query) // (config.block_m // config.heads) + len(seq_lens)
+    blocks = num_seqs if config.one_block else len(query) // (config.block_m // config.heads) + num_seqs
     grid = (blocks, heads_kv * triton.cdiv(group, config.heads), config.splits)
     outs, lses = (x if x is None or config.splits > 1 else x.unsqueeze(0) for x in (out, lse))
     with on_device(query):
         _paged_attention_kernel[grid](
-            *(query, key, value, out, lse, block_table, query_start_loc, seq_lens, key_start_loc, sinks, alibi_slopes),
-            *(len(seq_lens), len(key) if paged else 0, key.shape[1] * block_table.shape[1] if paged else len(key)),
-            *(scale, softcap),
+            *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
+            *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
+            *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
+            *(inputs.scale, inputs.out_scale, inputs.softcap),
             *query.stride()[:2],
             *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
             *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
             *(out.stride()[:3] if outs is None else outs.stride()[:3]),
             *((0, 0) if lses is None else lses.stride()[:2]),
-            block_table.stride(0) if paged else 0,
+            table.stride(0) if paged else 0,
+            *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
             S=key.shape[1] if paged else 1,
             GROUP=group,
             G=config.heads,
@@ -339,10 +340,10 @@ def launch(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             ONE_BLOCK=config.one_block,
-            SPLITS=config.splits,
-            CAUSAL=causal,
-            WINDOW=window,
-            SOFTCAP=softcap > 0,
+            CAUSAL=inputs.causal,
+            WINDOW=inputs.window,
+            SOFTCAP=inputs.softcap > 0,
+            ONE_LOOP=inputs.deterministic,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=config.num_warps,
             num_stages=config.num_stages,

@@ -35,14 +35,15 @@ def as_words(cache: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-def launch(caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
-    """caches: block-first tensors. pairs: [n, 2] int64 on their device."""
-    for cache in caches:
-        copy_between(cache, cache, pairs)
+def launch(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
+    """Block-first tensors on one device, a target for each source. pairs: [n, 2] int64 on the host."""
+    on_device = pairs.to(sources[0].device, non_blocking=True)
+    for source, target in zip(sources, targets, strict=True):
+        copy_between(source, target, on_device)
 
 
 def copy_between(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """One launch; `source` or `target` may be pinned host memory, which the GPU addresses directly."""
+    """One launch, pairs on the device; `source` or `target` may be pinned host memory, which the GPU addresses."""
     src, dst = as_words(source), as_words(target)
     with on_device(pairs):
         _copy_blocks_kernel[(len(pairs), triton.cdiv(src.shape[1], _WORDS))](

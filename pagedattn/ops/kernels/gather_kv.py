@@ -22,6 +22,7 @@ def _gather_kv_kernel(
     num_rows,
     max_columns,
     s_table,
+    s_column,
     s_block,
     s_slot,
     s_head,
@@ -45,7 +46,9 @@ def _gather_kv_kernel(
             position = first + row - begin
             column = position // S
             known = (row < end) & (position >= 0) & (column < max_columns)
-            block = tl.load(table + seq * tl.cast(s_table, tl.int64) + column, mask=known, other=-1).to(tl.int64)
+            block = tl.load(table + seq * tl.cast(s_table, tl.int64) + column * s_column, mask=known, other=-1).to(
+                tl.int64
+            )
             live = (block >= 0) & (block < num_blocks)
             source = cache + block * s_block + (position % S) * s_slot + head * s_head + dim
             value = tl.load(source, mask=live & (index < H * D), other=0.0)
@@ -72,7 +75,7 @@ def launch(
             blocks,
             len(out),
             block_table.shape[1],
-            block_table.stride(0),
+            *block_table.stride(),
             *cache.stride()[:3],
             S=size,
             H=heads,

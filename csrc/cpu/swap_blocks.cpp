@@ -1,0 +1,23 @@
+// swap_blocks between two tensors of the host.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+
+#include "../block_copy.h"
+
+namespace pagedattn {
+namespace {
+
+void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& pairs, int64_t /*mechanism*/) {
+  const Blocks blocks = blocks_of(source, target);
+  for (const Pair pair : read_pairs(pairs, source.sizes()[0], target.sizes()[0]))
+    std::memcpy(
+        blocks.target + pair.target * blocks.target_step,
+        blocks.source + pair.source * blocks.source_step,
+        blocks.bytes);
+}
+
+}  // namespace
+}  // namespace pagedattn
+
+STABLE_TORCH_LIBRARY_IMPL(pagedattn_csrc, CPU, m) { m.impl("swap_blocks", TORCH_BOX(&pagedattn::swap_blocks)); }

@@ -1,0 +1,52 @@
+// Words of 1 to 16 bytes, moved with the hint that nothing will be read again soon.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace pagedattn {
+
+template <int BYTES>
+struct WordOf;
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct WordOf<1> {
+  using type = unsigned char;
+};
+
+// Any trivial type of a word's size, loaded as that word. What is read here is read once: it is the first to leave L2.
+template <typename T>
+__device__ __forceinline__ T load_once(const T* from) {
+  using Word = typename WordOf<sizeof(T)>::type;
+  const Word word = __ldcs(reinterpret_cast<const Word*>(from));
+  T out;
+  memcpy(&out, &word, sizeof(T));
+  return out;
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* to, const T& value) {
+  using Word = typename WordOf<sizeof(T)>::type;
+  Word word;
+  memcpy(&word, &value, sizeof(T));
+  *reinterpret_cast<Word*>(to) = word;
+}
+
+}  // namespace pagedattn

@@ -1,0 +1,107 @@
+"""What FlashAttention needs of a step: key starts, and FA3's tile schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import UnsupportedError
+from ..metadata import CommonAttentionMetadata
+from ..spec import AttentionSpec, GraphLevel
+from .base import AttentionMetadata, AttentionMetadataBuilder, rewrite_static, static_copy
+from .flash_attn_versions import FA3, FlashAttnVersion, library, version_for
+
+# FA3 balances up to so many splits per sequence on the device. A constant, so that a captured call fits any lengths.
+_DECODE_SPLITS = 32
+
+
+@dataclass(slots=True)
+class FlashAttnMetadata(AttentionMetadata):
+    """`decode`: one query row per sequence. `schedule`: FA3's scheduler metadata. `key_starts`: [B + 1] int32."""
+
+    version: FlashAttnVersion
+    decode: bool
+    schedule: torch.Tensor | None = None
+    key_starts: torch.Tensor | None = None
+
+    def packed_key_starts(self) -> torch.Tensor:
+        """Where each sequence's keys start when all are packed (also FA2's measure of cached keys)."""
+        if self.key_starts is None:
+            self.key_starts = _starts(self.common.seq_lens)
+        return self.key_starts
+
+    def rows_without_keys(self, rows: int, causal: bool) -> torch.Tensor | None:
+        """[rows] bool, True where a query sees no key at all; None where the host knows that there is none such."""
+        common = self.common
+        if common.seq_lens_cpu is not None and common.query_start_loc_cpu is not None:
+            queries, keys = common.query_start_loc_cpu.diff(), common.seq_lens_cpu
+            if not bool(((queries > 0) & ((keys == 0) | (causal & (queries > keys)))).any()):
+                return None
+        starts, lens = common.query_start_loc.long(), common.seq_lens.long()
+        row = torch.arange(rows, device=starts.device)
+        seq = torch.searchsorted(starts[1:], row, right=True).clamp_(max=len(lens) - 1)
+        position = row - starts[seq + 1] + lens[seq]
+        return (lens[seq] == 0) | (position < 0) if causal else lens[seq] == 0
+
+    @property
+    def splits(self) -> int:
+        """FA3's num_splits; 0 lets its heuristics choose."""
+        return _DECODE_SPLITS if self.decode else 0
+
+    def describe(self) -> str:
+        common = self.common
+        kind = "decode" if self.decode else f"up to {common.max_query_len} queries"
+        return f"{self.version.label} via {self.version.module()}, {common.num_seqs} sequences, {kind}"
+
+
+class FlashAttnBuilder(AttentionMetadataBuilder):
+    """FA3 gets its schedule here, once for all layers; the others plan nothing."""
+
+    def build(
+        self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
+    ) -> AttentionMetadata:
+        if isinstance(into, FlashAttnMetadata):
+            rewrite_static(into.common, common)
+            if into.key_starts is not None:
+                into.key_starts.copy_(_starts(into.common.seq_lens))
+            if into.schedule is not None:
+                into.schedule.zero_()[: into.schedule.numel()].copy_(_schedule(self.spec, into.common, into.splits))
+            return into
+        version = version_for(self.spec)
+        decode = 0 < common.num_decodes == common.num_seqs
+        if capture and not decode and version.capabilities.graph_level < GraphLevel.UNIFORM_BATCH:
+            raise UnsupportedError(f"{version.label} cannot capture a batch with several new tokens per sequence")
+        metadata = FlashAttnMetadata(static_copy(common) if capture else common, version, decode)
+        # Without a block size the cache is unknown yet, and FA3 schedules in each call.
+        if version is FA3 and self.spec.block_size and common.num_tokens and common.block_table.shape[1]:
+            metadata.schedule = _schedule(self.spec, metadata.common, metadata.splits)
+        if capture and version.number == 2 and not decode:
+            metadata.packed_key_starts()
+        return metadata
+
+
+def _schedule(spec: AttentionSpec, common: CommonAttentionMetadata, splits: int) -> torch.Tensor:
+    """FA3's tile schedule; its arguments must be those of the attention call."""
+    size = spec.block_size or 0
+    left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+    return library(FA3).get_scheduler_metadata(
+        common.num_seqs,
+        max(common.max_query_len, 1),
+        common.block_table.shape[1] * size,
+        spec.num_heads,
+        spec.kv_heads,
+        spec.head_dim,
+        common.seq_lens,
+        qkv_dtype=spec.dtype,
+        cu_seqlens_q=common.query_start_loc,
+        page_size=size,
+        causal=bool(spec.causal),
+        window_size=(left, 0 if spec.causal else left),
+        has_softcap=spec.softcap is not None,
+        num_splits=splits,
+    )
+
+
+def _starts(lens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,181 @@
+"""The FlashAttention versions that FLASH_ATTN can call: what each is called, and what it serves, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from .. import env
+from ..capabilities import Capabilities, IntRange, Rejection
+from ..errors import UnsupportedError
+from ..spec import AttentionSpec, AttentionType, GraphLevel
+
+_HALF = (torch.float16, torch.bfloat16)
+_COMMON = Capabilities(
+    devices=("cuda",),
+    min_capability=(8, 0),
+    dtypes=_HALF,
+    head_dims=IntRange(8, 256, 8),
+    block_sizes=IntRange(),
+    cache_layouts=("NHD", "HND"),
+    attn_types=tuple(AttentionType),
+    non_causal=True,
+    sliding_window=True,
+    softcap=True,
+    lse=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttnVersion:
+    """One of the libraries. `probes` tell that it is installed, the first of `modules` that imports has its calls."""
+
+    number: int
+    probes: tuple[str, ...]
+    modules: tuple[str, ...]
+    distribution: str
+    install: str
+    capabilities: Capabilities
+    hints: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def label(self) -> str:
+        """FA2, FA3 or FA4."""
+        return f"FA{self.number}"
+
+    def module(self) -> str | None:
+        """The module with its calls where it is installed here; nothing is imported."""
+        for probe, module in zip(self.probes, self.modules, strict=True):
+            if _installed(probe):
+                return module
+        return None
+
+    def found_version(self) -> str:
+        """The version of the installed package, `unknown` where it was built without one."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return "unknown version"
+
+    def rejections(self, spec: AttentionSpec) -> list[Rejection]:
+        """Why this version does not serve `spec`."""
+        out = self.capabilities.rejections(spec)
+        if self.number == 2 and spec.sliding_window is not None and spec.gqa_ratio > 1:
+            reason = "its windowed decode reads the cache once per query head; FA3 and TRITON read it once per KV head"
+            out.append(Rejection("sliding_window", spec.sliding_window, "gqa_ratio=1 only", reason))
+        if spec.softmax_scale <= 0:
+            reason = "it takes each row's largest product, scaled, for the largest logit; negate the queries"
+            out.append(Rejection("scale", spec.softmax_scale, "positive scales only", reason))
+        if self.number == 2 and spec.has_alibi and spec.needs_lse:
+            reason = "its LSE leaves out the query's own position"
+            out.append(Rejection("needs_lse", True, "no LSE with ALiBi", reason))
+        return [replace(r, hint=self.hints.get(r.feature, r.hint)) for r in out]
+
+
+FA2 = FlashAttnVersion(
+    2,
+    ("flash_attn_2_cuda",),
+    ("flash_attn",),
+    "flash-attn",
+    "pip install flash-attn --no-build-isolation",
+    replace(
+        _COMMON,
+        block_sizes=IntRange(256, None, 256),
+        default_block_size=256,
+        alibi=True,
+        graph_level=GraphLevel.UNIFORM_BATCH,
+    ),
+    {"has_sinks": "FlashAttention 2 has no sinks", "kv_cache_dtype": "FlashAttention 2 reads no fp8 caches"},
+)
+FA3 = FlashAttnVersion(
+    3,
+    ("flash_attn_3", "flash_attn_interface"),
+    ("flash_attn_3.flash_attn_interface", "flash_attn_interface"),
+    "flash-attn-3",
+    "build it from FlashAttention's hopper folder, or pip install flash-attn-3 from PyTorch's index",
+    replace(
+        _COMMON,
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        needs_clean_cache=True,
+        graph_level=GraphLevel.ALWAYS,
+    ),
+    {
+        "has_alibi": "FlashAttention 3 has no ALiBi",
+        "kv_cache_dtype": "FlashAttention 3 wants fp8 queries for fp8 caches",
+    },
+)
+FA4 = FlashAttnVersion(
+    4,
+    ("flash_attn.cute.interface",),
+    ("flash_attn.cute.interface",),
+    "flash-attn-4",
+    "pip install flash-attn-4",
+    replace(
+        _COMMON,
+        min_capability=(9, 0),
+        max_capability=(11, 0),
+        head_dims=IntRange(16, 256, 16),
+        sinks=True,
+        needs_clean_cache=True,
+    ),
+    {"has_alibi": "FlashAttention 4 takes no ALiBi slopes", "kv_cache_dtype": "FlashAttention 4 reads no fp8 caches"},
+)
+VERSIONS = (FA3, FA2, FA4)
+# FA4 is written against its API and was never run here: PAGEDATTN_FLASH_ATTN=4 is the only way to it.
+_AUTOMATIC = (FA3, FA2)
+
+
+def candidates() -> Sequence[FlashAttnVersion]:
+    """Versions to consider, best first: the one PAGEDATTN_FLASH_ATTN names, or every proven one that is installed."""
+    forced = env.flash_attn_version()
+    if forced is not None:
+        return [one for one in VERSIONS if one.number == forced]
+    return [one for one in _AUTOMATIC if one.module() is not None]
+
+
+def pick(spec: AttentionSpec) -> FlashAttnVersion | None:
+    """The best version that serves `spec`."""
+    return next((one for one in candidates() if one.module() is not None and not one.rejections(spec)), None)
+
+
+def version_for(spec: AttentionSpec) -> FlashAttnVersion:
+    """As `pick`.
+
+    Raises:
+        UnsupportedError: none serves it; with the reasons of those that are installed.
+    """
+    version = pick(spec)
+    if version is None:
+        reasons = "; ".join(f"{one.label} {reason}" for one in candidates() for reason in one.rejections(spec))
+        raise UnsupportedError(f"no installed FlashAttention serves this: {reasons or 'none is installed'}")
+    return version
+
+
+@cache
+def library(version: FlashAttnVersion) -> ModuleType:
+    """The module with a version's calls.
+
+    Raises:
+        UnsupportedError: it does not load; a build for another torch or CUDA shows only then.
+    """
+    name = version.module()
+    try:
+        return import_module(str(name))
+    except ImportError as error:
+        raise UnsupportedError(f"{version.label} ({name}) cannot be loaded: {error}; {version.install}") from error
+
+
+@cache
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False

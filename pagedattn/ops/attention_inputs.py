@@ -1,0 +1,85 @@
+"""AttentionInputs: everything one attention call is given, named once for the op and its paths."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import InvalidInputError
+from .library import expect
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class AttentionInputs(NamedTuple):
+    """The op's arguments in the order of its schema; see `ops.paged_attention`."""
+
+    query: torch.Tensor  # [T, Hq, D]
+    key: torch.Tensor  # [P, S, Hkv, D], or packed [N, Hkv, D]
+    value: torch.Tensor  # [P, S, Hkv, Dv], or packed [N, Hkv, Dv]
+    block_table: torch.Tensor | None  # [B, max_blocks] int32, None for packed keys
+    query_start_loc: torch.Tensor  # [B + 1] int32
+    seq_lens: torch.Tensor  # [B] int32
+    sinks: torch.Tensor | None  # [Hq]
+    alibi_slopes: torch.Tensor | None  # [Hq]
+    k_scale: torch.Tensor | None  # [1] or [Hkv] float32; a host float is already part of `scale`
+    v_scale: torch.Tensor | None  # [1] or [Hkv] float32
+    out: torch.Tensor  # [T, Hq, Dv]
+    lse: torch.Tensor | None  # [T, Hq]
+    scale: float
+    out_scale: float  # a value scale known to the host
+    causal: bool
+    window: int  # 0 is none
+    softcap: float  # 0 is none
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int
+    deterministic: bool
+
+    def check(self) -> None:
+        """Raise InvalidInputError for shapes, dtypes or strides that do not fit each other."""
+        query, key, value, lens = self.query, self.key, self.value, self.seq_lens
+        expect(query.dim() == 3 and query.stride(2) == 1, "query", "[T, Hq, D], last stride 1", query)
+        rank = 3 if self.block_table is None else 4
+        fits = key.dim() == rank and key.stride(-1) == 1 and key.shape[-1] == query.shape[2]
+        expect(fits, "key", f"rank {rank}, last dimension {query.shape[2]} with stride 1", key)
+        expect(value.dim() == rank and value.stride(-1) == 1, "value", f"rank {rank}, last stride 1", value)
+        expect(value.shape[:-1] == key.shape[:-1], "value", f"{list(key.shape[:-1])} and Dv", value)
+        same = key.dtype == value.dtype and (key.dtype == query.dtype or key.dtype in FP8)
+        expect(same, "key and value", f"{query.dtype} as the query, or fp8", key)
+        if query.shape[1] % key.shape[-2]:
+            raise InvalidInputError("query", f"a multiple of {key.shape[-2]} heads", query.shape[1])
+        expect(lens.dtype == torch.int32 and lens.dim() == 1, "seq_lens", "int32 [B]", lens)
+        starts = self.query_start_loc.dtype == torch.int32 and len(self.query_start_loc) == len(lens) + 1
+        expect(starts, "query_start_loc", f"int32 [{len(lens) + 1}]", self.query_start_loc)
+        if self.block_table is not None:
+            _check_table(self.block_table, len(lens))
+        out, lse = self.out, self.lse
+        expect(out.shape == (*query.shape[:2], value.shape[-1]) and out.stride(2) == 1, "out", "[T, Hq, Dv]", out)
+        if lse is not None:
+            expect(lse.shape == query.shape[:2] and lse.is_contiguous(), "lse", "[T, Hq], contiguous", lse)
+
+    def part(self, first: int, last: int) -> AttentionInputs:
+        """The same call for sequences first..last alone; rows of the others are not touched."""
+        table = None if self.block_table is None else self.block_table[first:last]
+        starts, lens = self.query_start_loc[first : last + 1], self.seq_lens[first:last]
+        return self._replace(block_table=table, query_start_loc=starts, seq_lens=lens)
+
+
+def scale_parts(
+    name: str, scale: float | torch.Tensor | None, kv_heads: int, device: torch.device
+) -> tuple[torch.Tensor | None, float]:
+    """A scale as a tensor of [1] or [Hkv] (None where there is none) and a host factor (1.0 where there is none)."""
+    if scale is None:
+        return None, 1.0
+    if not isinstance(scale, torch.Tensor):
+        return None, float(scale)
+    fits = scale.numel() in (1, kv_heads) and scale.dtype == torch.float32 and scale.device == device
+    expect(fits, name, f"float32 with 1 or {kv_heads} elements on {device}", scale)
+    return scale.reshape(-1).contiguous(), 1.0
+
+
+def _check_table(table: torch.Tensor, num_seqs: int) -> None:
+    fits = table.dtype == torch.int32 and table.dim() == 2 and len(table) == num_seqs
+    expect(fits and table.stride(1) == 1, "block_table", f"int32 [{num_seqs}, max_blocks]", table)

@@ -1,0 +1,87 @@
+"""Scales of fp8 caches: of which kind they are, and where a layer's came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .errors import InvalidInputError
+from .spec import Scale
+
+_UNKNOWN = "1.0: neither the layer, its checkpoint nor the call gives any"
+
+
+def scale_kind(k_scale: Scale, v_scale: Scale) -> str:
+    """What `AttentionSpec.kv_scale` says of a pair: none, float, tensor (one element) or head.
+
+    Raises:
+        InvalidInputError: a pair of two kinds (None goes with any).
+    """
+    kinds = {_kind(scale) for scale in (k_scale, v_scale) if scale is not None}
+    if len(kinds) > 1:
+        raise InvalidInputError("k_scale and v_scale", "of one kind", " and ".join(sorted(kinds)))
+    return kinds.pop() if kinds else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScales:
+    """A layer's scales and their source, as the selection reports it; `announced` come with each call instead."""
+
+    key: Scale = None
+    value: Scale = None
+    source: str = _UNKNOWN
+    announced: str | None = None
+
+    @classmethod
+    def given(cls, key: Scale, value: Scale, announced: str | None, kv_cache_dtype: str) -> LayerScales:
+        """Of a layer's arguments.
+
+        Raises:
+            InvalidInputError: scales for a cache that has none, or both given and announced.
+        """
+        any_given = key is not None or value is not None
+        if (any_given or announced) and not kv_cache_dtype.startswith("fp8"):
+            raise InvalidInputError("k_scale, v_scale, kv_scale", "given for fp8 caches only", kv_cache_dtype)
+        if any_given and announced:
+            raise InvalidInputError("kv_scale", "None where the layer has scales of its own", repr(announced))
+        source = "the call" if announced else "the layer's arguments" if any_given else _UNKNOWN
+        return cls(_host(key), _host(value), source, announced)
+
+    @property
+    def kind(self) -> str:
+        """For `AttentionSpec.kv_scale`."""
+        return self.announced or scale_kind(self.key, self.value)
+
+    def loaded(self, key: torch.Tensor | None, value: torch.Tensor | None) -> LayerScales:
+        """With what a checkpoint holds; one element becomes a host float, which every backend serves."""
+        read = [None if x is None else x.item() if x.numel() == 1 else x.float() for x in (key, value)]
+        return replace(self, key=read[0], value=read[1], source="the checkpoint", announced=None)
+
+    def to(self, device: torch.device) -> LayerScales:
+        """With tensors on `device`."""
+        pair = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (self.key, self.value)]
+        return replace(self, key=pair[0], value=pair[1])
+
+    def of_call(self, key: Scale, value: Scale) -> tuple[Scale, Scale]:
+        """The scales to use in a call that was given these.
+
+        Raises:
+            InvalidInputError: announced and not given, or the other way round, or of another kind.
+        """
+        if key is None and value is None and self.announced is None:
+            return self.key, self.value
+        if scale_kind(key, value) != self.announced:
+            expected = f"of the kind announced, kv_scale={self.announced!r}"
+            raise InvalidInputError("k_scale and v_scale", expected, repr(scale_kind(key, value)))
+        return key, value
+
+
+def _kind(scale: float | torch.Tensor) -> str:
+    if not isinstance(scale, torch.Tensor):
+        return "float"
+    return "tensor" if scale.numel() == 1 else "head"
+
+
+def _host(scale: Scale) -> Scale:
+    return scale.float().reshape(-1) if isinstance(scale, torch.Tensor) else scale

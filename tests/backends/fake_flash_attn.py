@@ -1,0 +1,172 @@
+"""Stand-ins for FlashAttention 2, 3 and 4: their signatures and conventions, computed by definition on any device."""
+
+from __future__ import annotations
+
+import math
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+from pagedattn.testing import attention_oracle
+
+CALLS: list[dict[str, object]] = []
+
+
+def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None, sinks=None):
+    """Packed q [T, Hq, D]; k, v are lists of [n, Hkv, D]. Returns out and lse [Hq, T], +inf for rows without keys."""
+    assert q.dtype in (torch.float16, torch.bfloat16) and all(x.dtype == q.dtype for x in (*k, *v))
+    left, right = (None if side is None or side < 0 else side for side in window)
+    assert not causal or right in (None, 0)
+    assert left is None or causal or left == right, "the oracle knows symmetric windows only"
+    outs, lses = [q.new_empty(0, *q.shape[1:])], [torch.empty(0, q.shape[1])]
+    for rows, n, keys, values in zip(q[: sum(lens_q)].split(lens_q), lens_k, k, v, strict=True):
+        options = {"alibi_slopes": slopes, "sinks": sinks, "softcap": softcap or None, "scale": scale, "causal": causal}
+        window_size = None if left is None else left + 1
+        out, lse = attention_oracle(rows, keys[:n], values[:n], sliding_window=window_size, **options)
+        outs.append(out.to(q.dtype))
+        lses.append(lse.float())
+    lse = torch.cat(lses)
+    return torch.cat(outs), lse.masked_fill(lse == -math.inf, math.inf).t()
+
+
+def _pages(cache, table, lens):
+    assert table.dtype == torch.int32 and lens.dtype == torch.int32 and table.stride(-1) == 1
+    counts = [-(-n // cache.shape[1]) for n in lens.tolist()]
+    rows = [cache[row[:count].long()].flatten(0, 1) for row, count in zip(table, counts, strict=True)]
+    return [row.clone() for row in rows]
+
+
+def _packed(rows, starts):
+    lens = starts.diff().tolist()
+    return lens, list(rows[: sum(lens)].split(lens))
+
+
+def _fa2_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    assert k_cache.shape[1] % 256 == 0 and q.dim() == 4 and k is None and cache_seqlens is not None
+    CALLS.append({"call": "fa2 decode", "window": window_size})
+    lens = cache_seqlens.tolist()
+    keys, values = (_pages(x, block_table, cache_seqlens) for x in (k_cache, v_cache))
+    args = (softmax_scale, causal, window_size, softcap, alibi_slopes)
+    out, lse = _attend(q.flatten(0, 1), keys, values, [q.shape[1]] * len(q), lens, *args)
+    return out.view(q.shape), lse.t().reshape(len(q), q.shape[1], -1).transpose(1, 2)
+
+
+def _fa2_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    CALLS.append({"call": "fa2 varlen", "window": window_size})
+    lens_k = cu_seqlens_k.diff().tolist()
+    assert max(lens_k, default=0) <= max_seqlen_k and cu_seqlens_k.dtype == torch.int32
+    if block_table is None:
+        keys, values = _packed(k, cu_seqlens_k)[1], _packed(v, cu_seqlens_k)[1]
+    else:
+        assert k.shape[1] % 256 == 0
+        keys, values = (_pages(x, block_table, cu_seqlens_k.diff()) for x in (k, v))
+    args = (softmax_scale, causal, window_size, softcap, alibi_slopes)
+    out, lse = _attend(q, keys, values, cu_seqlens_q.diff().tolist(), lens_k, *args)
+    out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
+    lse = torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1]))
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _fa3_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    CALLS.append({"call": "fa3 paged", "window": window_size, "schedule": scheduler_metadata})
+    assert cu_seqlens_q is not None and cache_seqlens is not None and max_seqlen_q is not None
+    lens_q = cu_seqlens_q.diff().tolist()
+    assert max(lens_q, default=0) <= max_seqlen_q
+    if scheduler_metadata is not None:
+        assert scheduler_metadata.dtype == torch.int32
+        assert scheduler_metadata.tolist()[:3] == [len(cache_seqlens), k_cache.shape[1], num_splits]
+        assert scheduler_metadata.tolist()[3:] == cache_seqlens.tolist()
+    keys, values = (_pages(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
+    args = (softmax_scale, causal, window_size, softcap)
+    out, lse = _attend(q, keys, values, lens_q, cache_seqlens.tolist(), *args)
+    out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
+    lse = torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1]))
+    return (out, lse) if return_softmax_lse else out
+
+
+def _fa3_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False,
+):  # fmt: skip
+    args = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size, softcap)
+    got = _fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, return_attn_probs=return_attn_probs)
+    return got[:2] if return_attn_probs else got
+
+
+def _fa3_schedule(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
+    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
+    num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """What it was made of, so that the attention call can tell a stale or foreign schedule."""
+    head = torch.tensor([batch_size, page_size, num_splits], dtype=torch.int32)
+    return torch.cat((head.to(cache_seqlens.device), cache_seqlens))
+
+
+def _fa4_varlen(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    score_mod=None, mask_mod=None, return_lse=False,
+):  # fmt: skip
+    assert cu_seqlens_q is not None and num_splits == 1 and (page_table is None) == (cu_seqlens_k is not None)
+    assert all(side is None or side >= 0 for side in window_size)
+    CALLS.append({"call": "fa4", "window": window_size})
+    if page_table is None:
+        lens_k, keys = _packed(k, cu_seqlens_k)
+        values = _packed(v, cu_seqlens_k)[1]
+    else:
+        assert seqused_k is not None
+        lens_k = seqused_k.tolist()
+        keys, values = (_pages(x, page_table, seqused_k) for x in (k, v))
+    args = (softmax_scale, causal, window_size, softcap, None, learnable_sink)
+    out, lse = _attend(q, keys, values, cu_seqlens_q.diff().tolist(), lens_k, *args)
+    out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
+    return out, torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1])) if return_lse else None
+
+
+def _module(name: str, **names: object) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    module.__path__ = []
+    vars(module).update(names)
+    return module
+
+
+MODULES = {
+    2: {
+        "flash_attn_2_cuda": _module("flash_attn_2_cuda"),
+        "flash_attn": _module("flash_attn", flash_attn_with_kvcache=_fa2_kvcache, flash_attn_varlen_func=_fa2_varlen),
+    },
+    3: {
+        "flash_attn_interface": _module(
+            "flash_attn_interface",
+            flash_attn_with_kvcache=_fa3_kvcache,
+            flash_attn_varlen_func=_fa3_varlen,
+            get_scheduler_metadata=_fa3_schedule,
+        )
+    },
+    4: {
+        "flash_attn": _module("flash_attn"),
+        "flash_attn.cute": _module("flash_attn.cute"),
+        "flash_attn.cute.interface": _module("flash_attn.cute.interface", flash_attn_varlen_func=_fa4_varlen),
+    },
+}

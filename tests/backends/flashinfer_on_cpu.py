@@ -1,0 +1,65 @@
+"""The FLASHINFER adapter on CPU tensors, over the stand-in, and its answers held against the oracle's."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import fake_flashinfer
+import pytest
+import torch
+
+import pagedattn.backends.flashinfer as adapter
+from pagedattn.backends import flashinfer_plan
+from pagedattn.capabilities import Capabilities
+from pagedattn.testing.case import Case
+from pagedattn.testing.compare import assert_close, assert_lse_close
+from pagedattn.testing.problem import Problem, make_problem
+
+CPU = torch.device("cpu")
+HALF: dict[str, Any] = {"head_dim": 64, "dtype": torch.float16}
+MIXED = Case(**HALF, query_lens=(1, 1, 9, 5), seq_lens=(20, 37, 24, 5))
+DECODES = Case(**HALF, query_lens=(1, 1, 1), seq_lens=(20, 64, 3))
+
+
+class OnCpu(adapter.FlashInferBackend):
+    """The adapter, were the library one for CPUs."""
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return replace(super().capabilities(), devices=("cpu",))
+
+
+def install(patch: pytest.MonkeyPatch) -> Any:
+    """Make the stand-in the installed flashinfer, with no workspace shared yet and a small one to begin with."""
+    patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    patch.setattr(adapter, "_availability", lambda: adapter.Availability(ok=True, version="0.6.13"))
+    patch.setattr(flashinfer_plan, "_shared", {})
+    patch.setattr(flashinfer_plan, "START_BYTES", 1 << 20)
+    patch.setattr(fake_flashinfer, "needs_bytes", 0)
+    patch.setattr(fake_flashinfer, "plans", 0)
+    return fake_flashinfer
+
+
+def written(case: Case, seed: int = 0) -> Problem:
+    """A problem whose new keys and values are in the cache."""
+    problem = make_problem(case, seed=seed)
+    if problem.key is not None and problem.cache is not None:
+        OnCpu.impl(problem.spec).write_kv(problem.key, problem.value, problem.cache, problem.common.slot_mapping)
+    return problem
+
+
+def attend(problem: Problem, metadata: Any, query: torch.Tensor | None = None) -> torch.Tensor:
+    """The output, after output and LSE were compared with the oracle's."""
+    rows, query = len(problem.expected), problem.query if query is None else query
+    packed = (problem.key, problem.value) if problem.cache is None else (None, None)
+    out, lse = OnCpu.impl(problem.spec).forward(query, *packed, problem.cache, metadata, return_lse=True)
+    assert lse is not None and out.shape[0] == lse.shape[0] == len(query)
+    assert_close("output", out[:rows], problem.expected, problem.naive)
+    assert_lse_close("LSE", lse[:rows], problem.expected_lse, problem.case.dtype)
+    return out
+
+
+def builder_of(problem: Problem, **options: Any) -> Any:
+    return OnCpu.builder(problem.spec, CPU, **options)

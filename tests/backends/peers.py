@@ -1,0 +1,38 @@
+"""The kernel libraries that a GPU machine may have, each as one name; and the cases they can be asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pagedattn.backends.base import AttentionBackend
+from pagedattn.backends.registry import get_backend
+from pagedattn.testing.case import Case
+
+
+class Peer(NamedTuple):
+    """A backend, and for FLASH_ATTN the version that PAGEDATTN_FLASH_ATTN names."""
+
+    backend: str
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"FA{self.version}" if self.version else self.backend
+
+    def load(self) -> type[AttentionBackend]:
+        """The backend class; the caller has set PAGEDATTN_FLASH_ATTN."""
+        return get_backend(self.backend)
+
+    def case(self, case: Case) -> Case:
+        """`case` with the head dim that every library is built for, and blocks and a cache as this one needs them."""
+        size = 256 if self.version == "2" and case.block_size == 16 else case.block_size
+        lse = case.lse and not (self.version == "2" and case.alibi)
+        clean = self.version == "3"
+        return case.but(head_dim=128, head_dim_v=None, block_size=size, clean_cache=clean, lse=lse)
+
+
+FA2, FA3 = Peer("FLASH_ATTN", "2"), Peer("FLASH_ATTN", "3")
+FLASHINFER, TRITON, TORCH = Peer("FLASHINFER"), Peer("TRITON"), Peer("TORCH")
+DTYPES = (torch.bfloat16, torch.float16)

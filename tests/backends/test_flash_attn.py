@@ -1,0 +1,146 @@
+"""The FLASH_ATTN adapter against stand-ins that compute by definition: arguments, conventions, versions, capture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from backends.fake_flash_attn import CALLS, MODULES
+
+from pagedattn import AttentionSpec, CommonAttentionMetadata, select_backend
+from pagedattn.backends import flash_attn_versions as versions
+from pagedattn.backends.flash_attn import FlashAttnBackend
+from pagedattn.backends.flash_attn_metadata import FlashAttnMetadata
+from pagedattn.errors import CapacityError, UnsupportedError
+from pagedattn.testing.case import Case
+from pagedattn.testing.cases import CASES
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+GPU: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16}
+H200 = {**GPU, "capability": (9, 0)}
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Makes stand-ins of these versions importable, and no others."""
+
+    def run(*numbers: int) -> None:
+        for modules in MODULES.values():
+            for name in modules:
+                monkeypatch.setitem(sys.modules, name, None)
+        for number in numbers:
+            for name, module in MODULES[number].items():
+                monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(versions, "_installed", lambda name: sys.modules.get(name) is not None)
+        versions.library.cache_clear()
+        CALLS.clear()
+
+    yield run
+    versions.library.cache_clear()
+
+
+def served(number: int) -> list[Case]:
+    """Cases that the version serves on its own GPU, small ones, in bfloat16 with blocks it takes."""
+    version = next(one for one in versions.VERSIONS if one.number == number)
+    out = []
+    for case in CASES:
+        size = 256 if number == 2 and case.block_size == 16 else case.block_size
+        clean = version.capabilities.needs_clean_cache
+        case = case.but(dtype=torch.bfloat16, block_size=size, clean_cache=clean)
+        spec = case.spec(torch.device("cpu")).replace(**H200)
+        if not version.rejections(spec) and case.head_dim <= 128:
+            out.append(case)
+    return out
+
+
+@pytest.mark.parametrize(("number", "at_least"), [(2, 70), (3, 90), (4, 70)])
+def test_conforms(number: int, at_least: int, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(number)
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", str(number))
+    cases = served(number)
+    assert len(cases) >= at_least
+    monkeypatch.setattr(versions.Capabilities, "rejections", lambda self, spec: [])  # on a CPU none would be picked
+    for case in cases:
+        check(FlashAttnBackend, make_problem(case), f"FA{number} {case.id}")
+    assert len(CALLS) > at_least // 2
+
+
+def spec(**changes: Any) -> AttentionSpec:
+    return AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, **{**H200, "block_size": 16, **changes})
+
+
+def test_the_best_version_that_serves_is_named(install: Install) -> None:
+    install(2, 3, 4)
+    clean = spec(clean_cache=True)
+    assert FlashAttnBackend.variant(clean) == "FA3 via flash_attn_interface"
+    assert "FLASH_ATTN (FA3 via flash_attn_interface)" in select_backend(clean, "FLASH_ATTN").describe()
+    assert FlashAttnBackend.variant(spec(block_size=256)) == "FA2 via flash_attn"  # FA3 wants a clean cache
+    assert FlashAttnBackend.variant(spec(block_size=256, clean_cache=True, has_alibi=True)) == "FA2 via flash_attn"
+    assert select_backend(spec(block_size=None), "FLASH_ATTN").block_size == 256
+    older = spec(block_size=256, clean_cache=True, capability=(8, 0))
+    assert FlashAttnBackend.variant(older) == "FA2 via flash_attn"
+
+
+def test_every_installed_version_says_why_not(install: Install) -> None:
+    install(2, 3)
+    reasons = "\n".join(map(str, FlashAttnBackend.rejections(spec(has_alibi=True, clean_cache=True))))
+    assert "has_alibi=True (serves FA3: none)" in reasons and "block_size=16 (serves FA2: multiples of 256" in reasons
+    install()
+    (only,) = FlashAttnBackend.rejections(spec())
+    assert only.feature == "availability" and "pip install flash-attn" in only.hint
+
+
+def test_fa4_is_never_chosen_unasked(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(4)
+    (only,) = FlashAttnBackend.rejections(spec(clean_cache=True))
+    assert only.feature == "availability" and "PAGEDATTN_FLASH_ATTN" in only.hint
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "4")
+    assert FlashAttnBackend.rejections(spec(clean_cache=True, has_sinks=True)) == []
+    assert FlashAttnBackend.variant(spec(clean_cache=True)).startswith("FA4")
+
+
+def test_fa2_refuses_to_reread_the_cache_per_head(install: Install) -> None:
+    install(2)
+    wide = spec(block_size=256, sliding_window=100)
+    assert [reason.feature for reason in FlashAttnBackend.rejections(wide)] == ["sliding_window"]
+    assert FlashAttnBackend.rejections(wide.replace(num_kv_heads=8)) == []
+
+
+def test_a_library_that_does_not_load_is_named(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(3)
+    monkeypatch.setattr(versions, "import_module", _broken)
+    with pytest.raises(UnsupportedError, match=r"FA3 .* cannot be loaded: undefined symbol"):
+        FlashAttnBackend.impl(spec(clean_cache=True))
+
+
+def _broken(name: str) -> None:
+    raise ImportError("undefined symbol")
+
+
+def step(lens: list[int]) -> CommonAttentionMetadata:
+    table = torch.arange(len(lens) * 4, dtype=torch.int32).view(-1, 4)
+    return CommonAttentionMetadata.from_lengths([1] * len(lens), lens, table, num_decodes=len(lens))
+
+
+def test_captured_schedules_are_rewritten_in_place(install: Install) -> None:
+    install(3)
+    builder = FlashAttnBackend.builder(spec(clean_cache=True), torch.device("cpu"))
+    captured = builder.build(step([64, 64, 64]), capture=True)
+    assert isinstance(captured, FlashAttnMetadata) and captured.schedule is not None
+    schedule = captured.schedule
+    where = schedule.data_ptr()
+    assert builder.build(step([5, 17, 0]), into=captured) is captured
+    assert schedule.data_ptr() == where and schedule.tolist() == [3, 16, 32, 5, 17, 0]
+    with pytest.raises(CapacityError, match="num_seqs is 4"):
+        builder.build(step([5, 17, 1, 1]), into=captured)
+
+
+def test_what_a_step_runs_is_told(install: Install) -> None:
+    install(3)
+    builder = FlashAttnBackend.builder(spec(clean_cache=True), torch.device("cpu"))
+    assert builder.build(step([5, 6])).describe() == "FA3 via flash_attn_interface, 2 sequences, decode"

@@ -1,0 +1,227 @@
+"""FLASHINFER: the adapter computes the oracle's answer through a stand-in of the library, which refuses its traps."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from typing import Any
+
+import fake_flashinfer
+import pytest
+import torch
+from flashinfer_on_cpu import CPU, HALF, OnCpu, attend, builder_of, install, written
+
+import pagedattn.backends.flashinfer as adapter
+from pagedattn import AttentionSpec, AttentionType
+from pagedattn.backends.registry import get_backend
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.kv_cache import LayerCache
+from pagedattn.spec import GraphLevel
+from pagedattn.testing.case import Case
+from pagedattn.testing.cases import CASES
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import Problem, make_problem
+
+SPEC = AttentionSpec(
+    num_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, device_type="cuda", capability=(9, 0)
+)
+
+
+def variants(*shapes: tuple[int, torch.dtype]) -> list[Case]:
+    """The suite's cases with head dims and dtypes that the library serves."""
+    cases = [case.but(head_dim=dim, dtype=dtype, head_dim_v=None) for case in CASES for dim, dtype in shapes]
+    return list(dict.fromkeys(cases))
+
+
+SERVED = [
+    case
+    for case in variants((64, torch.float16), (128, torch.bfloat16))
+    if not OnCpu.capabilities().rejections(case.spec(CPU))
+]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(monkeypatch)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: f"{case.id}-{case.dtype}")
+def test_it_is_the_oracle(case: Case) -> None:
+    reasons = OnCpu.rejections(case.spec(CPU))
+    if reasons:
+        assert {reason.feature for reason in reasons} <= {"sliding_window", "scale", "kv_cache_dtype"}
+        pytest.skip("; ".join(map(str, reasons)))
+    check(OnCpu, make_problem(case), case.id)
+
+
+@pytest.mark.usefixtures("fake")
+def test_serves_all_it_must() -> None:
+    ran = [case for case in SERVED if not OnCpu.rejections(case.spec(CPU))]
+    assert len(ran) >= 190
+    for wanted in ("sliding_window", "softcap", "lse", "padding_rows", "fused_qkv", "share_blocks"):
+        assert any(getattr(case, wanted) for case in ran), wanted
+    assert {case.layout for case in ran} == {"NHD", "HND"} and {case.paged for case in ran} == {True, False}
+    assert {case.attn_type for case in ran} >= {AttentionType.CROSS, AttentionType.ENCODER, AttentionType.ENCODER_ONLY}
+    assert {case.heads[0] // case.heads[1] for case in ran} >= {1, 2, 4, 5, 7, 8, 16}
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("changes", "feature"),
+    [
+        ({"dtype": torch.float32}, "dtype"),
+        ({"device_type": "cpu"}, "device_type"),
+        ({"capability": (7, 5)}, "capability"),
+        ({"head_dim": 96}, "head_dim"),
+        ({"head_dim_v": 64}, "head_dim_v"),
+        ({"has_alibi": True}, "has_alibi"),
+        ({"has_sinks": True}, "has_sinks"),
+        ({"deterministic": True}, "deterministic"),
+        ({"compile": True}, "compile"),
+        ({"mask_mod": torch.ge}, "mask_mod"),
+        ({"graph_level": GraphLevel.UNIFORM_BATCH}, "graph_level"),
+        ({"kv_cache_dtype": "int8", "kv_scale": "token_head"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8", "kv_scale": "head"}, "kv_scale"),
+        ({"kv_cache_dtype": "fp8", "head_dim": 64}, "kv_cache_dtype"),
+        ({"causal": False, "sliding_window": 9}, "sliding_window"),
+        ({"scale": -0.3}, "scale"),
+        ({"scale": 1e-4}, "scale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_does_not_serve_is_refused_by_name(changes: dict[str, Any], feature: str) -> None:
+    assert not adapter.FlashInferBackend.rejections(SPEC)
+    assert feature in {reason.feature for reason in adapter.FlashInferBackend.rejections(SPEC.replace(**changes))}
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (None, "not installed"),
+        (PackageNotFoundError(), "no distribution"),
+        ("0.6.6", "older than 0.6.13"),
+        ("0.6.13", ""),
+    ],
+)
+def test_availability_says_why_not(monkeypatch: pytest.MonkeyPatch, found: Any, reason: str) -> None:
+    def version(name: str) -> str:
+        assert name == "flashinfer-python"
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(adapter, "find_spec", lambda name: found and object())
+    monkeypatch.setattr(adapter, "version", version)
+    state = adapter._availability.__wrapped__()
+    assert (state.ok, reason in state.reason) == (not reason, True)
+    assert state.ok or "flashinfer-python" in state.hint
+
+
+def test_it_is_registered_and_a_newer_patch_is_newer() -> None:
+    assert get_backend("FLASHINFER") is adapter.FlashInferBackend
+    assert adapter._numbers("0.7.2.post1") > adapter._numbers("0.6.18.post1") > adapter._numbers("0.6.13") == (0, 6, 13)
+
+
+def parts_of(case: Case) -> tuple[Problem, Any, Any]:
+    problem = written(case)
+    return problem, OnCpu.impl(problem.spec), builder_of(problem)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lens", [((90, 5), (80, 9)), ((2, 1, 3), (0, 9, 0)), ((2, 3), (0, 0)), ((0, 0), (4, 3))])
+def test_packed_keys_of_any_lengths(lens: tuple[tuple[int, ...], tuple[int, ...]], causal: bool) -> None:
+    kind = AttentionType.DECODER if causal else AttentionType.ENCODER
+    problem = written(Case(**HALF, query_lens=lens[0], seq_lens=lens[1], paged=False, attn_type=kind, padding_rows=3))
+    assert problem.key is not None and len(problem.key) == sum(lens[1]) + 3
+    attend(problem, builder_of(problem).build(problem.common))
+
+
+@pytest.mark.usefixtures("fake")
+def test_outputs_and_queries_that_kernels_cannot_touch_go_through_copies() -> None:
+    problem, impl, builder = parts_of(Case(**HALF, padding_rows=2))
+    metadata = builder.build(problem.common)
+    want, _ = impl.forward(problem.query, None, None, problem.cache, metadata)
+    misaligned = torch.empty(problem.query.numel() + 1, dtype=torch.float16)[1:].view(problem.query.shape)
+    misaligned.copy_(problem.query)
+    wide = torch.zeros(*problem.query.shape[:2], 2 * 64, dtype=torch.float16)
+    out, lse = impl.forward(misaligned, None, None, problem.cache, metadata, wide[..., :64])
+    assert out.data_ptr() == wide.data_ptr() and lse is None
+    assert torch.equal(out[:-2], want[:-2]) and not out[-2:].any() and not wide[..., 64:].any()
+    kept = torch.full_like(problem.query, 7.0)
+    out, _ = impl.forward(problem.query, None, None, problem.cache, metadata, kept)
+    assert out is kept and torch.equal(out[:-2], want[:-2]) and bool((out[-2:] == 7).all())
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_the_kernels_would_ignore_or_misread_is_an_error() -> None:
+    problem, impl, builder = parts_of(Case(**HALF))
+    metadata, cache = builder.build(problem.common), problem.cache
+    assert cache is not None
+    call = (problem.query, None, None, cache, metadata)
+    for name in ("sinks", "alibi_slopes", "q_scale"):
+        with pytest.raises(UnsupportedError, match=name):
+            impl.forward(*call, **{name: torch.zeros(4)})
+    with pytest.raises(InvalidInputError, match="k_scale must be None"):
+        impl.forward(*call, k_scale=0.5)
+    apart = torch.empty_strided(cache.value.shape, [2 * s for s in cache.value.stride()[:3]] + [1], dtype=torch.float16)
+    with pytest.raises(InvalidInputError, match="equal strides"):
+        impl.forward(problem.query, None, None, LayerCache(cache.key, apart), metadata)
+    with pytest.raises(InvalidInputError, match="at least 23 rows"):
+        impl.forward(problem.query[:20], None, None, cache, metadata)
+    with pytest.raises(InvalidInputError, match="key and value"):
+        impl.forward(problem.query, None, None, None, metadata)
+
+
+@pytest.mark.usefixtures("fake")
+def test_fp8_scales_are_host_floats_and_not_too_small() -> None:
+    case = Case(head_dim=128, dtype=torch.bfloat16, kv_cache_dtype="fp8_e4m3", kv_scale="float")
+    check(OnCpu, make_problem(case), "fp8")
+    problem = make_problem(case)
+    impl, metadata = OnCpu.impl(problem.spec), OnCpu.builder(problem.spec, CPU).build(problem.common)
+    with pytest.raises(InvalidInputError, match="k_scale must be a host float"):
+        impl.forward(problem.query, None, None, problem.cache, metadata, k_scale=torch.ones(1))
+    with pytest.raises(InvalidInputError, match="k_scale must be at least"):
+        impl.forward(problem.query, None, None, problem.cache, metadata, k_scale=1e-3)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("heads", "kernel"), [((4, 2), "CUDA cores"), ((6, 2), "tensor"), ((5, 1), "tensor")])
+def test_describe_says_which_wrapper_and_kernel(heads: tuple[int, int], kernel: str) -> None:
+    lens = {"query_lens": (1, 1, 4, 3), "seq_lens": (20, 30, 4, 9), "heads": heads}
+    problem, _, builder = parts_of(Case(**HALF, **lens))
+    text = builder.build(problem.common).describe()
+    assert text.startswith("FlashInfer decode ") and kernel in text and "2 sequences; prefill fa2, 2 sequences" in text
+    dense = make_problem(Case(**HALF, paged=False, seq_lens=(5, 1, 17)))
+    metadata = OnCpu.builder(dense.spec, CPU).build(dense.common)
+    assert metadata.describe() == "FlashInfer plans at first use"
+    OnCpu.impl(dense.spec).forward(dense.query, dense.key, dense.value, None, metadata)
+    assert metadata.describe() == "FlashInfer dense fa2, 3 sequences"
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="compares the stand-in with the real library")
+def test_the_stand_in_has_the_librarys_signatures() -> None:
+    real = pytest.importorskip("flashinfer")
+    for kind in ("BatchDecodeWithPagedKV", "BatchPrefillWithPagedKV", "BatchPrefillWithRaggedKV"):
+        for method in ("__init__", "plan", "run"):
+            ours, theirs = (
+                {name: one.default for name, one in inspect.signature(getattr(cls, method)).parameters.items()}
+                for cls in (getattr(module, f"{kind}CacheWrapper") for module in (fake_flashinfer, real))
+            )
+            assert ours == theirs, f"{kind}CacheWrapper.{method}"
+
+
+ON_GPU = torch.cuda.is_available() and adapter.FlashInferBackend.availability().ok
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs FlashInfer and a GPU")
+@pytest.mark.parametrize("case", variants((128, torch.bfloat16)) if ON_GPU else [], ids=lambda case: case.id)
+def test_the_library_itself_is_the_oracle(case: Case) -> None:
+    device = torch.device("cuda")
+    reasons = adapter.FlashInferBackend.rejections(case.spec(device))
+    if reasons:
+        pytest.skip("; ".join(map(str, reasons)))
+    check(adapter.FlashInferBackend, make_problem(case, device), case.id)

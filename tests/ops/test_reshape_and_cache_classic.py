@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedattn import ops
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.ops import library
+from pagedattn.testing.op_oracles import reshape_and_cache_classic_oracle
+
+SLOTS = [5, -1, 0, 23, 24, 2**40, -(2**63), 17]
+
+
+def make(dtype: torch.dtype, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = 16 // dtype.itemsize
+    return torch.randn(6, heads, dim // x, 4, x).to(dtype), torch.randn(6, heads, dim, 4).to(dtype)
+
+
+@pytest.fixture(params=["csrc", "torch"])
+def path(request: pytest.FixtureRequest, device: torch.device) -> str:
+    if request.param == "csrc" and library.path_of("reshape_and_cache_classic", device) != "csrc":
+        pytest.skip(f"the extension has nothing for {device}: {library.csrc_status()}")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (3, 40), (1, 128)])
+def test_writes_what_it_should_and_nothing_else(device, path, dtype, heads, dim) -> None:
+    caches = make(dtype, heads, dim)
+    fused = torch.randn(len(SLOTS) + 2, heads, 2 * dim).to(dtype)
+    want = reshape_and_cache_classic_oracle(fused[..., :dim], fused[..., dim:], *caches, SLOTS)
+    key_cache, value_cache = (cache.to(device) for cache in caches)
+    rows, slots = fused.to(device), torch.tensor(SLOTS, device=device)
+    ops.reshape_and_cache_classic(rows[..., :dim], rows[..., dim:], key_cache, value_cache, slots, path=path)
+    assert torch.equal(key_cache.cpu(), want[0]) and torch.equal(value_cache.cpu(), want[1])
+
+
+def test_no_tokens_and_only_skipped_ones(device, path) -> None:
+    key_cache, value_cache = (cache.to(device) for cache in make(torch.float32, 2, 16))
+    before = key_cache.clone(), value_cache.clone()
+    rows = torch.full((3, 2, 16), torch.nan, device=device)
+    for slots in ([], [-1, 24, 99]):
+        listed = torch.tensor(slots, dtype=torch.int64, device=device)
+        ops.reshape_and_cache_classic(rows, rows, key_cache, value_cache, listed, path=path)
+    assert torch.equal(key_cache, before[0]) and torch.equal(value_cache, before[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"key_cache": torch.zeros(6, 2, 2, 4, 8)}, "key_cache must be"),
+        ({"value_cache": torch.zeros(6, 2, 4, 16).transpose(2, 3)}, "value_cache must be"),
+        ({"key": torch.zeros(2, 2, 16).half()}, "must be"),
+        ({"value": torch.zeros(1, 2, 16)}, "value must be"),
+    ],
+)
+def test_bad_input_is_refused(change, match) -> None:
+    key_cache, value_cache = make(torch.float32, 2, 16)
+    rows = torch.zeros(2, 2, 16)
+    good = {"key": rows, "value": rows, "key_cache": key_cache, "value_cache": value_cache}
+    with pytest.raises(InvalidInputError, match=match):
+        ops.reshape_and_cache_classic(**{**good, **change}, slot_mapping=torch.tensor([0, 1]))
+
+
+def test_there_is_no_triton_path() -> None:
+    rows = torch.zeros(1, 2, 16)
+    with pytest.raises(UnsupportedError, match="use one of auto, csrc, torch"):
+        ops.reshape_and_cache_classic(rows, rows, *make(torch.float32, 2, 16), torch.tensor([0]), path="triton")

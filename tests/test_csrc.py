@@ -1,0 +1,113 @@
+"""The extension keeps to the stable interface, compiles for GPUs not here, and a failed build spoils nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pagedattn.ops import library
+
+ROOT = Path(__file__).parent.parent
+CUDA_SOURCES = {"copy_blocks", "gather_kv", "reshape_and_cache", "reshape_and_cache_classic", "swap_blocks"}
+
+
+def _setup() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pagedattn_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SETUP = _setup()
+
+
+@pytest.fixture
+def nvcc() -> str:
+    found = SETUP.find_nvcc()
+    if found is None:
+        pytest.skip("no nvcc")
+    return found
+
+
+def test_it_uses_nothing_but_the_stable_interface() -> None:
+    if library.path_of("copy_blocks", "cpu") != "csrc" or shutil.which("nm") is None:
+        pytest.skip(f"{library.csrc_status()}; nm: {shutil.which('nm')}")
+    listed = subprocess.run(["nm", "-D", "--undefined-only", library._EXTENSION], capture_output=True, text=True)
+    names = re.findall(r" U (\S+)", listed.stdout)
+    assert sum(name.startswith(("aoti_torch_", "torch_")) for name in names) > 10
+    # C++ names of torch's libraries; the Python interface.
+    assert not [name for name in names if re.match(r"_ZN?K?(2at|3c10|5torch)|_?Py", name)]
+
+
+@pytest.mark.parametrize("name", sorted(CUDA_SOURCES))
+def test_a_cuda_source_compiles_without_a_spill(nvcc: str, name: str) -> None:
+    include = str(Path(torch.__file__).parent / "include")
+    flags = [*SETUP.gencode(nvcc, "9.0"), "-Xptxas=-warn-spills,-Werror"]
+    command = SETUP.compile_command(nvcc, ROOT / "csrc" / f"{name}.cu", include, flags)
+    folder = ROOT / "build" / "nvcc"
+    folder.mkdir(parents=True, exist_ok=True)
+    # The same text compiled by the same command before is not compiled again.
+    assert SETUP.compiled(command, folder).stat().st_size > 1000
+
+
+def test_every_cuda_source_is_compiled_and_has_a_cpu_twin() -> None:
+    assert {path.stem for path in (ROOT / "csrc").glob("*.cu")} == CUDA_SOURCES
+    assert {path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp")} == CUDA_SOURCES
+
+
+def test_architectures_asked_for(nvcc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0; 9.0a+PTX")
+    wanted = ["-gencode=arch=compute_80,code=[sm_80]", "-gencode=arch=compute_90a,code=[sm_90a,compute_90a]"]
+    assert SETUP.gencode(nvcc) == wanted
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(SETUP.BuildFailed, match="TORCH_CUDA_ARCH_LIST must be like"):
+        SETUP.gencode(nvcc)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    default = SETUP.gencode(nvcc)
+    assert "-gencode=arch=compute_90,code=[sm_90]" in default and "compute_" in default[-1].partition("code=")[2]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "match"),
+    [
+        (None, "no C\\+\\+ compiler was found; install one"),
+        (shutil.which("false"), "false failed: status 1\n.* -std=c\\+\\+20"),
+    ],
+)
+def test_a_build_that_cannot_be_says_why(monkeypatch, tmp_path, compiler, match) -> None:
+    monkeypatch.setattr(SETUP, "find_cxx", lambda: compiler)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SETUP.BuildFailed, match=match):
+        SETUP.build(tmp_path / "_csrc.so", tmp_path / "objects")
+    assert not (tmp_path / "_csrc.so").exists()
+
+
+def test_a_cuda_build_that_fails_leaves_the_cpu_build(monkeypatch, tmp_path) -> None:
+    if SETUP.find_cxx() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(SETUP, "find_nvcc", lambda: shutil.which("false"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    text = SETUP.build(tmp_path / "_csrc.so", ROOT / "build" / "test")
+    assert "for the CPU only: the CUDA build failed: false failed" in text and (tmp_path / "_csrc.so").exists()
+
+
+def test_without_torch_the_installation_goes_on_and_the_reason_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('there is none here')\n")
+    command = ["setup.py", "-q", "build_ext", f"--build-lib={tmp_path / 'lib'}", f"--build-temp={tmp_path / 'temp'}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    note = (tmp_path / "lib/pagedattn/_csrc.txt").read_text()
+    assert note.startswith("not built: torch could not be imported (there is none here); install it")
+    assert not (tmp_path / "lib/pagedattn/_csrc.so").exists()

@@ -1,0 +1,153 @@
+"""Result files become groups of bars with the right names, values, colours and ceilings, and then pictures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
+
+import result_file
+from result_file import COLOURS, FAMILIES, PALETTE, colours, groups, host_table, load, series, title
+
+DECODE, PREFILL, MIXED, CACHE = FAMILIES
+COMMITTED = Path(__file__).parent.parent / "bench/results/h200/backends.json"
+META = {"gpu": "NVIDIA H200", "torch": "2.11", "commit": "aaaaaaa", "date": "2026-01-02", "copy_gb_s": 4000.0}
+
+
+def row(backend: str | None, workload: str = "64q1s4k", suite: str = "decode", **values: Any) -> dict[str, Any]:
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16, "dtype": "bfloat16"}
+    measured = {"us": 10.0, "gb_s": 1000.0, "tflops": 20.0, "host_us": 5.0, "plan_us": 1.0}
+    return {"suite": suite, "workload": workload, "backend": backend, **shape, **measured, **values}
+
+
+def write(path: Path, *rows: dict[str, Any], **meta: Any) -> Path:
+    path.write_text(json.dumps({"meta": {**META, **meta}, "rows": rows}))
+    return path
+
+
+def test_the_committed_result_is_grouped_as_it_was_measured() -> None:
+    result = load([COMMITTED])
+    decode = groups(result.rows, DECODE)
+    assert [group.label for group in decode][4:] == [
+        "64q1s4k\n32/8 heads",
+        "256q1s1k\n32/8 heads",
+        "256q1s1k\n16/8 heads",
+        "64q1s8k\n8/1 heads",
+    ]
+    content = json.loads(COMMITTED.read_text())
+    assert len(decode) == 8 and sum(len(group.bars) for group in decode) == 16
+    for suite, family in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED), ("cache", CACHE)):
+        measured = sorted((row[family.value], row["us"]) for row in content["rows"] if row["suite"] == suite)
+        assert measured == sorted(bar[1:] for group in groups(result.rows, family) for bar in group.bars)
+    assert [bar[0] for bar in decode[0].bars] == ["TRITON", "TORCH"]
+    assert [[bar[0] for bar in group.bars] for group in groups(result.rows, CACHE)] == [["pagedattn"]] * 3
+    assert (result.meta["copy_gb_s"], result.meta["matmul_tflops"]) == (4285.0, 747.5)
+
+
+def test_bandwidth_bounds_decode_and_cache_and_compute_the_others() -> None:
+    judged = {family.suite: (family.value, family.unit, family.ceilings) for family in FAMILIES}
+    bandwidth, compute = ("gb_s", "GB/s", ("copy_gb_s", "read_gb_s")), ("tflops", "TFLOP/s", ("matmul_tflops",))
+    assert judged == {"decode": bandwidth, "cache": bandwidth, "prefill": compute, "mixed": compute}
+    assert {one for family in FAMILIES for one in family.ceilings} == set(result_file.CEILINGS)
+
+
+def test_a_row_without_a_value_makes_no_bar(tmp_path: Path) -> None:
+    rows = (row("TRITON", gb_s=None), row("TORCH"), row("TRITON", "1q1s1k", gb_s=None))
+    (group,) = groups(load([write(tmp_path / "a.json", *rows)]).rows, DECODE)
+    assert group.bars == [("TORCH", 1000.0, 10.0)] and group.label == "64q1s4k"
+
+
+def test_what_varies_is_in_the_labels_and_the_rest_in_the_note(tmp_path: Path) -> None:
+    result = load([write(tmp_path / "a.json", row("TRITON"), row("TRITON", head_dim=64, dtype="float16"))])
+    labels = [group.label for group in groups(result.rows, DECODE)]
+    assert labels == ["64q1s4k\nD 128, bfloat16", "64q1s4k\nD 64, float16"]
+    head, note = title({**result.meta, "peers": {"TRITON": "3.6", "ABSENT": "1"}}, DECODE, result.rows)
+    assert head == "decode on NVIDIA H200"
+    assert note.splitlines() == [
+        "32 query and 8 KV heads, blocks of 16",
+        "torch 2.11, TRITON 3.6, commit aaaaaaa, 2026-01-02",
+    ]
+
+
+def test_files_of_one_gpu_are_joined_and_told_apart_by_commit(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.json", row("TRITON"), row("TORCH"))
+    second = write(tmp_path / "b.json", row("TRITON", gb_s=900.0), row("OTHER"), commit="bbbbbbb", copy_gb_s=4100.0)
+    result = load([second, first])
+    (group,) = groups(result.rows, DECODE)
+    assert group.bars == [
+        ("TRITON @bbbbbbb", 900.0, 10.0),
+        ("TRITON @aaaaaaa", 1000.0, 10.0),
+        ("TORCH", 1000.0, 10.0),
+        ("OTHER", 1000.0, 10.0),
+    ]
+    assert result.meta["copy_gb_s"] == 4100.0 and result.meta["commit"] == "bbbbbbb, aaaaaaa"
+    chosen = colours([name for name, _, _ in group.bars])
+    assert chosen["TRITON @aaaaaaa"] == chosen["TRITON @bbbbbbb"] == COLOURS["TRITON"]
+
+
+def test_what_cannot_be_drawn_is_refused_with_the_file(tmp_path: Path) -> None:
+    good = write(tmp_path / "a.json", row("TRITON"))
+    with pytest.raises(ValueError, match="more than once"):
+        load([good, good])
+    with pytest.raises(ValueError, match="one GPU, got NVIDIA A100, NVIDIA H200"):
+        load([good, write(tmp_path / "b.json", row("TRITON"), gpu="NVIDIA A100")])
+    with pytest.raises(ValueError, match=r"c\.json has no row of cache, decode"):
+        load([write(tmp_path / "c.json", {"suite": "tests.gpu", "passed": 4})])
+    (tmp_path / "d.json").write_text("[1]")
+    for name in ("d.json", "absent.json"):
+        with pytest.raises(ValueError, match=f"{name} is no result file"):
+            load([tmp_path / name])
+
+
+def test_a_backend_keeps_its_colour_and_shares_it_with_nobody() -> None:
+    known = [name for name in COLOURS if name != result_file.OWN]
+    assert len({COLOURS[name] for name in known}) == len(known)
+    for company in (["NEW"], ["NEW", "TRITON"], ["NEW", *known], ["ELSE", "NEW", *known]):
+        chosen = colours(company)
+        assert len(set(chosen.values())) == len(company) and set(chosen.values()) <= {*PALETTE, *COLOURS.values()}
+        assert all(chosen[name] == COLOURS[name] for name in company if name in known)
+        assert chosen == colours(company[::-1])
+
+
+def test_bars_of_known_backends_come_first_in_one_order() -> None:
+    rows = [{"backend": name} for name in ("ZETA", "TORCH", "ALPHA", "FLASHINFER", "TRITON")]
+    assert series(rows) == ["TRITON", "FLASHINFER", "TORCH", "ALPHA", "ZETA"] == series(rows[::-1])
+
+
+def test_host_times_are_medians_with_their_range(tmp_path: Path) -> None:
+    rows = (
+        *(row("TRITON", f"{i}q1s1k", host_us=us, plan_us=None) for i, us in enumerate((7.0, 480.0, 150.4))),
+        *(row("TORCH"), row("NONE", host_us=None), row("TRITON", suite="prefill", host_us=1e6)),
+    )
+    assert host_table(load([write(tmp_path / "a.json", *rows)]).rows) == [
+        ("TRITON", "150 (7.0 to 480)", "not measured"),
+        ("TORCH", "5.0 (5.0 to 5.0)", "1.0 (1.0 to 1.0)"),
+    ]
+
+
+def test_numbers_are_printed_short() -> None:
+    assert [result_file.short(value) for value in (0.24, 99.9, 100.4, 4333.2)] == ["0.2", "99.9", "100", "4333"]
+    assert [result_file.time_text(us) for us in (2.46, 7761.0, 604681.9)] == ["2.5 µs", "7761 µs", "605 ms"]
+
+
+def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
+    import plot
+
+    assert plot.main([str(COMMITTED), "--out", str(tmp_path / "new/folder")]) == 0
+    made = {path.name: path for path in (tmp_path / "new/folder").iterdir()}
+    assert set(made) == {f"{family.suite}.{kind}" for family in FAMILIES for kind in ("png", "svg")}
+    assert set(map(str, made.values())) == set(capsys.readouterr().out.split())
+    assert all(made[name].read_bytes().startswith(b"\x89PNG") for name in made if name.endswith("png"))
+    decode, prefill = made["decode.svg"].read_text(), made["prefill.svg"].read_text()
+    for text in ("4333  (248 µs)", "64q1s4k", "copy 4285", "read 4468", "decode on NVIDIA H200", "host µs", "225 (149"):
+        assert text in decode, text
+    assert "matrix product 748" in prefill and "copy" not in prefill and "host" not in prefill
+    assert COLOURS["TRITON"].lower() in decode and COLOURS["TORCH"] in decode
+    assert plot.main([str(tmp_path / "absent.json"), "--out", str(tmp_path)]) == 2
+    assert "absent.json is no result file" in capsys.readouterr().err
