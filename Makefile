@@ -8,7 +8,7 @@ HAS_NVCC := $(if $(shell command -v nvcc $(CUDA_HOME)/bin/nvcc /usr/local/cuda/b
 HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
 PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: demo csrc test test-all test-mutants gpu-csrc gpu-test gpu-bench lint clean
+.PHONY: demo csrc test test-all test-mutants gpu-csrc gpu-test gpu-bench gpu-sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -57,6 +57,13 @@ gpu-test: gpu-csrc
 
 gpu-bench: gpu-csrc
 	PYTHONPATH=$(CURDIR) COMMIT=$(COMMIT) $(PYTHON) -m pytest bench -q -s --result $(or $(OUT),bench/results/h200)/backends.json
+
+# Out-of-bounds accesses and reads of memory nobody wrote, each allocation its own; races of the extension's kernels.
+SANITIZE := PYTHONPATH=$(CURDIR) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+gpu-sanitize: gpu-csrc
+	$(SANITIZE) --tool memcheck $(PYTHON) bench/sanitize.py
+	$(SANITIZE) --tool initcheck $(PYTHON) bench/sanitize.py
+	$(SANITIZE) --tool racecheck $(PYTHON) bench/sanitize.py --paths csrc
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pagedattn/_csrc.*

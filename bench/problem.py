@@ -54,7 +54,8 @@ def make_layers(work: Workload, model: str, contender: Contender, dtype: torch.d
 
 
 def check(layers: Layers, work: Workload, heads_checked: int = 1) -> float:
-    """Relative error of layer 0 against float64 on a few sequences and rows; raises where it is no rounding error."""
+    """Relative error of layer 0 against float64 on a few sequences and rows; raises where it is more than twice that
+    of a naive implementation in the same dtype."""
     out = layers.attend(0).double()
     spec, cache = layers.attention.spec, layers.caches.layer(0)
     starts = [0, *torch.tensor(work.query_lens).cumsum(0).tolist()]
@@ -64,11 +65,11 @@ def check(layers: Layers, work: Workload, heads_checked: int = 1) -> float:
         table = layers.common.block_table[seq, : -(-length // cache.block_size)].long()
         k, v = (x[table].flatten(0, 1)[:length, :heads_checked] for x in (cache.key, cache.value))
         last = slice(starts[seq + 1] - rows, starts[seq + 1])
-        group = heads_checked * spec.gqa_ratio
-        q = layers.queries[0][last, :group]
+        q = layers.queries[0][last, : heads_checked * spec.gqa_ratio]
         want, _ = attention_oracle(q, k, v, scale=spec.softmax_scale)
-        worst = max(worst, float((out[last, :group] - want).norm() / want.norm()))
-    gate = 3e-3 if out.numel() and spec.dtype == torch.bfloat16 else 1e-3
-    if not worst < gate:
-        raise AssertionError(f"{work.text}: relative error {worst:.2e} against float64, not below {gate}; not timed")
+        naive, _ = attention_oracle(q, k, v, scale=spec.softmax_scale, dtype=spec.dtype)
+        error, allowed = ((x.double() - want).norm() / want.norm() for x in (out[last, : q.shape[1]], naive))
+        if not error <= 2 * allowed:
+            raise AssertionError(f"{work.text}: error {error:.2e}, a naive implementation has {allowed:.2e}; not timed")
+        worst = max(worst, float(error))
     return worst

@@ -6,6 +6,8 @@ Bytes are those that must move: read and written for writes, copies and gathers,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ def _paths(*names: str) -> list[str]:
 @pytest.mark.parametrize("tokens", [256, 8192] if GPU else [16])
 def test_write(results, tokens: int, stored: torch.dtype, path: str) -> None:
     layers, blocks = 8, tokens // SIZE + 1
-    slots = torch.randperm(blocks * SIZE, device=DEVICE)[:tokens]
+    # As a prompt's tokens come: one after the other in blocks that lie anywhere.
+    firsts = torch.randperm(blocks, device=DEVICE) * SIZE
+    slots = (firsts[:, None] + torch.arange(SIZE, device=DEVICE)).flatten()[:tokens]
     rows = torch.randn(layers, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
     caches = torch.zeros(layers, blocks, 2, SIZE, HEADS, DIM, device=DEVICE, dtype=stored)
     scale = 0.05 if stored != DTYPE else None
@@ -55,6 +59,42 @@ def test_write(results, tokens: int, stored: torch.dtype, path: str) -> None:
     moved = 2 * tokens * HEADS * DIM * (DTYPE.itemsize + stored.itemsize)
     kind = "" if scale is None else " fp8"
     _record(results, f"write {tokens} tokens{kind}", path, us, moved, host_us(lambda: write(0)))
+
+
+@pytest.mark.skipif(not GPU or find_spec("flashinfer") is None, reason="needs FlashInfer and a GPU")
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_flashinfer_append(results, tokens: int) -> None:
+    """The peer of `test_write`: its append of as many tokens to as many caches."""
+    import flashinfer  # type: ignore[import-not-found]
+
+    layers, seqs, blocks = 8, 4, tokens // SIZE
+    rows = torch.randn(layers, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
+    caches = torch.zeros(layers, 2, blocks, SIZE, HEADS, DIM, device=DEVICE, dtype=DTYPE)
+    integers = partial(torch.tensor, dtype=torch.int32, device=DEVICE)
+    starts, lens = torch.arange(0, tokens + 1, tokens // seqs, device=DEVICE).int(), integers([tokens // seqs] * seqs)
+    pages = torch.randperm(blocks, device=DEVICE).int()
+    page_starts, last = starts // SIZE, integers([SIZE] * seqs)
+    sequence, position = flashinfer.get_batch_indices_positions(starts, lens, tokens)
+
+    def append(layer: int) -> None:
+        cache = caches[layer, 0], caches[layer, 1]
+        flashinfer.append_paged_kv_cache(*rows[layer], sequence, position, cache, pages, page_starts, last)
+
+    append(0)
+    assert torch.equal(caches[0, 0, pages.long()].flatten(0, 1), rows[0, 0]), "the cache does not hold what was written"
+    us = time_us([lambda i=i: append(i) for i in range(layers)])
+    moved = 4 * tokens * HEADS * DIM * DTYPE.itemsize
+    _record(results, f"write {tokens} tokens", "FLASHINFER append", us, moved, host_us(lambda: append(0)))
+
+
+@pytest.mark.skipif(not GPU, reason="the ceiling of a GPU")
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_copy_of_as_much(results, tokens: int) -> None:
+    """What bounds `test_write`: an elementwise kernel that reads and writes as many bytes."""
+    rows = torch.randn(8, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
+    target = torch.empty_like(rows)
+    us = time_us([lambda i=i: torch.neg(rows[i], out=target[i]) for i in range(8)])
+    _record(results, f"write {tokens} tokens", "plain copy kernel", us, 2 * rows[0].nbytes, None)
 
 
 @pytest.mark.parametrize("path", _paths("csrc", "triton", "torch"))

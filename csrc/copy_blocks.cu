@@ -19,7 +19,7 @@ namespace pagedattn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLoads = 4;      // in flight per thread
+constexpr int kLoads = 8;      // in flight per thread
 constexpr int kTensors = 80;   // per launch
 constexpr int kFewPairs = 108;  // parameters of at most 4 KB
 #if CUDART_VERSION >= 12010
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) copy_chunks(const __grid_constant__ 
     Word word[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
-      if (first + i * kThreads < words) word[i] = load_once(from + first + i * kThreads);
+      if (first + i * kThreads < words) word[i] = load(from + first + i * kThreads);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
       if (first + i * kThreads < words) store(to + first + i * kThreads, word[i]);

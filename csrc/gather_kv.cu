@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const int64_t at = place[threadIdx.y + i * blockDim.y];
-    word[i] = at < 0 ? Word{} : load_once(from + at);
+    word[i] = at < 0 ? Word{} : load(from + at);
   }
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t token = first + i * blockDim.y;
     slot[i] = -1;
     if (token < slots.tokens) {
-      row[i] = load_once(from + token * side.row_token);
+      row[i] = load(from + token * side.row_token);
       slot[i] = slots.slot[token];
     }
   }

@@ -41,7 +41,7 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     device = caches[0].device
     chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
     if chosen == "torch":
-        on_device = pairs.to(device)
+        on_device = pairs.to(device, non_blocking=True)
         for cache in caches:
             cache[on_device[:, 1]] = cache[on_device[:, 0]]
         return

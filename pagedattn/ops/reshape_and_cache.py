@@ -137,10 +137,10 @@ def put_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> No
     """
     block_size = cache.shape[1]
     live = (slots >= 0) & (slots < cache.shape[0] * block_size)
-    stand_in = live.int().argmax()
+    some, stand_in = live.any(), live.int().argmax()
     source = torch.where(live, torch.arange(len(slots), device=slots.device), stand_in)
-    target = torch.where(live[stand_in], slots[source], 0)
-    values = torch.where(live[stand_in], rows[source], cache[0, 0])
+    target = torch.where(some, slots[source], 0)
+    values = torch.where(some, rows[source], cache[0, 0])
     cache.index_put_((target // block_size, target % block_size), values)
 
 

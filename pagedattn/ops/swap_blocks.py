@@ -53,9 +53,9 @@ def _run(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: 
     if chosen == "csrc":
         csrc_op("swap_blocks")(source, target, pairs, _BEST)
     elif chosen == "triton":
-        kernels("copy_blocks").copy_between(source, target, pairs.to(device))
+        kernels("copy_blocks").copy_between(source, target, pairs.to(device, non_blocking=True))
     elif source.device == target.device:
-        on_device = pairs.to(device)
+        on_device = pairs.to(device, non_blocking=True)
         target[on_device[:, 1]] = source[on_device[:, 0]]
     else:
         for src, dst in pairs.tolist():
