@@ -19,7 +19,7 @@ import torch
 import pagedattn
 
 ROOT = Path(__file__).parent.parent
-SUITES = ("tests/backends", "tests/ops")
+SUITES = ("tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py")
 ALONE = ("tests/gpu", "tests/engine/test_runner_gpu.py")  # these take most of the device's memory
 
 

@@ -30,7 +30,8 @@ def writes(path: str) -> int:
         for stored in (HALF, torch.float8_e4m3fn, torch.float8_e5m2):
             caches = torch.zeros(tokens // 4 + 1, 2, 4, heads, dim, device=DEVICE, dtype=HALF).to(stored)
             scale = None if stored == HALF else torch.full((heads,), 0.5, device=DEVICE)
-            ops.reshape_and_cache(*rows, caches[:, 0], caches[:, 1], slots, k_scale=scale, v_scale=scale, path=path)
+            key_cache, value_cache, scales = caches[:, 0], caches[:, 1], {"k_scale": scale, "v_scale": scale}
+            ops.reshape_and_cache(rows[0], rows[1], key_cache, value_cache, slots, **scales, path=path)
             live = (slots >= 0) & (slots < len(caches) * 4)
             want = rows[0] if scale is None else (rows[0].float() * 2).to(stored)
             got = caches[:, 0].contiguous().view(torch.uint8).flatten(0, 1)[slots.clamp(0, len(caches) * 4 - 1)]
@@ -73,7 +74,8 @@ def attention() -> int:
     cases += [Case(sliding_window=17, sinks=0.5, softcap=5.0), Case(alibi=True, heads=(5, 1), deterministic=True)]
     for case in cases:
         variant = case.but(dtype=HALF)
-        check(load("TRITON"), make_problem(variant, DEVICE), variant.id)
+        # On the CPU: what cuBLAS stores through TMA counts as never written.
+        check(load("TRITON"), make_problem(variant, DEVICE, oracle_on="cpu"), variant.id)
     return len(cases)
 
 

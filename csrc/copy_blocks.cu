@@ -19,7 +19,7 @@ namespace pagedattn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLoads = 8;      // in flight per thread
+constexpr int kLoads = 4;      // in flight per thread
 constexpr int kTensors = 80;   // per launch
 constexpr int kFewPairs = 108;  // parameters of at most 4 KB
 #if CUDART_VERSION >= 12010

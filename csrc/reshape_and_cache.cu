@@ -20,7 +20,7 @@ namespace pagedattn {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTokens = 4;       // per thread, where there are enough of them
+constexpr int kTokens = 2;       // per thread, where there are enough of them
 constexpr int kBlocksPerSm = 4;  // that many thread blocks are enough
 
 // Keys or values as the kernel sees them; strides and counts in vectors.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 
 from . import env
 from .backends.base import AttentionBackend
@@ -19,8 +20,15 @@ _log = logging.getLogger("pagedattn")
 _requested: ContextVar[str | None] = ContextVar("pagedattn_backend", default=None)
 _logged: set[tuple[str, str, str]] = set()
 
-# Per device, best first. TRITON before TORCH on a GPU: bench/results/h200/ has both on every workload.
-PRIORITY = {"cuda": ("TRITON", "TORCH"), "cpu": ("TORCH",)}
+# Per device and phase, best first, by bench/results/h200/backends.json: time of 32 layers and one plan. FLASHINFER is
+# fast as well, but is left to those who ask for it: what is not prebuilt it compiles at first use, for minutes, and
+# fails there without a compiler.
+PRIORITY = {
+    "cuda": {"prefill": ("FLASH_ATTN", "TRITON", "TORCH"), "decode": ("TRITON", "FLASH_ATTN", "TORCH")},
+    "cpu": {"prefill": ("TORCH",), "decode": ("TORCH",)},
+}
+# What a cache has whose block size nobody told: who cannot take it is not chosen unasked.
+_USUAL_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +136,8 @@ def select_backend(spec: AttentionSpec, backend: str | Request | None = None) ->
     """
     request = backend if isinstance(backend, Request) else current_request(backend)
     rejections = {name: _reasons(name, spec) for name in backend_names()}
-    prefill = _pick(request.prefill, spec, rejections, request.source)
-    decode = _pick(request.decode, spec, rejections, request.source)
+    prefill = _pick("prefill", request, spec, rejections)
+    decode = _pick("decode", request, spec, rejections)
     if prefill is not decode:
         _check_composite(prefill, decode, spec)
     size = spec.block_size or max(b.preferred_block_size(spec) for b in (prefill, decode))
@@ -140,16 +148,21 @@ def select_backend(spec: AttentionSpec, backend: str | Request | None = None) ->
 
 
 def _pick(
-    asked: str | None, spec: AttentionSpec, rejections: Mapping[str, tuple[Rejection, ...]], source: str
+    phase: str, request: Request, spec: AttentionSpec, rejections: Mapping[str, tuple[Rejection, ...]]
 ) -> type[AttentionBackend]:
+    asked = request.prefill if phase == "prefill" else request.decode
     if asked is not None:
         if rejections[asked]:
             reasons = "\n".join(f"  {reason}" for reason in rejections[asked])
-            raise UnsupportedError(f"backend {asked}, asked for by {source}, cannot serve this:\n{reasons}")
+            raise UnsupportedError(f"backend {asked}, asked for by {request.source}, cannot serve this:\n{reasons}")
         return get_backend(asked)
-    for name in PRIORITY.get(spec.device_type, ("TORCH",)):
-        if not rejections[name]:
+    usual = spec.replace(block_size=_USUAL_BLOCK_SIZE)
+    for name in PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]:
+        reasons = rejections[name] or (() if spec.block_size else _reasons(name, usual))
+        if not reasons:
             return get_backend(name)
+        if spec.block_size and {reason.feature for reason in reasons} == {"block_size"}:
+            _warn_once(f"block size {spec.block_size} excludes {name}, which is faster: {reasons[0]}")
     everyone = "\n".join(f"  {name}: " + "; ".join(map(str, why)) for name, why in rejections.items())
     raise UnsupportedError(f"no backend can serve {spec}:\n{everyone}")
 
@@ -181,6 +194,11 @@ def _known(name: str, source: str) -> str:
 def _with_variant(backend: type[AttentionBackend], spec: AttentionSpec) -> str:
     variant = backend.variant(spec)
     return f"{backend.name} ({variant})" if variant else backend.name
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def _log_once(selection: Selection) -> None:

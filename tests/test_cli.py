@@ -89,7 +89,9 @@ def _known_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in env.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(registry, "_backends", {"TORCH": registry._backends["TORCH"]})
-    monkeypatch.setattr(selector, "PRIORITY", {"cpu": ("TORCH",), "cuda": ("TORCH",)})
+    monkeypatch.setattr(
+        selector, "PRIORITY", {device: {"prefill": ("TORCH",), "decode": ("TORCH",)} for device in ("cpu", "cuda")}
+    )
 
 
 def known(*names: str) -> None:

@@ -53,7 +53,29 @@ def test_priority_decides_where_nobody_asks() -> None:
     chosen = select_backend(SPEC)
     assert (chosen.name, chosen.prefill, chosen.decode) == ("TORCH", TorchBackend, TorchBackend)
     assert (chosen.source, chosen.block_size, chosen.spec) == ("measured priority", 16, SPEC)
-    assert selector.PRIORITY["cuda"] == ("TRITON", "TORCH")
+    assert selector.PRIORITY["cuda"]["prefill"] == ("FLASH_ATTN", "TRITON", "TORCH")
+    assert selector.PRIORITY["cuda"]["decode"] == ("TRITON", "FLASH_ATTN", "TORCH")
+
+
+def test_each_phase_has_its_own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selector.PRIORITY, "cpu", {"prefill": ("SMALL", "TORCH"), "decode": ("TORCH",)})
+    assert select_backend(SPEC).name == "prefill=SMALL,decode=TORCH"
+    assert select_backend(SPEC.replace(block_size=64)).name == "TORCH"
+
+
+def test_who_cannot_take_a_usual_cache_is_not_chosen_unasked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(selector.PRIORITY, "cpu", {"prefill": ("LARGE", "TORCH"), "decode": ("LARGE", "TORCH")})
+    selector._warn_once.cache_clear()
+    assert (select_backend(SPEC).name, select_backend(SPEC).block_size) == ("TORCH", 16)
+    assert select_backend(SPEC, "LARGE").block_size == 256
+    assert select_backend(SPEC.replace(block_size=256)).name == "LARGE"
+    assert not caplog.records
+    assert select_backend(SPEC.replace(block_size=32)).name == "TORCH"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "block size 32 excludes LARGE, which is faster"
+    ]
 
 
 def test_argument_before_context_before_environment(monkeypatch: pytest.MonkeyPatch) -> None:

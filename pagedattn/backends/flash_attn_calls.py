@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import InvalidInputError
 from ..spec import AttentionSpec
 from .flash_attn_metadata import FlashAttnMetadata
 
@@ -51,6 +52,9 @@ Result = tuple[torch.Tensor, torch.Tensor | None]  # output [T, Hq, Dv] and LSE 
 def fa2(lib: ModuleType, call: Call) -> Result:
     """FlashAttention 2: `flash_attn`. A batch of decodes folds the query heads of a group, if called as one."""
     common = call.metadata.common
+    if call.paged and call.key.shape[1] % 256:
+        remedy = "build the cache with Selection.block_size"
+        raise InvalidInputError("kv_cache", "blocks of a multiple of 256 tokens", call.key.shape[1], remedy)
     if call.paged and call.metadata.decode:
         rows = call.query[: common.num_seqs].unsqueeze(1)
         tables = {"cache_seqlens": common.seq_lens, "block_table": common.block_table}

@@ -60,8 +60,14 @@ class Problem:
         )
 
 
-def make_problem(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
-    """Random tensors for `case`: shuffled blocks, unused slots poisoned, garbage in the table's tail."""
+def make_problem(
+    case: Case, device: torch.device | str = "cpu", seed: int = 0, oracle_on: torch.device | str | None = None
+) -> Problem:
+    """Random tensors for `case`: shuffled blocks, unused slots poisoned, garbage in the table's tail.
+
+    The oracle computes on `oracle_on`; where None, on the device for 16 bits (much faster there) and on the CPU for
+    float32, which a GPU sums in another order.
+    """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(_SEED + seed)
     spec = case.spec(device)
@@ -83,8 +89,7 @@ def make_problem(case: Case, device: torch.device | str = "cpu", seed: int = 0) 
         case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
     )
     read = [stored.read_key(k) for k in keys], [stored.read_value(v) for v in values]
-    # For 16 bits on the GPU, where there is one: much faster there. float32 is summed in other orders there.
-    where = device if case.dtype.itemsize == 2 else torch.device("cpu")
+    where = oracle_on or (device if case.dtype.itemsize == 2 else "cpu")
     parts = [[x.to(where) for x in one] for one in (queries, *read)]
     extras = [None if x is None else x.to(where) for x in (sinks, slopes)]
     answers = [_answers(case, spec, q, k, v, *extras) for q, k, v in zip(*parts, strict=True)]

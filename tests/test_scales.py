@@ -1,0 +1,94 @@
+"""Scales of fp8 caches: from the layer, its checkpoint or the call; which, the selection says; and what is read is
+what was written times them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, paged_attention
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.scales import LayerScales, scale_kind
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+PER_HEAD = torch.tensor([0.02, 0.05]), torch.tensor([0.01, 0.04])
+
+
+def layer_of(**options: Any) -> Attention:
+    return Attention(HEADS, DIM, KV_HEADS, **{"kv_cache_dtype": "fp8", **options})
+
+
+def attend(layer: Attention, seed: int = 0, **scales: Any) -> tuple[torch.Tensor, PagedKVCache, torch.Tensor]:
+    """Output of 20 new tokens, the cache, and the keys that were written."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(20, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    cache = PagedKVCache(1, 4, 16, KV_HEADS, DIM, kv_cache_dtype="fp8")
+    common = CommonAttentionMetadata.from_lengths([20], [20], torch.tensor([[2, 1]], dtype=torch.int32))
+    return layer(q, k, v, cache.layer(0), common, **scales), cache, k
+
+
+def stored(cache: PagedKVCache) -> torch.Tensor:
+    return cache.layer(0).key[[2, 1]].float().flatten(0, 1)[:20]
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale", "factor"),
+    [(0.02, 0.01, 0.02), (torch.tensor(0.02), torch.tensor([0.01]), 0.02), (*PER_HEAD, PER_HEAD[0][:, None])],
+    ids=["float", "tensor", "head"],
+)
+def test_scales_of_the_layer_and_of_the_call_are_used_alike(k_scale: Any, v_scale: Any, factor: Any) -> None:
+    own, cache, keys = attend(layer_of(k_scale=k_scale, v_scale=v_scale))
+    torch.testing.assert_close(stored(cache) * factor, keys, rtol=0.07, atol=0.001)
+    kind = scale_kind(k_scale, v_scale)
+    given, _, _ = attend(layer_of(kv_scale=kind), k_scale=k_scale, v_scale=v_scale)
+    assert torch.equal(own, given)
+    plain, _, _ = attend(layer_of())
+    assert not torch.equal(own, plain) and float((own - plain).norm() / plain.norm()) < 0.1
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((), "float"), ((1,), "float"), ((KV_HEADS,), "head")])
+def test_a_checkpoint_brings_scales(shape: tuple[int, ...], kind: str) -> None:
+    layer = layer_of()
+    assert layer.spec.kv_scale == "none" and "1.0" in layer.selection.describe()
+    layer.load_state_dict({"k_scale": torch.full(shape, 0.02), "v_scale": torch.full(shape, 0.01)})
+    assert layer.spec.kv_scale == kind
+    assert "scales of the fp8_e4m3 cache: the checkpoint" in layer.selection.describe()
+    expected, _, _ = attend(layer_of(k_scale=0.02, v_scale=0.01))
+    torch.testing.assert_close(attend(layer)[0], expected)
+    torch.testing.assert_close(attend(layer.to(torch.float32))[0], expected)
+
+
+def test_the_selection_says_where_scales_come_from() -> None:
+    assert "cache: the layer's arguments" in layer_of(k_scale=0.5).selection.describe()
+    assert "cache: the call" in layer_of(kv_scale="head").selection.describe()
+    assert "scales" not in Attention(HEADS, DIM).selection.describe()
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="given for fp8 caches only"):
+        Attention(HEADS, DIM, k_scale=0.5)
+    with pytest.raises(InvalidInputError, match="given for fp8 caches only"):
+        Attention(HEADS, DIM).load_state_dict({"k_scale": torch.ones(1)})
+    with pytest.raises(InvalidInputError, match="of one kind, got float and head"):
+        layer_of(k_scale=0.5, v_scale=PER_HEAD[1])
+    with pytest.raises(InvalidInputError, match="None where the layer has scales"):
+        layer_of(k_scale=0.5, kv_scale="float")
+    with pytest.raises(InvalidInputError, match="of the kind announced, kv_scale='head', got 'float'"):
+        attend(layer_of(kv_scale="head"), k_scale=0.5, v_scale=0.5)
+    with pytest.raises(InvalidInputError, match="kind announced, kv_scale=None"):
+        attend(layer_of(), k_scale=0.5, v_scale=0.5)
+    with pytest.raises(UnsupportedError, match="kv_scale=token_head"):
+        layer_of(kv_scale="token_head")
+    assert LayerScales.given(None, 0.5, None, "fp8_e5m2").kind == "float"
+
+
+def test_without_a_layer() -> None:
+    layer = layer_of(k_scale=0.02, v_scale=0.01)
+    expected, cache, _ = attend(layer)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(20, HEADS, DIM, generator=generator)
+    common = CommonAttentionMetadata.from_lengths([20], [20], torch.tensor([[2, 1]], dtype=torch.int32))
+    out, _ = paged_attention(query, None, None, cache.layer(0), common, k_scale=0.02, v_scale=0.01)
+    assert torch.equal(out, expected)
