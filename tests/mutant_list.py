@@ -42,7 +42,7 @@ _ATTENTION = (
           f"{BY_TRITON} [long chunk"),
     fault("top-left instead of bottom-right, TORCH", TORCH, "position = (lens - starts[1:] + starts[:-1])[piece, None]",
           "position = (lens - lens)[piece, None]", f"{BY_TORCH} [mixed"),
-    fault("V mask missing, TORCH", TORCH, "torch.where(seen[..., None, None], v, 0).to(wide)", "v.to(wide)",
+    fault("V mask missing, TORCH", TORCH, "torch.where(seen[..., None, None], v.to(wide), 0)", "v.to(wide)",
           f"{BY_TORCH} [mixed"),
     fault("V mask missing, TRITON", TRITON, "tl.load(v_ptrs, mask=(seen & known)[:, None]",
           "tl.load(v_ptrs, mask=known[:, None]", "tests/test_layer_checks.py nobody_holds TRITON"),
@@ -58,11 +58,12 @@ _ATTENTION = (
     fault("soft cap after the mask, TORCH", TORCH, "logits = logits.masked_fill(~keep, -torch.inf)",
           "logits = logits.masked_fill(~keep, -torch.inf)\n    logits = softcap * torch.tanh(logits / softcap) "
           "if softcap else logits", f"{BY_TORCH} [softcap"),
-    fault("ALiBi's sign, TORCH", TORCH, "bias = distance if causal else", "bias = -distance if causal else",
+    fault("ALiBi's sign, TORCH", TORCH, "bias = distance if inputs.causal else",
+          "bias = -distance if inputs.causal else",
           f"{BY_TORCH} [alibi"),
     fault("ALiBi's sign, TRITON", TRITON, "else -tl.abs(distance)", "else tl.abs(distance)",
           f"{BY_TRITON} [causal=False-alibi"),
-    fault("scale twice, TORCH", TORCH, ".mul_(scale)", ".mul_(scale * scale)", f"{BY_TORCH} [mixed"),
+    fault("scale twice, TORCH", TORCH, ".mul_(inputs.scale)", ".mul_(inputs.scale * inputs.scale)", f"{BY_TORCH} [mixed"),
     fault("scale twice, TRITON", TRITON, "s = s * (qk_scale * PRE)", "s = s * (qk_scale * qk_scale * PRE)",
           f"{BY_TRITON} [mixed"),
     fault("sums not rescaled between tiles, TRITON", TRITON, "l_i = l_i * alpha + tl.sum(p, 1)",
@@ -74,6 +75,31 @@ _ATTENTION = (
           "key_start = tl.load(query_start_loc + seq)", f"{BY_TRITON} [dense with context"),
     fault("dense keys start one sequence late, TORCH", TORCH, "starts = lens.cumsum(0) - lens",
           "starts = lens.cumsum(0)", f"{BY_TORCH} [dense with context"),
+)  # fmt: skip
+
+_STORED = (
+    fault("keys' scale not applied, TORCH", TORCH, "k = k * inputs.k_scale[:, None]", "k = k * 1.0",
+          f"{BY_TORCH} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
+    fault("values' scale in place of keys', TRITON", TRITON, "qk_scale *= tl.load(k_scale + kv_head * s_kscale)",
+          "qk_scale *= tl.load(v_scale + kv_head * s_vscale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
+    fault("one head's scale for all heads, TRITON", TRITON, "tl.load(v_scale + kv_head * s_vscale)",
+          "tl.load(v_scale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
+    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "    if deterministic:\n        max_query_len",
+          "    if False:\n        max_query_len", "tests/test_deterministic.py test_the_same_bits plain"),
+)  # fmt: skip
+
+_ADAPTERS = (
+    fault("FlashAttention's window + 1", "pagedattn/backends/flash_attn_calls.py",
+          "left = self.spec.sliding_window - 1", "left = self.spec.sliding_window",
+          "tests/backends/test_flash_attn.py test_conforms[3"),
+    fault("FlashAttention's +inf kept", "pagedattn/backends/flash_attn_calls.py",
+          "lse.masked_fill(lse == torch.inf, -torch.inf)", "lse", "tests/backends/test_flash_attn.py test_conforms[3"),
+    fault("a stale schedule replayed", "pagedattn/backends/flash_attn_metadata.py",
+          "if into.schedule is not None:", "if False:", "tests/backends/test_flash_attn.py rewritten_in_place"),
+    fault("FA4 chosen unasked", "pagedattn/backends/flash_attn_versions.py", "_AUTOMATIC = (FA3, FA2)",
+          "_AUTOMATIC = (FA3, FA2, FA4)", "tests/backends/test_flash_attn.py never_chosen_unasked"),
+    fault("a padded step keeps old lengths", "pagedattn/backends/base.py", "captured.seq_lens[count:].zero_()",
+          "pass", "tests/test_metadata.py padded"),
 )  # fmt: skip
 
 _OPS = (
@@ -144,4 +170,4 @@ _BLOCKS = (
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
 )  # fmt: skip
 
-MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_OPS, *_LIBRARY, *_BLOCKS)
+MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS)

@@ -140,3 +140,16 @@ def test_into_refuses_a_step_beyond_its_bounds() -> None:
     first = plan_step([one], CommonAttentionMetadata.from_lengths([1], [9], TABLE[:1].clone()))
     with pytest.raises(CapacityError, match="max_seq_len"):
         plan_step([one], CommonAttentionMetadata.from_lengths([1], [40], TABLE[2:]), first)
+
+
+def test_a_captured_step_owns_its_buffers_and_takes_padded_ones() -> None:
+    one = layer()
+    common = CommonAttentionMetadata.from_lengths([1, 1, 1], [9, 30, 7], TABLE)
+    first = plan_step([one], common, capture=True)
+    built = first.of(one.plan_key).common
+    assert built.seq_lens.data_ptr() != common.seq_lens.data_ptr() and built.seq_lens_cpu is None
+    plan_step([one], CommonAttentionMetadata.from_lengths([1], [4], TABLE[1:2]), first)
+    assert built.seq_lens.tolist() == [4, 0, 0] and built.query_start_loc.tolist() == [0, 1, 1, 1]
+    assert built.slot_mapping.tolist() == [int(TABLE[1, 0]) * 16 + 3, -1, -1]
+    assert torch.equal(built.block_table[0], TABLE[1]) and not built.block_table[1:].any()
+    assert common.seq_lens.tolist() == [9, 30, 7]
