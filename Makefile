@@ -53,13 +53,13 @@ gpu-csrc:
 	  $(PYTHON) setup.py -q build_ext --inplace
 
 gpu-test: gpu-csrc
-	EXPECT_CSRC=$(and $(HAS_CXX),$(HAS_NVCC)) PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200)
+	EXPECT_CSRC=$(and $(HAS_CXX),$(HAS_NVCC)) PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200)
 
 gpu-bench: gpu-csrc
-	PYTHONPATH=$(CURDIR) COMMIT=$(COMMIT) $(PYTHON) -m pytest bench -q -s --result $(or $(OUT),bench/results/h200)/backends.json
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH COMMIT=$(COMMIT) $(PYTHON) -m pytest bench -q -s --result $(or $(OUT),bench/results/h200)/backends.json
 
 # Out-of-bounds accesses and reads of memory nobody wrote, each allocation its own; races of the extension's kernels.
-SANITIZE := PYTHONPATH=$(CURDIR) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+SANITIZE := PYTHONPATH=$(CURDIR):$$PYTHONPATH PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
 gpu-sanitize: gpu-csrc
 	$(SANITIZE) --tool memcheck $(PYTHON) bench/sanitize.py
 	$(SANITIZE) --tool initcheck $(PYTHON) bench/sanitize.py

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as xml
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,22 +28,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/h200")
+    parser.add_argument("suites", nargs="*", help="files or folders to run instead of all")
     args = parser.parse_args()
+    alone = [suite for suite in args.suites or ALONE if suite.startswith(ALONE)]
+    together = [suite for suite in args.suites or SUITES if suite not in alone]
     if not torch.cuda.is_available():
         print("gpu-test needs a CUDA device and a torch that sees it; on a CPU run `make test`")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         workers = ["-n", "12"] if importlib.util.find_spec("xdist") else []
         reports = [Path(folder) / "parallel.xml", Path(folder) / "alone.xml"]
-        status = _run(SUITES, reports[0], workers) | _run(ALONE, reports[1], [])
-        record = _record(reports, args.commit)
+        runs = ((together, reports[0], workers), (alone, reports[1], []))
+        status = max(_run(suites, report, options) for suites, report, options in runs if suites)
+        record = _record([report for report in reports if report.exists()], args.commit)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_test.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["rows"], indent=1))
     return status
 
 
-def _run(suites: tuple[str, ...], report: Path, options: list[str]) -> int:
+def _run(suites: Sequence[str], report: Path, options: list[str]) -> int:
     paths = [str(ROOT / suite) for suite in suites]
     return int(pytest.main(["-q", "-p", "no:warnings", f"--rootdir={ROOT}", f"--junitxml={report}", *options, *paths]))
 

@@ -79,8 +79,8 @@ _ATTENTION = (
 )  # fmt: skip
 
 _STORED = (
-    fault("keys' scale not applied, TORCH", TORCH, "k = k * inputs.k_scale[:, None]", "k = k * 1.0",
-          f"{BY_TORCH} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
+    fault("keys' scale upside down, TORCH", TORCH, "logits * _per_head(inputs.k_scale,",
+          "logits / _per_head(inputs.k_scale,", f"{BY_TORCH} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
     fault("values' scale in place of keys', TRITON", TRITON, "qk_scale *= tl.load(k_scale + kv_head * s_kscale)",
           "qk_scale *= tl.load(v_scale + kv_head * s_vscale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
     fault("one head's scale for all heads, TRITON", TRITON, "tl.load(v_scale + kv_head * s_vscale)",

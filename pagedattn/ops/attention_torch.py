@@ -71,11 +71,7 @@ def _keys(inputs: AttentionInputs, lens: torch.Tensor, piece: slice) -> tuple[to
         k, v = _take(key, at), _take(value, at)
     wide = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
     k, v = k.to(wide), torch.where(seen[..., None, None], v.to(wide), 0)
-    if inputs.k_scale is not None:
-        k = k * inputs.k_scale[:, None]
-    if inputs.v_scale is not None:
-        v = v * inputs.v_scale[:, None]
-    return k, v * inputs.out_scale if inputs.out_scale != 1 else v, seen
+    return k, v, seen
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -110,6 +106,8 @@ def _softmax_attention(
     (b, rows, heads, _), (_, length, kv_heads, _) = query.shape, key.shape
     q = query.to(key.dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, query.shape[3])
     logits = (q @ key.permute(0, 2, 3, 1)).view(b, heads, rows, length).mul_(inputs.scale)
+    if inputs.k_scale is not None:  # on the logits: stored keys are exact, and stay so
+        logits = logits * _per_head(inputs.k_scale, kv_heads, heads)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     index = torch.arange(length, device=key.device)
@@ -132,5 +130,12 @@ def _softmax_attention(
     if sinks is not None:
         total = total + (sinks.to(key.dtype)[:, None] - shift).exp()
     output = (weights.reshape(b, kv_heads, -1, length) @ value.transpose(1, 2)).view(b, heads, rows, -1)
-    output = output / total.masked_fill(total == 0, 1.0)[..., None]
+    output = output * inputs.out_scale / total.masked_fill(total == 0, 1.0)[..., None]
+    if inputs.v_scale is not None:
+        output = output * _per_head(inputs.v_scale, kv_heads, heads)
     return output.transpose(1, 2), (shift + total.log()).transpose(1, 2)
+
+
+def _per_head(scale: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:
+    """[1] or [Hkv] as [Hq, 1, 1]."""
+    return scale.expand(kv_heads).repeat_interleave(heads // kv_heads)[:, None, None]

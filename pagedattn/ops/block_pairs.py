@@ -20,8 +20,13 @@ def check_pairs(pairs: torch.Tensor, num_sources: int, num_targets: int) -> None
         low, high = int(pairs[:, column].min()), int(pairs[:, column].max())
         if low < 0 or high >= limit:
             raise InvalidInputError("pairs", f"{name} blocks in [0, {limit})", low if low < 0 else high)
-    if len(pairs[:, 1].unique()) != len(pairs):
+    if int(marked(pairs[:, 1], num_targets).sum()) != len(pairs):
         raise InvalidInputError("pairs", "each target at most once", "a target that occurs twice")
+
+
+def marked(blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """[count] bool, True for each of `blocks`: tells members and duplicates without sorting."""
+    return torch.zeros(count, dtype=torch.bool).index_fill_(0, blocks, True)
 
 
 def has_whole_blocks(tensor: torch.Tensor) -> bool:

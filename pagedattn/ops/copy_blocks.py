@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import InvalidInputError
-from .block_pairs import CONTIGUOUS, check_pairs, has_whole_blocks
+from .block_pairs import CONTIGUOUS, check_pairs, has_whole_blocks, marked
 from .library import choose, csrc_op, kernels, register
 
 
@@ -47,11 +47,11 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
         return
     copy = csrc_op("copy_blocks") if chosen == "csrc" else kernels("copy_blocks").launch
     # The kernels copy in any order: a source that is a target too goes through a staging copy.
-    overlap = torch.isin(pairs[:, 0], pairs[:, 1])
-    staged, direct = pairs[overlap], pairs[~overlap]
-    if len(staged) == 0:
+    overlap = marked(pairs[:, 1], len(caches[0]))[pairs[:, 0]]
+    if not bool(overlap.any()):
         copy(caches, caches, pairs)
         return
+    staged, direct = pairs[overlap], pairs[~overlap]
     row = torch.arange(len(staged))
     staging = [cache.new_empty(len(staged), *cache.shape[1:]) for cache in caches]
     copy(caches, staging, torch.stack((staged[:, 0], row), 1))

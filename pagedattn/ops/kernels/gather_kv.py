@@ -46,9 +46,8 @@ def _gather_kv_kernel(
             position = first + row - begin
             column = position // S
             known = (row < end) & (position >= 0) & (column < max_columns)
-            block = tl.load(table + seq * tl.cast(s_table, tl.int64) + column * s_column, mask=known, other=-1).to(
-                tl.int64
-            )
+            entry = table + seq * tl.cast(s_table, tl.int64) + column * s_column
+            block = tl.load(entry, mask=known, other=-1).to(tl.int64)
             live = (block >= 0) & (block < num_blocks)
             source = cache + block * s_block + (position % S) * s_slot + head * s_head + dim
             value = tl.load(source, mask=live & (index < H * D), other=0.0)
