@@ -32,21 +32,14 @@ def write(path: Path, *rows: dict[str, Any], **meta: Any) -> Path:
 
 def test_the_committed_result_is_grouped_as_it_was_measured() -> None:
     result = load([COMMITTED])
-    decode = groups(result.rows, DECODE)
-    assert [group.label for group in decode][4:] == [
-        "64q1s4k\n32/8 heads",
-        "256q1s1k\n32/8 heads",
-        "256q1s1k\n16/8 heads",
-        "64q1s8k\n8/1 heads",
-    ]
     content = json.loads(COMMITTED.read_text())
-    assert len(decode) == 8 and sum(len(group.bars) for group in decode) == 16
+    assert {row["suite"] for row in content["rows"]} >= {"decode", "prefill", "mixed"}
     for suite, family in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED), ("cache", CACHE)):
         measured = sorted((row[family.value], row["us"]) for row in content["rows"] if row["suite"] == suite)
         assert measured == sorted(bar[1:] for group in groups(result.rows, family) for bar in group.bars)
-    assert [bar[0] for bar in decode[0].bars] == ["TRITON", "TORCH"]
-    assert [[bar[0] for bar in group.bars] for group in groups(result.rows, CACHE)] == [["pagedattn"]] * 3
-    assert (result.meta["copy_gb_s"], result.meta["matmul_tflops"]) == (4285.0, 747.5)
+    first = groups(result.rows, DECODE)[0]
+    assert "1q1s1k" in first.label and first.bars[0][0] == "TRITON"
+    assert result.meta["gpu"] == content["meta"]["gpu"]
 
 
 def test_bandwidth_bounds_decode_and_cache_and_compute_the_others() -> None:
