@@ -39,7 +39,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "backends.torch_native": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
     "backends.triton": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
     "backends.flash_attn_versions": (*LEAVES,),
-    "backends.flash_attn_metadata": (*LEAVES, "metadata", "backends.base", "backends.flash_attn_versions"),
+    "backends.flash_attn_metadata": (
+        *LEAVES,
+        "metadata",
+        "ops.empty_rows",
+        "backends.base",
+        "backends.flash_attn_versions",
+    ),
     "backends.flash_attn_calls": (*LEAVES, "backends.flash_attn_metadata"),
     "backends.flash_attn": (
         *(*LEAVES, "kv_cache", "metadata", "ops", "backends.base"),

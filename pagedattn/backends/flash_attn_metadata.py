@@ -8,6 +8,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..metadata import CommonAttentionMetadata
+from ..ops.empty_rows import rows_without_keys
 from ..spec import AttentionSpec, GraphLevel
 from .base import AttentionMetadata, AttentionMetadataBuilder, rewrite_static, static_copy
 from .flash_attn_versions import FA3, FlashAttnVersion, library, version_for
@@ -38,11 +39,7 @@ class FlashAttnMetadata(AttentionMetadata):
             queries, keys = common.query_start_loc_cpu.diff(), common.seq_lens_cpu
             if not bool(((queries > 0) & ((keys == 0) | (causal & (queries > keys)))).any()):
                 return None
-        starts, lens = common.query_start_loc.long(), common.seq_lens.long()
-        row = torch.arange(rows, device=starts.device)
-        seq = torch.searchsorted(starts[1:], row, right=True).clamp_(max=len(lens) - 1)
-        position = row - starts[seq + 1] + lens[seq]
-        return (lens[seq] == 0) | (position < 0) if causal else lens[seq] == 0
+        return rows_without_keys(common.query_start_loc, common.seq_lens, rows, causal)
 
     @property
     def splits(self) -> int:

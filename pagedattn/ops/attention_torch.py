@@ -1,4 +1,7 @@
-"""Attention over a paged cache in plain torch: batched over sequences, any device, any head dimension."""
+"""Attention over a paged cache in plain torch: batched over sequences, any device, any head dimension.
+
+Where torch has a kernel of its own that reads block tables (`attention_varlen`), that one computes instead.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from . import attention_varlen
 from .attention_inputs import AttentionInputs
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -15,6 +19,9 @@ _SCORES = 1 << 25  # logits held at once; bounds memory, not what is served
 
 def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
     """Fill `inputs.out` [T, Hq, Dv] and `inputs.lse` [T, Hq]. No value reaches the host."""
+    if mask_mod is None and attention_varlen.serves(inputs):
+        attention_varlen.attend(inputs)
+        return
     query, out, lse = inputs.query, inputs.out, inputs.lse
     heads, tokens = query.shape[1], torch.arange(len(query), device=query.device)
     starts, lens = inputs.query_start_loc.long(), inputs.seq_lens.long()
