@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,8 +50,9 @@ def gencode(nvcc: str, archs: str | None = None) -> list[str]:
 
     The newest one is kept as PTX too, which later GPUs compile for themselves.
     """
-    asked = re.split(r"[;,\s]+", (archs or os.environ.get("TORCH_CUDA_ARCH_LIST", "")).strip())
-    if asked == [""]:
+    items = re.split(r"[;,\s]+", archs or os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    asked = [item for item in items if item]
+    if not asked:
         known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
         asked = [arch for arch in ARCHS if f"compute_{arch.replace('.', '')}" in known]
         asked[-1:] = [f"{arch}+PTX" for arch in asked[-1:]]
@@ -82,7 +84,7 @@ def sources(cuda: bool) -> list[Path]:
 
 def run(command: Sequence[str]) -> None:
     """Run a compiler, or raise with its first error in the first line and the end of what it said below."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
         first = next((line for line in said.splitlines() if "error" in line.lower()), f"status {done.returncode}")
@@ -90,9 +92,11 @@ def run(command: Sequence[str]) -> None:
 
 
 def compiled(command: list[str], folder: Path) -> Path:
-    """The object of a compile command; one made before from the same texts by the same command is taken as it is."""
+    """The object of a compile command; one made before from the same texts by the same command and compiler is kept."""
     texts = [Path(command[-1]), *sorted(CSRC.glob("*.h")), *sorted(CSRC.glob("*.cuh"))]
-    key = hashlib.sha256("\0".join([*command, *(text.read_text() for text in texts)]).encode()).hexdigest()[:16]
+    version = subprocess.run([command[0], "--version"], capture_output=True).stdout
+    parts = [*map(os.fsencode, command), version, *(text.read_bytes() for text in texts)]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     out = folder / f"{Path(command[-1]).name}.{key}.o"
     if not out.exists():
         partial = out.with_suffix(f".{os.getpid()}")
@@ -109,8 +113,10 @@ def build(target: Path, folder: Path) -> str:
     """
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:  # a broken torch raises anything
         raise BuildFailed(f"torch could not be imported ({error}); install it, {AGAIN}") from error
+    if torch.__file__ is None:
+        raise BuildFailed(f"torch could not be imported (a folder of that name is no package); install it, {AGAIN}")
     cxx = find_cxx()
     if cxx is None:
         raise BuildFailed(f"no C++ compiler was found; install one (g++), {AGAIN}")
@@ -132,6 +138,12 @@ def build(target: Path, folder: Path) -> str:
     return f"built with torch {torch.__version__} for the CPU only: {reason}"
 
 
+def jobs() -> int:
+    """How many compilers run at once: MAX_JOBS where that is a positive number, else one per core."""
+    asked = os.environ.get("MAX_JOBS", "").strip()
+    return (int(asked) if asked.isdecimal() else 0) or os.cpu_count() or 1
+
+
 def link(target: Path, folder: Path, torch: Path, cxx: str, nvcc: str | None, flags: list[str]) -> None:
     """Compile everything, several files at once, and link it against torch's libraries (and CUDA's runtime, static)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +152,7 @@ def link(target: Path, folder: Path, torch: Path, cxx: str, nvcc: str | None, fl
         compile_command(nvcc if nvcc and file.suffix == ".cu" else cxx, file, f"{torch}/include", flags)
         for file in sources(nvcc is not None)
     ]
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(jobs()) as pool:
         objects = [str(one) for one in pool.map(lambda command: compiled(command, folder), commands)]
     libraries = [f"-L{torch}/lib", "-ltorch_cpu", *(["-ltorch_cuda"] if nvcc else [])]
     partial = target.with_suffix(f".{os.getpid()}")
@@ -156,17 +168,21 @@ class BuildCsrc(build_ext):
 
     def run(self) -> None:
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).absolute()
-        if not self.inplace:
-            target.unlink(missing_ok=True)  # a build folder is used again
         try:
+            if not self.inplace:
+                target.unlink(missing_ok=True)  # a build folder is used again
             text = build(target, Path(self.build_temp).absolute())
-        except (BuildFailed, OSError, subprocess.CalledProcessError) as error:
+        except Exception as error:  # whatever it is, the library works without
             text = f"not built: {error}"
-        print(text)
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding))  # what a compiler says may be in any language
         # An editable installation in isolation sees no torch, and must not spoil what was built in place before.
         if text.startswith("built") or not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.with_suffix(".txt").write_text(f"{text}\n")
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.with_suffix(".txt").write_text(f"{text}\n", encoding="utf-8", errors="replace")
+            except OSError as error:
+                print(f"the note could not be written: {error!a}")
 
     def get_outputs(self) -> list[str]:
         target = Path(self.get_ext_fullpath(self.extensions[0].name))

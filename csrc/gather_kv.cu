@@ -96,11 +96,13 @@ void gather_kv(
     const Tensor& out) {
   const int32_t device = cache.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
+  if (out.numel() == 0) return;
   const auto sizes = cache.sizes();
   const auto size = static_cast<int64_t>(cache.element_size());
   const Table table{
       static_cast<const int32_t*>(block_table.const_data_ptr()), block_table.stride(0), block_table.stride(1),
-      static_cast<int>(block_table.sizes()[0]), static_cast<int>(block_table.sizes()[1]),
+      sizes[1] > 0 ? static_cast<int>(block_table.sizes()[0]) : 0,  // no row is anywhere in blocks of no slots
+      static_cast<int>(block_table.sizes()[1]),
       static_cast<const int32_t*>(cu_lens.const_data_ptr()),
       starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr};
   const Cache from{

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Op>
 void launch(const Columns& key, const Columns& value, const Slots& slots, int32_t device) {
   const int columns = key.count + value.count;
+  if (columns == 0 || slots.count == 0 || slots.tokens == 0) return;
   const int chunks = (columns + kThreads - 1) / kThreads;
   const int width = (columns + chunks - 1) / chunks;
   const int rows = kThreads / width;

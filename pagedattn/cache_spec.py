@@ -19,6 +19,11 @@ _STORED = {
 }
 
 
+def stored_dtype(kv_cache_dtype: str, model: torch.dtype) -> torch.dtype:
+    """The element type of a cache of `kv_cache_dtype` in a model of dtype `model`."""
+    return _STORED.get(kv_cache_dtype, model)
+
+
 def stored_name(stored: torch.dtype, model: torch.dtype) -> str:
     """The kv_cache_dtype of a cache whose elements are `stored`, in a model of dtype `model`."""
     names = {dtype: name for name, dtype in _STORED.items() if name != "fp8"}
@@ -51,7 +56,7 @@ class KVCacheSpec:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The element type in memory."""
-        return _STORED.get(self.kv_cache_dtype, self.dtype)
+        return stored_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
     def scales_per_token(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .cache_spec import stored_dtype
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
@@ -43,6 +44,12 @@ def check_call(
     want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
     if (tuple(got[0]), tuple(got[1])) != want:
         raise InvalidInputError("kv_cache", f"key and value [P, S, *] with {want}", (tuple(got[0]), tuple(got[1])))
+    stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
+    if kv_cache.key.dtype != stored or kv_cache.value.dtype != stored:
+        expected = f"of {stored}, as kv_cache_dtype={spec.kv_cache_dtype!r} says"
+        raise InvalidInputError(
+            "kv_cache", expected, kv_cache.key.dtype, "build layer and cache with one kv_cache_dtype"
+        )
     if kv_cache.key.device != device:
         raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:

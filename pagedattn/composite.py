@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -16,7 +17,7 @@ from .backends.base import (
     rewrite_static,
     static_copy,
 )
-from .errors import CapacityError
+from .errors import CapacityError, UnsupportedError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
 from .spec import AttentionSpec, Scale
@@ -33,10 +34,11 @@ class Part:
 
 @dataclass(slots=True)
 class CompositeMetadata(AttentionMetadata):
-    """The parts of a step. `whole` plans all of it for the prefill backend."""
+    """The parts of a step. `whole` plans all of it for the prefill backend, which packed keys need."""
 
     parts: tuple[Part, ...]
     whole: Callable[[], AttentionMetadata]
+    captured: bool = False
 
     def describe(self) -> str:
         return ", ".join(f"{part.phase}: {part.metadata.describe()}" for part in self.parts)
@@ -61,28 +63,44 @@ class CompositeBuilder(AttentionMetadataBuilder):
     def build(
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
+        if isinstance(into, CompositeMetadata):
+            return self._rewrite(common, into)
         split, total = common.num_decodes, common.num_seqs
         spans = [("decode", 0, split)] if split else []
         if split < total or not split:
             spans.append(("prefill", split, total))
-        old = into.parts if isinstance(into, CompositeMetadata) else (None,) * len(spans)
-        if [part.phase if part else span[0] for part, span in zip(old, spans, strict=False)] != [s[0] for s in spans]:
-            raise CapacityError("the captured metadata has other phases than this step; capture a step of this kind")
         parts = []
-        for (phase, first, last), before in zip(spans, old, strict=True):
-            some = common if last - first == total else slice_sequences(common, first, last)
-            metadata = self._builders[phase].build(some, before and before.metadata, capture)
+        for phase, first, last in spans:
+            metadata = self._builders[phase].build(_part_of(common, first, last), None, capture)
             parts.append(Part(phase, slice(first, last) if phase == "decode" else slice(first, None), metadata))
-        if isinstance(into, CompositeMetadata):
-            rewrite_static(into.common, common)
-            return into
         mine = static_copy(common) if capture else common
-        return CompositeMetadata(mine, tuple(parts), lambda: self._builders["prefill"].build(common))
+        return CompositeMetadata(mine, tuple(parts), cache(lambda: self._builders["prefill"].build(common)), capture)
+
+    def _rewrite(self, common: CommonAttentionMetadata, into: CompositeMetadata) -> CompositeMetadata:
+        first, *rest = into.parts
+        split = first.rows.stop if first.phase == "decode" else 0
+        if first.phase == "decode" and not rest and common.max_query_len <= 1:  # padding counts as no decode
+            common = common.replace(num_decodes=common.num_seqs)
+        elif common.num_decodes != split:
+            raise CapacityError(
+                f"a step of {split} decodes was captured, this one has {common.num_decodes}; capture it"
+            )
+        ends = (common.num_seqs,) if not rest else (split, common.num_seqs)
+        start = 0
+        for part, end in zip(into.parts, ends, strict=True):
+            self._builders[part.phase].build(_part_of(common, start, end), part.metadata)
+            start = end
+        rewrite_static(into.common, common)
+        return into
 
     def device_update(self, metadata: AttentionMetadata) -> None:
         if isinstance(metadata, CompositeMetadata):
             for part in metadata.parts:
                 self._builders[part.phase].device_update(part.metadata)
+
+
+def _part_of(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
+    return common if last - first == common.num_seqs else slice_sequences(common, first, last)
 
 
 def slice_sequences(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
@@ -131,6 +149,8 @@ class CompositeImpl(AttentionImpl):
                 f"metadata must be CompositeMetadata, got {type(metadata).__name__}; build it with the layer"
             )
         rest = (sinks, alibi_slopes, q_scale, k_scale, v_scale, return_lse)
+        if kv_cache is None and metadata.captured:
+            raise UnsupportedError("two backends capture no attention without a cache; name one backend for the layer")
         if kv_cache is None:  # packed keys are not split where the queries are
             return self._impls["prefill"].forward(query, key, value, None, metadata.whole(), out, *rest)
         if len(metadata.parts) == 1:
@@ -157,12 +177,18 @@ class CompositeImpl(AttentionImpl):
 
 
 def make_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> AttentionImpl:
-    """The implementation for a selection of one backend or of two."""
-    return prefill.impl(spec) if prefill is decode else CompositeImpl(prefill, decode, spec)
+    """The implementation for a selection of one backend or of two (one, where no cache is there to decode from)."""
+    return prefill.impl(spec) if _is_single(prefill, decode, spec) else CompositeImpl(prefill, decode, spec)
 
 
 def make_builder(
     prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec, device: torch.device
 ) -> AttentionMetadataBuilder:
     """The metadata builder for a selection of one backend or of two."""
-    return prefill.builder(spec, device) if prefill is decode else CompositeBuilder(prefill, decode, spec, device)
+    if _is_single(prefill, decode, spec):
+        return prefill.builder(spec, device)
+    return CompositeBuilder(prefill, decode, spec, device)
+
+
+def _is_single(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> bool:
+    return prefill is decode or not spec.uses_cache

@@ -78,13 +78,17 @@ def paged_attention(
         has_alibi=alibi_slopes is not None,
         needs_lse=return_lse,
         kv_cache_dtype="auto" if kv_cache is None else stored_name(keys.dtype, query.dtype),
-        kv_scale=scale_kind(k_scale, v_scale),
+        kv_scale="none" if kv_cache is None else scale_kind(k_scale, v_scale),
         clean_cache=clean_cache,
         deterministic=deterministic,
     )
     if env.check_level():
         check_call(spec, query, key, value, kv_cache, common)
-    impl, builder = _served(spec, query.device, current_request(backend))
+    if kv_cache is None:  # keys that come with the call are not quantised
+        k_scale = v_scale = None
+    elif spec.kv_cache_dtype == "auto" and spec.kv_scale != "none":
+        raise InvalidInputError("k_scale and v_scale", "given for fp8 caches only", f"a cache of {keys.dtype}")
+    impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())
     if kv_cache is not None and key is not None:
         impl.write_kv(key, value, kv_cache, common.slot_mapping, k_scale, v_scale)
     given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
@@ -92,7 +96,7 @@ def paged_attention(
 
 
 @lru_cache(maxsize=256)
-def _served(spec: AttentionSpec, device: torch.device, request: Request):  # type: ignore[no-untyped-def]
+def _served(spec: AttentionSpec, device: torch.device, request: Request, flash_attn: int | None):  # type: ignore[no-untyped-def]
     selection = select_backend(spec, request)
     pair = selection.prefill, selection.decode
     return make_impl(*pair, spec), make_builder(*pair, spec, device)

@@ -124,6 +124,10 @@ class Attention(nn.Module):
             self._resolve()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": scale for name, scale in self._scales.saved().items()})
+
     def _resolve(self) -> None:
         """Choose the backend for the dtype and device that the layer has now."""
         device = self._anchor.device
@@ -138,7 +142,8 @@ class Attention(nn.Module):
         self.selection: Selection = replace(selection, scales=self._scales.source if stores_scaled else "")
         self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)
         self._builder: AttentionMetadataBuilder | None = None
-        self._scales = self._scales.to(device)
+        self._placed_scales = self._scales.to(device)
+        self._served_by = self.selection.served_by
         # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
         self._slopes = None if self._slope_values is None else self._slope_values.to(device)
 
@@ -150,7 +155,7 @@ class Attention(nn.Module):
     @property
     def plan_key(self) -> Key:
         """Layers with equal keys share metadata."""
-        return (self.kv_group, self.selection.spec, self.selection.name)
+        return (self.kv_group, self.selection.spec, self._served_by)
 
     @property
     def builder(self) -> AttentionMetadataBuilder:
@@ -202,11 +207,12 @@ class Attention(nn.Module):
             check_call(spec, query, key, value, kv_cache, built.common)
         if level == 2 and kv_cache is not None:
             check_contents(built.common, kv_cache)
-        scales = self._scales.of_call(k_scale, v_scale)
+        # Keys that come with the call are not quantised.
+        scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
         if kv_cache is not None and key is not None:
             self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales)
         target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)
-        given = (target, self.sinks, self._slopes, None, *scales)
+        given = (target, self.sinks, self._slopes, None, scales[0], scales[1])
         result, _ = self._impl.forward(query, key, value, kv_cache, built, *given)
         return result.flatten(1) if flat else result
 

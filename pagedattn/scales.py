@@ -9,6 +9,7 @@ import torch
 from .errors import InvalidInputError
 from .spec import Scale
 
+_LOADED = "the checkpoint"
 _UNKNOWN = "1.0: neither the layer, its checkpoint nor the call gives any"
 
 
@@ -54,9 +55,21 @@ class LayerScales:
         return self.announced or scale_kind(self.key, self.value)
 
     def loaded(self, key: torch.Tensor | None, value: torch.Tensor | None) -> LayerScales:
-        """With what a checkpoint holds; one element becomes a host float, which every backend serves."""
-        read = [None if x is None else x.item() if x.numel() == 1 else x.float() for x in (key, value)]
-        return replace(self, key=read[0], value=read[1], source="the checkpoint", announced=None)
+        """With what a checkpoint (or a shard of one) holds; one element becomes a host float, which every backend
+        serves, unless the other scale has one per head."""
+        pair = [
+            old if new is None else new.item() if new.numel() == 1 else _host(new)
+            for old, new in ((self.key, key), (self.value, value))
+        ]
+        shape = next((x.shape for x in pair if isinstance(x, torch.Tensor)), None)
+        if shape is not None:
+            pair = [torch.full(shape, x) if isinstance(x, float) else x for x in pair]
+        return replace(self, key=pair[0], value=pair[1], source=_LOADED, announced=None)
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint of the layer keeps: scales that came from one."""
+        pair = {"k_scale": self.key, "v_scale": self.value} if self.source == _LOADED else {}
+        return {name: torch.as_tensor(x, dtype=torch.float32) for name, x in pair.items() if x is not None}
 
     def to(self, device: torch.device) -> LayerScales:
         """With tensors on `device`."""
@@ -71,9 +84,10 @@ class LayerScales:
         """
         if key is None and value is None and self.announced is None:
             return self.key, self.value
-        if scale_kind(key, value) != self.announced:
+        kind = scale_kind(key, value)
+        if kind != self.announced and (kind, self.announced) != ("tensor", "head"):  # one element serves every head
             expected = f"of the kind announced, kv_scale={self.announced!r}"
-            raise InvalidInputError("k_scale and v_scale", expected, repr(scale_kind(key, value)))
+            raise InvalidInputError("k_scale and v_scale", expected, repr(kind))
         return key, value
 
 

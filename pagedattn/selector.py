@@ -158,11 +158,12 @@ def _pick(
         return get_backend(asked)
     usual = spec.replace(block_size=_USUAL_BLOCK_SIZE)
     for name in PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]:
-        reasons = rejections[name] or (() if spec.block_size else _reasons(name, usual))
+        reasons = rejections[name] or (() if spec.block_size or not spec.uses_cache else _reasons(name, usual))
         if not reasons:
             return get_backend(name)
-        if spec.block_size and {reason.feature for reason in reasons} == {"block_size"}:
-            _warn_once(f"block size {spec.block_size} excludes {name}, which is faster: {reasons[0]}")
+        if spec.block_size and not _reasons(name, spec.replace(block_size=None)):
+            why = next(reason for reason in reasons if reason.feature == "block_size")
+            _warn_once(f"block size {spec.block_size} excludes {name}, which is faster: {why}")
     everyone = "\n".join(f"  {name}: " + "; ".join(map(str, why)) for name, why in rejections.items())
     raise UnsupportedError(f"no backend can serve {spec}:\n{everyone}")
 

@@ -69,6 +69,8 @@ def test_architectures_asked_for(nvcc: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0; 9.0a+PTX")
     wanted = ["-gencode=arch=compute_80,code=[sm_80]", "-gencode=arch=compute_90a,code=[sm_90a,compute_90a]"]
     assert SETUP.gencode(nvcc) == wanted
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "; 8.0;9.0a+PTX;")
+    assert SETUP.gencode(nvcc) == wanted
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     with pytest.raises(SETUP.BuildFailed, match="TORCH_CUDA_ARCH_LIST must be like"):
         SETUP.gencode(nvcc)
@@ -102,8 +104,9 @@ def test_a_cuda_build_that_fails_leaves_the_cpu_build(monkeypatch, tmp_path) -> 
     assert "for the CPU only: the CUDA build failed: false failed" in text and (tmp_path / "_csrc.so").exists()
 
 
-def test_without_torch_the_installation_goes_on_and_the_reason_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('there is none here')\n")
+@pytest.mark.parametrize("raised", ["ImportError", "RuntimeError"])
+def test_without_torch_the_installation_goes_on_and_the_reason_is_kept(tmp_path: Path, raised: str) -> None:
+    (tmp_path / "torch.py").write_text(f"raise {raised}('there is none here')\n")
     command = ["setup.py", "-q", "build_ext", f"--build-lib={tmp_path / 'lib'}", f"--build-temp={tmp_path / 'temp'}"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -111,3 +114,49 @@ def test_without_torch_the_installation_goes_on_and_the_reason_is_kept(tmp_path:
     note = (tmp_path / "lib/pagedattn/_csrc.txt").read_text()
     assert note.startswith("not built: torch could not be imported (there is none here); install it")
     assert not (tmp_path / "lib/pagedattn/_csrc.so").exists()
+
+
+def test_a_folder_named_torch_is_no_torch(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch, "__file__", None)
+    with pytest.raises(SETUP.BuildFailed, match="a folder of that name is no package"):
+        SETUP.build(tmp_path / "_csrc.so", tmp_path / "objects")
+
+
+def test_a_note_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('\u00fc')\n", encoding="utf-8")
+    (tmp_path / "lib").write_text("a file where a folder should be")
+    command = ["setup.py", "-q", "build_ext", f"--build-lib={tmp_path / 'lib'}", f"--build-temp={tmp_path / 'temp'}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the note could not be written" in done.stdout
+
+
+def test_max_jobs_that_is_no_number_is_one_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for asked in ("3", "0", "auto", "-1", ""):
+        monkeypatch.setenv("MAX_JOBS", asked)
+        counts.append(SETUP.jobs())
+    assert counts == [3, *[os.cpu_count()] * 4]
+
+
+def _compiler(path: Path, version: str, body: str) -> str:
+    """A script that says a version, and otherwise does what `body` says with the output file ($last)."""
+    path.write_text(f"#!/bin/sh\nif [ $1 = --version ]; then echo {version}; exit; fi\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_object_of_another_compiler_version_is_not_taken(tmp_path: Path) -> None:
+    command = ["", "-c", str(ROOT / "csrc" / "registration.cpp")]
+    objects = set()
+    for version in ("1.0", "1.0", "2.0"):
+        command[0] = _compiler(tmp_path / "cc", version, 'for last; do :; done; : > "$last"')
+        objects.add(SETUP.compiled(command, tmp_path))
+    assert len(objects) == 2
+
+
+def test_what_a_compiler_says_may_be_undecodable(tmp_path: Path) -> None:
+    compiler = _compiler(tmp_path / "cc", "1", "printf 'error: \\377\\n' >&2; exit 1")
+    with pytest.raises(SETUP.BuildFailed, match="cc failed: error: "):
+        SETUP.run([compiler, "-c"])

@@ -63,7 +63,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cache heads": ({"kv_cache": cache(num_kv_heads=4)}, "kv_cache", r"\(2, 16\).*got \(\(4, 16\)"),
     "cache dim": ({"kv_cache": cache(head_dim_v=8)}, "kv_cache", r"\(2, 8\)"),
     "cache device": ({"kv_cache": cache(device="meta")}, "kv_cache", "on cpu as the metadata, got meta"),
-    "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "key", "float16"),
+    "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "kv_cache", "torch.float32.*got torch.float16"),
     "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
     "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5))}, "seq_lens", "at most 32, the table's width"),
     "out": ({"out": torch.empty(6, 4, 8)}, "out", r"\[T, Hq, Dv\]"),

@@ -143,7 +143,7 @@ def test_into_refuses_a_step_beyond_its_bounds() -> None:
 
 
 def test_a_captured_step_owns_its_buffers_and_takes_padded_ones() -> None:
-    one = layer()
+    one = Attention(2, 16, backend="TRITON")
     common = CommonAttentionMetadata.from_lengths([1, 1, 1], [9, 30, 7], TABLE)
     first = plan_step([one], common, capture=True)
     built = first.of(one.plan_key).common

@@ -92,3 +92,48 @@ def test_without_a_layer() -> None:
     common = CommonAttentionMetadata.from_lengths([20], [20], torch.tensor([[2, 1]], dtype=torch.int32))
     out, _ = paged_attention(query, None, None, cache.layer(0), common, k_scale=0.02, v_scale=0.01)
     assert torch.equal(out, expected)
+
+
+def test_a_checkpoint_may_come_in_shards_and_is_saved_again() -> None:
+    layer = layer_of(k_scale=0.5, v_scale=0.25)
+    layer.load_state_dict({"k_scale": torch.tensor(0.02)}, strict=False)
+    layer.load_state_dict({"v_scale": torch.full((KV_HEADS, 1), 0.01)}, strict=False)
+    expected, _, _ = attend(layer_of(k_scale=0.02, v_scale=0.01))
+    torch.testing.assert_close(attend(layer)[0], expected)
+    again = layer_of()
+    again.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(attend(again)[0], expected)
+    assert not layer_of(k_scale=0.5).state_dict()
+
+
+def test_tensors_survive_the_meta_device() -> None:
+    layer = layer_of(k_scale=PER_HEAD[0], v_scale=PER_HEAD[1], device="meta").to_empty(device="cpu")
+    own, _, _ = attend(layer_of(k_scale=PER_HEAD[0], v_scale=PER_HEAD[1]))
+    torch.testing.assert_close(attend(layer)[0], own)
+
+
+def test_keys_that_come_with_the_call_are_not_scaled() -> None:
+    q, k, v = (torch.randn(6, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    common = CommonAttentionMetadata.from_lengths([6], [6])
+    plain = Attention(HEADS, DIM, KV_HEADS)(q, k, v, None, common)
+    assert torch.equal(layer_of(k_scale=0.25, v_scale=0.5)(q, k, v, None, common), plain)
+    assert torch.equal(paged_attention(q, k, v, None, common, k_scale=0.25, v_scale=0.5)[0], plain)
+
+
+def test_one_scale_per_head_of_one_head() -> None:
+    layer = Attention(HEADS, DIM, 1, kv_cache_dtype="fp8", kv_scale="head")
+    q, k, v = (torch.randn(6, heads, DIM) for heads in (HEADS, 1, 1))
+    cache = PagedKVCache(1, 2, 16, 1, DIM, kv_cache_dtype="fp8")
+    common = CommonAttentionMetadata.from_lengths([6], [6], torch.tensor([[1]], dtype=torch.int32))
+    assert bool(
+        torch.isfinite(layer(q, k, v, cache.layer(0), common, None, torch.tensor([0.1]), torch.tensor([0.1]))).all()
+    )
+
+
+def test_a_cache_of_other_elements_is_refused() -> None:
+    wrong = PagedKVCache(1, 4, 16, KV_HEADS, DIM).layer(0)
+    common = CommonAttentionMetadata.from_lengths([1], [1], torch.tensor([[1]], dtype=torch.int32))
+    with pytest.raises(InvalidInputError, match=r"kv_cache must be of .*float8_e4m3fn"):
+        layer_of()(torch.randn(1, HEADS, DIM), None, None, wrong, common)
+    with pytest.raises(InvalidInputError, match="given for fp8 caches only"):
+        paged_attention(torch.randn(1, HEADS, DIM), None, None, wrong, common, k_scale=0.5)

@@ -22,7 +22,7 @@ void gather_kv(
   const auto* first = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr;
   const auto* from = static_cast<const char*>(cache.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
-  int64_t seq = 0;
+  int64_t seq = block_size > 0 ? 0 : num_seqs;  // no row is anywhere in blocks of no slots
   for (int64_t row = 0; row < out.sizes()[0]; ++row, to += heads * head_bytes) {
     while (seq < num_seqs && row >= ends[seq + 1]) ++seq;
     const int64_t position = seq < num_seqs ? row - ends[seq] + (first ? first[seq] : 0) : -1;

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..capabilities import Capabilities, Rejection
-from ..errors import CapacityError
+from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
-from ..spec import AttentionSpec, Scale
+from ..spec import AttentionSpec, GraphLevel, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,35 @@ class AttentionMetadataBuilder(ABC):
 
 
 def static_copy(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """`common` with device tensors of its own for a graph to record; lengths on the host would not stay true."""
+    """`common` with device tensors of its own for a graph to record, and without what would not stay true of a replay:
+    lengths on the host, and how many sequences decode, unless all do."""
     tensors = {name: getattr(common, name).clone() for name in _STATIC}
-    return common.replace(**tensors, query_start_loc_cpu=None, seq_lens_cpu=None)
+    decodes = common.num_decodes if common.num_decodes == common.num_seqs else 0
+    return common.replace(**tensors, query_start_loc_cpu=None, seq_lens_cpu=None, num_decodes=decodes)
+
+
+def check_capture(level: GraphLevel, common: CommonAttentionMetadata) -> None:
+    """Raise UnsupportedError where a batch of this kind is above what a backend can capture."""
+    if common.max_query_len <= 1:
+        kind = GraphLevel.UNIFORM_SINGLE_TOKEN_DECODE
+    elif common.num_tokens == common.num_seqs * common.max_query_len:
+        kind = GraphLevel.UNIFORM_BATCH
+    else:
+        kind = GraphLevel.ALWAYS
+    if kind > level:
+        raise UnsupportedError(
+            f"this step needs graph level {kind.name}, the backend states {level.name}; run it eagerly"
+        )
+
+
+def check_announced(spec: AttentionSpec, sinks: object, alibi_slopes: object, q_scale: object) -> None:
+    """Raise where a call brings what the spec did not announce, or lacks what it did."""
+    for name, announced, given in (("sinks", spec.has_sinks, sinks), ("alibi_slopes", spec.has_alibi, alibi_slopes)):
+        if announced != (given is not None):
+            expected = "given, as the spec announces" if announced else "None, as the spec announces none"
+            raise InvalidInputError(name, expected, "a tensor" if given is not None else "None")
+    if q_scale is not None:
+        raise UnsupportedError("fp8 queries are not served; pass q_scale=None")
 
 
 def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMetadata) -> None:

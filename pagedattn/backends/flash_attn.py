@@ -6,9 +6,10 @@ import torch
 
 from .. import ops
 from ..capabilities import Capabilities, Rejection
+from ..errors import UnsupportedError
 from ..kv_cache import LayerCache
 from ..spec import AttentionSpec, Scale
-from .base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability
+from .base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability, check_announced
 from .flash_attn_calls import Call, fa2, fa3, fa4
 from .flash_attn_metadata import FlashAttnBuilder, FlashAttnMetadata
 from .flash_attn_versions import FA3, VERSIONS, FlashAttnVersion, candidates, library, pick, version_for
@@ -21,7 +22,7 @@ class FlashAttnImpl(AttentionImpl):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self._library = library(version_for(spec))
+        library(version_for(spec))  # fails here, not in the first call
 
     def forward(
         self,
@@ -40,6 +41,9 @@ class FlashAttnImpl(AttentionImpl):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(metadata, FlashAttnMetadata):
             raise TypeError(f"metadata must be FlashAttnMetadata, got {type(metadata).__name__}")
+        check_announced(self.spec, sinks, alibi_slopes, q_scale)
+        if k_scale is not None or v_scale is not None:
+            raise UnsupportedError("FLASH_ATTN reads no scaled caches; the spec must announce scales (kv_scale)")
         keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
         if keys is None or values is None:
             raise TypeError("forward without a cache needs key and value")
@@ -49,7 +53,7 @@ class FlashAttnImpl(AttentionImpl):
             return _nothing(query, self.spec.value_dim, out).zero_(), _no_keys(query) if return_lse else None
         paged = kv_cache is not None
         call = Call(self.spec, metadata, query, keys, values, paged, sinks, alibi_slopes, return_lse)
-        result, lse = _CALLS[metadata.version.number](self._library, call)
+        result, lse = _CALLS[metadata.version.number](library(metadata.version), call)
         if len(result) < len(query):  # rows past the last sequence
             full = _nothing(query, self.spec.value_dim, out)
             full[: len(result)] = result

@@ -9,8 +9,15 @@ import torch
 from ..errors import UnsupportedError
 from ..metadata import CommonAttentionMetadata
 from ..ops.empty_rows import rows_without_keys
-from ..spec import AttentionSpec, GraphLevel
-from .base import AttentionMetadata, AttentionMetadataBuilder, rewrite_static, static_copy
+from ..spec import AttentionSpec
+from .base import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    Limits,
+    check_capture,
+    rewrite_static,
+    static_copy,
+)
 from .flash_attn_versions import FA3, FlashAttnVersion, library, version_for
 
 # FA3 balances up to so many splits per sequence on the device. A constant, so that a captured call fits any lengths.
@@ -55,20 +62,25 @@ class FlashAttnMetadata(AttentionMetadata):
 class FlashAttnBuilder(AttentionMetadataBuilder):
     """FA3 gets its schedule here, once for all layers; the others plan nothing."""
 
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        limits: Limits | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(spec, device, limits, workspace)
+        self._version = version_for(spec)
+
     def build(
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         if isinstance(into, FlashAttnMetadata):
-            rewrite_static(into.common, common)
-            if into.key_starts is not None:
-                into.key_starts.copy_(_starts(into.common.seq_lens))
-            if into.schedule is not None:
-                into.schedule.zero_()[: into.schedule.numel()].copy_(_schedule(self.spec, into.common, into.splits))
-            return into
-        version = version_for(self.spec)
+            return self._rewrite(common, into)
+        version = self._version
+        if capture:
+            check_capture(version.capabilities.graph_level, common)
         decode = 0 < common.num_decodes == common.num_seqs
-        if capture and not decode and version.capabilities.graph_level < GraphLevel.UNIFORM_BATCH:
-            raise UnsupportedError(f"{version.label} cannot capture a batch with several new tokens per sequence")
         metadata = FlashAttnMetadata(static_copy(common) if capture else common, version, decode)
         # Without a block size the cache is unknown yet, and FA3 schedules in each call.
         if version is FA3 and self.spec.block_size and common.num_tokens and common.block_table.shape[1]:
@@ -76,6 +88,26 @@ class FlashAttnBuilder(AttentionMetadataBuilder):
         if capture and version.number == 2 and not decode:
             metadata.packed_key_starts()
         return metadata
+
+    def _rewrite(self, common: CommonAttentionMetadata, into: FlashAttnMetadata) -> FlashAttnMetadata:
+        if into.decode and into.version.number == 2 and not _rows_are_sequences(common):
+            raise UnsupportedError(
+                "FA2 replays decodes whose row b is of sequence b; sort sequences without a new token last"
+            )
+        rewrite_static(into.common, common)
+        if into.key_starts is not None:
+            into.key_starts.copy_(_starts(into.common.seq_lens))
+        if into.schedule is not None:
+            into.schedule.copy_(_schedule(self.spec, into.common, into.splits))
+        return into
+
+
+def _rows_are_sequences(common: CommonAttentionMetadata) -> bool:
+    """Whether sequences with one new token come first and the others have none, as far as the host knows."""
+    if common.query_start_loc_cpu is None:
+        return common.num_decodes == common.num_seqs
+    queries = common.query_start_loc_cpu.diff()
+    return bool((queries[1:] <= queries[:-1]).all())
 
 
 def _schedule(spec: AttentionSpec, common: CommonAttentionMetadata, splits: int) -> torch.Tensor:

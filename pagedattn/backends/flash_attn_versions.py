@@ -70,6 +70,9 @@ class FlashAttnVersion:
         if self.number == 2 and spec.sliding_window is not None and spec.gqa_ratio > 1:
             reason = "its windowed decode reads the cache once per query head; FA3 and TRITON read it once per KV head"
             out.append(Rejection("sliding_window", spec.sliding_window, "gqa_ratio=1 only", reason))
+        if self.number == 2 and spec.sliding_window is not None and spec.uses_cache and not spec.clean_cache:
+            reason = "NaN in blocks behind the window, released and used again, would get out"
+            out.append(Rejection("clean_cache", False, "clean caches under a window", reason))
         if spec.softmax_scale <= 0:
             reason = "it takes each row's largest product, scaled, for the largest logit; negate the queries"
             out.append(Rejection("scale", spec.softmax_scale, "positive scales only", reason))

@@ -9,16 +9,28 @@ import torch
 from .. import ops
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
-from ..spec import Scale
-from .base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, rewrite_static, static_copy
+from ..spec import GraphLevel, Scale
+from .base import (
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    check_announced,
+    check_capture,
+    rewrite_static,
+    static_copy,
+)
 
 
 class OpMetadataBuilder(AttentionMetadataBuilder):
-    """The op reads lengths and tables on the device: there is nothing to plan."""
+    """The op reads lengths and tables on the device: there is nothing to plan. `graph_level`: as the backend states."""
+
+    graph_level: ClassVar[GraphLevel] = GraphLevel.NEVER
 
     def build(
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
+        if capture:
+            check_capture(self.graph_level, common)
         if into is None:
             return AttentionMetadata(static_copy(common) if capture else common)
         rewrite_static(into.common, common)
@@ -46,6 +58,7 @@ class OpAttentionImpl(AttentionImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         common, spec = metadata.common, self.spec
+        check_announced(spec, sinks, alibi_slopes, q_scale)
         keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
         if keys is None or values is None:
             raise TypeError("forward without a cache needs key and value")

@@ -14,6 +14,10 @@ from .base import AttentionBackend, Availability
 from .op_backend import OpAttentionImpl, OpMetadataBuilder
 
 
+class TritonMetadataBuilder(OpMetadataBuilder):
+    graph_level = GraphLevel.ALWAYS
+
+
 class TritonImpl(OpAttentionImpl):
     path = "triton"
 
@@ -22,7 +26,7 @@ class TritonBackend(AttentionBackend):
     """One varlen kernel for prefill, decode and mixed batches; decodes split their keys over the GPU."""
 
     name = "TRITON"
-    builder = OpMetadataBuilder
+    builder = TritonMetadataBuilder
     impl = TritonImpl
 
     @classmethod

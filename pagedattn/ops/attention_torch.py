@@ -35,6 +35,7 @@ def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
         k, v, seen = _keys(inputs, lens, piece)
         position = (lens - starts[1:] + starts[:-1])[piece, None] + rows  # [b, R]
         visible = _mask(seen, position, inputs.causal, inputs.window)  # [b, R, L]
+        v = torch.where(visible.any(1)[..., None, None], v, 0)  # 0 * NaN would reach the output
         o, z = _softmax_attention(inputs, query[q_index], k, v, visible, position, first, mask_mod)
         mine = (seq >= first) & (seq < last) & (row >= low) & (row < high)
         at = ((seq - first).clamp(0, last - first - 1), (row - low).clamp(0, high - low - 1))
@@ -59,7 +60,7 @@ def _pieces(
 
 
 def _keys(inputs: AttentionInputs, lens: torch.Tensor, piece: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys [b, L, Hkv, D], values [b, L, Hkv, Dv] with unseen rows zeroed, and which rows are seen [b, L]."""
+    """Keys [b, L, Hkv, D], values [b, L, Hkv, Dv], and which of their rows are the sequence's own [b, L]."""
     key, value, device = inputs.key, inputs.value, inputs.key.device
     if inputs.block_table is not None:
         size = key.shape[1]
@@ -77,8 +78,7 @@ def _keys(inputs: AttentionInputs, lens: torch.Tensor, piece: slice) -> tuple[to
         at = torch.where(seen, starts[piece, None] + index, 0).clamp_(max=max(len(key) - 1, 0))
         k, v = _take(key, at), _take(value, at)
     wide = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    k, v = k.to(wide), torch.where(seen[..., None, None], v.to(wide), 0)
-    return k, v, seen
+    return k.to(wide), v.to(wide), seen
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,13 @@ def _softmax_attention(
     """query [b, R, Hq, D], key [b, L, Hkv, D] -> output [b, R, Hq, Dv] and LSE [b, R, Hq]."""
     sinks, softcap = inputs.sinks, inputs.softcap
     (b, rows, heads, _), (_, length, kv_heads, _) = query.shape, key.shape
-    q = query.to(key.dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, query.shape[3])
+    packed = heads // kv_heads * rows
+    q = (
+        query.to(key.dtype)
+        .unflatten(2, (kv_heads, -1))
+        .permute(0, 2, 3, 1, 4)
+        .reshape(b, kv_heads, packed, query.shape[3])
+    )
     logits = (q @ key.permute(0, 2, 3, 1)).view(b, heads, rows, length).mul_(inputs.scale)
     if inputs.k_scale is not None:  # on the logits: stored keys are exact, and stay so
         logits = logits * _per_head(inputs.k_scale, kv_heads, heads)
@@ -136,7 +142,7 @@ def _softmax_attention(
     total = weights.sum(-1)
     if sinks is not None:
         total = total + (sinks.to(key.dtype)[:, None] - shift).exp()
-    output = (weights.reshape(b, kv_heads, -1, length) @ value.transpose(1, 2)).view(b, heads, rows, -1)
+    output = (weights.reshape(b, kv_heads, packed, length) @ value.transpose(1, 2)).view(b, heads, rows, value.shape[3])
     output = output * inputs.out_scale / total.masked_fill(total == 0, 1.0)[..., None]
     if inputs.v_scale is not None:
         output = output * _per_head(inputs.v_scale, kv_heads, heads)

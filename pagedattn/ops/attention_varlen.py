@@ -27,7 +27,9 @@ def serves(inputs: AttentionInputs) -> bool:
     """Whether torch's kernel computes this call: plain attention in 16 bits, blocks of a multiple of 256 tokens."""
     query, dim = inputs.query, inputs.query.shape[2]
     extras = (inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale)
-    plain = inputs.softcap == 0 and inputs.scale > 0 and all(extra is None for extra in extras)
+    plain = (
+        inputs.softcap == 0 and inputs.scale > 0 and inputs.out_scale == 1 and all(extra is None for extra in extras)
+    )
     fits = dim == inputs.value.shape[-1] and dim % 8 == 0 and dim <= 256 and inputs.key.dtype == query.dtype
     blocks = inputs.block_table is None or (inputs.key.shape[1] % 256 == 0 and inputs.block_table.shape[1] > 0)
     half = query.dtype in (torch.float16, torch.bfloat16)

@@ -24,6 +24,29 @@ def check_pairs(pairs: torch.Tensor, num_sources: int, num_targets: int) -> None
         raise InvalidInputError("pairs", "each target at most once", "a target that occurs twice")
 
 
+def check_apart(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Refuse two tensors that are one, or pairs of which a source block shares bytes with a target block.
+
+    Blocks that are not one piece are not looked at: torch copies these, and reads all sources first.
+    """
+    base = source.untyped_storage().data_ptr()
+    if base == 0 or base != target.untyped_storage().data_ptr():
+        return
+    remedy = "copy_blocks copies within one"
+    if source.data_ptr() == target.data_ptr():
+        raise InvalidInputError("target", "another tensor than source", "the same", remedy)
+    if not (has_whole_blocks(source) and has_whole_blocks(target)):
+        return
+    size = source.element_size()
+    length = source[0].numel() * size
+    begin = source.data_ptr() + pairs[:, 0] * (source.stride(0) * size)
+    targets = (target.data_ptr() + pairs[:, 1] * (target.stride(0) * size)).sort().values
+    # A block of the same length meets [begin, begin + length) where it begins within a length of it on either side.
+    first = torch.searchsorted(targets, begin - length, right=True)
+    if bool((first < torch.searchsorted(targets, begin + length)).any()):
+        raise InvalidInputError("target", "blocks that share no memory with those of source", "an overlap", remedy)
+
+
 def marked(blocks: torch.Tensor, count: int) -> torch.Tensor:
     """[count] bool, True for each of `blocks`: tells members and duplicates without sorting."""
     return torch.zeros(count, dtype=torch.bool).index_fill_(0, blocks, True)

@@ -39,6 +39,9 @@ def copy_blocks(caches: Sequence[torch.Tensor], pairs: torch.Tensor, *, path: st
 
 def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     device = caches[0].device
+    caches = [cache for cache in caches if cache.numel()]
+    if not caches:
+        return
     chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
     if chosen == "torch":
         on_device = pairs.to(device, non_blocking=True)

@@ -21,7 +21,8 @@ def gather_kv(
 
     Args:
         key_cache: [P, S, Hkv, D]. value_cache: [P, S, Hkv, Dv] or None.
-        block_table: [B, max_blocks] int32. cu_lens: [B + 1] int32. starts: [B] int32, zeros where None.
+        block_table: [B, max_blocks] int32. cu_lens: [B + 1] int32, not falling, from 0. starts: [B] int32, zeros
+            where None.
         num_tokens: rows of the result, a host integer, at least cu_lens[B]; rows past that are zero.
 
     Returns:
@@ -29,21 +30,27 @@ def gather_kv(
         table or in a block outside the cache is zero.
 
     Raises:
-        InvalidInputError: wrong ranks or dtypes.
+        InvalidInputError: wrong ranks, lengths, dtypes or devices.
     """
     expect(key_cache.dim() == 4 and key_cache.stride(3) == 1, "key_cache", "[P, S, Hkv, D], last stride 1", key_cache)
     table_ok = block_table.dim() == 2 and block_table.dtype == torch.int32
     expect(table_ok, "block_table", "int32 [B, max_blocks]", block_table)
-    expect(cu_lens.dtype == torch.int32 and len(cu_lens) == len(block_table) + 1, "cu_lens", "int32 [B + 1]", cu_lens)
+    _check_per_sequence(cu_lens, "cu_lens", len(block_table) + 1, "int32 [B + 1]")
     if value_cache is not None:
         expect(value_cache.dim() == 4 and value_cache.stride(3) == 1, "value_cache", "as key_cache", value_cache)
     if starts is not None:
-        expect(starts.dtype == torch.int32 and len(starts) == len(block_table), "starts", "int32 [B]", starts)
-    for name, tensor in (("value_cache", value_cache), ("block_table", block_table), ("cu_lens", cu_lens)):
+        _check_per_sequence(starts, "starts", len(block_table), "int32 [B]")
+    others = {"value_cache": value_cache, "block_table": block_table, "cu_lens": cu_lens, "starts": starts}
+    for name, tensor in others.items():
         if tensor is not None:
             expect(tensor.device == key_cache.device, name, f"on {key_cache.device} as key_cache", tensor)
     key = _op(key_cache, block_table, cu_lens, starts, num_tokens, path)
     return key, None if value_cache is None else _op(value_cache, block_table, cu_lens, starts, num_tokens, path)
+
+
+def _check_per_sequence(tensor: torch.Tensor, name: str, count: int, expected: str) -> None:
+    fits = tensor.dim() == 1 and tensor.dtype == torch.int32 and len(tensor) == count
+    expect(fits, name, expected, tensor)
 
 
 def _run(
@@ -55,7 +62,7 @@ def _run(
     path: str,
 ) -> torch.Tensor:
     shape, kind = (num_tokens, *cache.shape[2:]), {"dtype": cache.dtype, "device": cache.device}
-    if num_tokens == 0 or block_table.numel() == 0:
+    if num_tokens == 0 or block_table.numel() == 0 or cache.numel() == 0:
         return torch.zeros(shape, **kind)
     chosen = choose(path, cache.device, "gather_kv")
     lens, first = cu_lens.contiguous(), None if starts is None else starts.contiguous()

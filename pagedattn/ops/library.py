@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,12 +36,26 @@ _library = torch.library.Library("pagedattn", "FRAGMENT")
 
 
 def register(schema: str, implementation: Callable[..., object], fake: Callable[..., object]) -> Callable[..., Any]:
-    """Register `schema` (which names what it mutates) for every device, with its fake for tracing; returns the op."""
+    """Register `schema` (which names what it mutates) for every device, with its fake for tracing; returns the op.
+
+    It runs without gradients: a cache must not keep the graph of what was written to it.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    _library.impl(name, _without_gradients(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"pagedattn::{name}", fake, lib=_library)
     return getattr(torch.ops.pagedattn, name).default
+
+
+def _without_gradients(implementation: Callable[..., object]) -> Callable[..., object]:
+    @wraps(implementation)
+    def run(*args: object) -> object:
+        if not torch.is_grad_enabled():  # as a rule; no_grad costs a microsecond
+            return implementation(*args)
+        with torch.no_grad():
+            return implementation(*args)
+
+    return run
 
 
 @cache
@@ -128,7 +142,7 @@ def csrc_op(name: str) -> Callable[..., Any]:
 @cache
 def _load_csrc() -> tuple[bool, str]:
     note = _EXTENSION.with_suffix(".txt")
-    built = note.read_text().partition("\n")[0] if note.exists() else ""
+    built = note.read_text(encoding="utf-8", errors="replace").partition("\n")[0] if note.exists() else ""
     if not _EXTENSION.exists():
         return False, built if built.startswith("not built") else f"not built: {_BUILD}"
     try:

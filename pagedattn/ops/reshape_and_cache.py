@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..errors import InvalidInputError
 from .library import choose, csrc_op, expect, kernels, refuse, register
 
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
+_SCALES = (2.0**-150, 2.0**128 - 2.0**103)  # what lies between is a positive finite float32 when rounded
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -80,8 +79,8 @@ def _scale(
     if rows is None or cache is None or rows.dtype == cache.dtype:
         raise InvalidInputError(name, "None where nothing is converted to fp8", scale, "copies have no scale")
     if not isinstance(scale, torch.Tensor):
-        if not (scale > 0 and math.isfinite(scale)):
-            raise InvalidInputError(name, "a positive finite number", scale)
+        if not _SCALES[0] < scale < _SCALES[1]:
+            raise InvalidInputError(name, "a positive finite number as a float32", scale)
         return None, float(scale)
     heads = cache.shape[2]
     fits = scale.dtype == torch.float32 and (scale.numel() == 1 or scale.shape == (heads,))
@@ -103,6 +102,12 @@ def _run(
 ) -> None:
     if slot_mapping.numel() == 0:
         return
+    if value_cache is not None and value_cache.numel() == 0:
+        value = value_cache = None
+    if key_cache.numel() == 0:
+        if value is not None and value_cache is not None:
+            _run(value, None, value_cache, None, slot_mapping, v_scale, None, v_scale_value, 1.0, path)
+        return
     chosen = choose(path, key.device, "reshape_and_cache")
     slots = slot_mapping.contiguous()
     scales = k_scale, v_scale, k_scale_value, v_scale_value
@@ -122,7 +127,7 @@ def _torch(
     stored = rows[: len(slots)]
     if rows.dtype != cache.dtype:
         if scale is None:  # as a tensor of the device: torch multiplies CUDA tensors by the reciprocal of a number
-            scale = torch.full((1,), scale_value, device=rows.device)
+            scale = torch.full((1,), scale_value, dtype=torch.float32, device=rows.device)
         most = FP8[cache.dtype]
         stored = (stored.float() / scale[:, None]).clamp(-most, most).to(cache.dtype)
     if cache.dtype in FP8:  # as bytes: not every torch indexes fp8

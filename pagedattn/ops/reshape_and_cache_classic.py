@@ -59,7 +59,7 @@ def _run(
     slot_mapping: torch.Tensor,
     path: str,
 ) -> None:
-    if slot_mapping.numel() == 0:
+    if slot_mapping.numel() == 0 or value_cache.numel() == 0:
         return
     slots = slot_mapping.contiguous()
     if choose(path, key.device, "reshape_and_cache_classic") == "csrc":

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from ..errors import InvalidInputError
-from .block_pairs import CONTIGUOUS, check_pairs, has_whole_blocks
+from .block_pairs import CONTIGUOUS, check_apart, check_pairs, has_whole_blocks
 from .library import choose, csrc_op, kernels, register
 
 _BEST = 0  # the mechanism that csrc/swap_blocks.cu picks by itself; 1, 2 and 3 are for measuring
@@ -33,23 +33,27 @@ def swap_blocks(
         stream: the stream to copy on; the current one where None.
 
     Raises:
-        InvalidInputError: shapes or dtypes that differ, a block out of range, a target twice, or one tensor as both.
+        InvalidInputError: shapes or dtypes that differ, a block out of range, a target twice, one tensor as both, a
+            source that shares memory with a target, or a stream of another device.
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         got = f"{target.dtype} {list(target.shape)}"
         raise InvalidInputError("target", f"{source.dtype} [*, {list(source.shape[1:])}] as the source", got)
-    if source.data_ptr() == target.data_ptr():
-        raise InvalidInputError("target", "another tensor than source", "the same", "copy_blocks copies within one")
+    if stream is not None and stream.device not in (source.device, target.device):
+        raise InvalidInputError("stream", f"of {source.device} or {target.device} as the tensors", stream.device)
     check_pairs(pairs, len(source), len(target))
-    if len(pairs) == 0:
+    if len(pairs) == 0 or target.numel() == 0:
         return
+    check_apart(source, target, pairs)
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
         _op(source, target, pairs, path)
 
 
 def _run(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: str) -> None:
     device = source.device if source.is_cuda else target.device
-    chosen = choose(path, device, "swap_blocks", _needs(source, target, path))
+    chosen = choose(path, device, "swap_blocks", _needs(source, target))
+    if chosen == "triton" and not _reachable(source, target):
+        chosen = choose("torch" if path == "auto" else path, device, "swap_blocks", "pinned host memory")
     if chosen == "csrc":
         csrc_op("swap_blocks")(source, target, pairs, _BEST)
     elif chosen == "triton":
@@ -62,16 +66,20 @@ def _run(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: 
             target[dst].copy_(source[src], non_blocking=True)
 
 
-def _needs(source: torch.Tensor, target: torch.Tensor, path: str) -> str:
+def _needs(source: torch.Tensor, target: torch.Tensor) -> str:
     """What the compiled paths want and these tensors are not; empty where they will do."""
     if not (has_whole_blocks(source) and has_whole_blocks(target)):
         return CONTIGUOUS
     if source.is_cuda and target.is_cuda and source.device != target.device:
         return "tensors of one GPU, or of one and the host"
-    if path == "triton" and source.is_cuda != target.is_cuda:
-        host = target if source.is_cuda else source
-        return "" if host.is_pinned() else "pinned host memory"
     return ""
+
+
+def _reachable(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a Triton kernel can address both, which it cannot where one of them is pageable host memory."""
+    if source.is_cuda == target.is_cuda:
+        return True
+    return (target if source.is_cuda else source).is_pinned()
 
 
 def _fake(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: str) -> None:

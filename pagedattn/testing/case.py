@@ -39,6 +39,7 @@ class Case:
     kv_cache_dtype: str = "auto"
     kv_scale: str = "none"
     deterministic: bool = False
+    poison_behind: bool = False
     magnitude: float = 1.0
     write: bool = True
     note: str = ""

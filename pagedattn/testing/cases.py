@@ -53,6 +53,7 @@ _LENGTHS = (
     Case(query_lens=(130,), seq_lens=(300,), note="long chunk"),
     Case(query_lens=(5, 9), seq_lens=(2, 9), write=False, note="more queries than keys"),
     Case(query_lens=(2, 1), seq_lens=(0, 9), write=False, note="queries without keys"),
+    Case(query_lens=(2,), seq_lens=(0,), write=False, note="no keys at all"),
     Case(query_lens=(1, 1), seq_lens=(1327, 1025), head_dim=16, note="long contexts"),
 )
 
@@ -71,6 +72,8 @@ _FEATURES = (
     Case(sliding_window=5, sinks=0.5, softcap=8.0, magnitude=2.0),
     _decode(sliding_window=20, sinks=0.5, alibi=True),
     _chunks(sliding_window=20, softcap=8.0, alibi=True),
+    _decode(sliding_window=20, poison_behind=True),
+    _chunks(sliding_window=5, poison_behind=True),
     Case(scale=0.5),
     _decode(scale=-0.3),
     Case(magnitude=30.0, note="huge logits"),

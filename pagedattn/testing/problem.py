@@ -132,6 +132,9 @@ def _paged(
         at = table[row, position // size].long(), position % size
         for cache, rows in ((caches[0], stored.write_key(k[:old])), (caches[1], stored.write_value(v[:old]))):
             _bits(cache)[at] = _bits(rows)
+            if case.poison_behind and case.sliding_window is not None:  # released blocks, somebody else's by now
+                behind = max(case.seq_lens[row] - case.query_lens[row] - case.sliding_window + 1, 0) // size
+                cache[table[row, :behind].long()] = case.unused
     return (caches[0], caches[1]), table
 
 

@@ -29,7 +29,7 @@ class Peer(NamedTuple):
         """`case` with the head dim that every library is built for, and blocks and a cache as this one needs them."""
         size = 256 if self.version == "2" and case.block_size == 16 else case.block_size
         lse = case.lse and not (self.version == "2" and case.alibi)
-        clean = self.version == "3"
+        clean = self.version == "3" or (self.version == "2" and case.sliding_window is not None)
         return case.but(head_dim=128, head_dim_v=None, block_size=size, clean_cache=clean, lse=lse)
 
 

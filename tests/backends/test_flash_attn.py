@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from pagedattn import AttentionSpec, CommonAttentionMetadata, select_backend
 from pagedattn.backends import flash_attn_versions as versions
 from pagedattn.backends.flash_attn import FlashAttnBackend
 from pagedattn.backends.flash_attn_metadata import FlashAttnMetadata
-from pagedattn.errors import CapacityError, UnsupportedError
+from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.testing.case import Case
 from pagedattn.testing.cases import CASES
 from pagedattn.testing.conformance import check
@@ -50,7 +51,7 @@ def served(number: int) -> list[Case]:
     out = []
     for case in CASES:
         size = 256 if number == 2 and case.block_size == 16 else case.block_size
-        clean = version.capabilities.needs_clean_cache
+        clean = version.capabilities.needs_clean_cache or case.sliding_window is not None
         case = case.but(dtype=torch.bfloat16, block_size=size, clean_cache=clean)
         spec = case.spec(torch.device("cpu")).replace(**H200)
         if not version.rejections(spec) and case.head_dim <= 128:
@@ -106,7 +107,9 @@ def test_fa4_is_never_chosen_unasked(install: Install, monkeypatch: pytest.Monke
 
 def test_fa2_refuses_to_reread_the_cache_per_head(install: Install) -> None:
     install(2)
-    wide = spec(block_size=256, sliding_window=100)
+    one_per_head = spec(block_size=256, sliding_window=9).replace(num_kv_heads=8)
+    assert [reason.feature for reason in FlashAttnBackend.rejections(one_per_head)] == ["clean_cache"]
+    wide = spec(block_size=256, sliding_window=100, clean_cache=True)
     assert [reason.feature for reason in FlashAttnBackend.rejections(wide)] == ["sliding_window"]
     assert FlashAttnBackend.rejections(wide.replace(num_kv_heads=8)) == []
 
@@ -144,3 +147,39 @@ def test_what_a_step_runs_is_told(install: Install) -> None:
     install(3)
     builder = FlashAttnBackend.builder(spec(clean_cache=True), torch.device("cpu"))
     assert builder.build(step([5, 6])).describe() == "FA3 via flash_attn_interface, 2 sequences, decode"
+
+
+def test_zeros_between_decodes_are_not_replayed_by_fa2(install: Install) -> None:
+    install(2)
+    builder = FlashAttnBackend.builder(spec(block_size=256), torch.device("cpu"))
+    captured = builder.build(step([64, 64, 64]), capture=True)
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="sort sequences without a new token last"):
+        builder.build(CommonAttentionMetadata.from_lengths([1, 0, 1], [9, 8, 7], table), captured)
+    assert builder.build(CommonAttentionMetadata.from_lengths([1, 1, 0], [9, 8, 0], table), captured) is captured
+
+
+def test_a_version_is_settled_when_a_layer_is_built(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(2, 3)
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "2")
+    problem = make_problem(Case(block_size=256, dtype=torch.bfloat16, clean_cache=True, head_dim=64))
+    monkeypatch.setattr(versions.Capabilities, "rejections", lambda self, spec: [])
+    impl, builder = FlashAttnBackend.impl(problem.spec), FlashAttnBackend.builder(problem.spec, torch.device("cpu"))
+    monkeypatch.delenv("PAGEDATTN_FLASH_ATTN")
+    metadata = builder.build(problem.common)
+    assert metadata.describe().startswith("FA2")
+    copy.deepcopy(impl).forward(problem.query, None, None, problem.cache, metadata)
+    assert CALLS[-1]["call"] == "fa2 varlen"
+
+
+def test_what_the_spec_did_not_announce_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(3)
+    problem = make_problem(Case(dtype=torch.bfloat16, clean_cache=True, head_dim=64))
+    monkeypatch.setattr(versions.Capabilities, "rejections", lambda self, spec: [])
+    impl = FlashAttnBackend.impl(problem.spec)
+    metadata = FlashAttnBackend.builder(problem.spec, torch.device("cpu")).build(problem.common)
+    given: dict[str, Any] = {"sinks": torch.ones(4), "k_scale": 0.5, "q_scale": 1.0}
+    for name, value in given.items():
+        only: dict[str, Any] = {name: value}
+        with pytest.raises((InvalidInputError, UnsupportedError), match=name.removeprefix("k_")):
+            impl.forward(problem.query, None, None, problem.cache, metadata, **only)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
@@ -157,3 +160,60 @@ def test_swap_within_one_tensor_is_refused(device) -> None:
     cache = torch.randn(9, 4, device=device)
     with pytest.raises(InvalidInputError, match="copy_blocks"):
         ops.swap_blocks(cache, cache, torch.tensor([[0, 1]]))
+
+
+def test_tensors_with_shared_blocks_are_refused() -> None:
+    slab = torch.arange(12 * 4.0).view(12, 4)
+    before = slab.clone()
+    for one, other, pairs in ((slab[:9], slab[3:], [[3, 0]]), (slab[3:], slab[:9], [[1, 2], [0, 3]])):
+        with pytest.raises(InvalidInputError, match="share no memory with those of source"):
+            ops.swap_blocks(one, other, torch.tensor(pairs))
+    shifted = slab.flatten()[2:46].view(11, 4)  # half a block further
+    with pytest.raises(InvalidInputError, match="share no memory"):
+        ops.swap_blocks(slab, shifted, torch.tensor([[5, 4]]))
+    assert torch.equal(slab, before)
+
+
+def test_views_of_one_storage_whose_blocks_lie_apart(device, any_path) -> None:
+    pair = torch.randn(9, 2, 4, 6, device=device)
+    want = copy_blocks_oracle(pair[:, 0].cpu(), pair[:, 1].cpu(), PAIRS)
+    ops.swap_blocks(pair[:, 0], pair[:, 1], torch.tensor(PAIRS), path=any_path)
+    assert torch.equal(pair[:, 1].cpu(), want)
+    whole = pair.flatten(1)
+    ops.swap_blocks(whole[:6], whole[3:], torch.tensor([[2, 0], [0, 3]]), path=any_path)
+    assert torch.equal(whole[[3, 6]], whole[[2, 0]])
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_tensors_without_memory_are_no_overlap(device, any_path) -> None:
+    empty = torch.zeros(9, 0, device=device)
+    ops.swap_blocks(empty, torch.zeros(9, 0, device=device), torch.tensor(PAIRS), path=any_path)
+    ops.copy_blocks([empty], torch.tensor(PAIRS), path=any_path)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        source, target = torch.zeros(9, 4), torch.zeros(9, 4)
+    ops.swap_blocks(source, target, torch.tensor(PAIRS), path=any_path)
+
+
+def test_blocks_of_one_element(device, any_path) -> None:
+    cache = torch.arange(9.0, device=device)
+    want = copy_blocks_oracle(cache.cpu(), cache.cpu(), MIXED)
+    ops.copy_blocks([cache], torch.tensor(MIXED), path=any_path)
+    assert torch.equal(cache.cpu(), want)
+
+
+def test_a_stream_of_another_device_is_refused() -> None:
+    stream = SimpleNamespace(device=torch.device("cuda", 1))
+    with pytest.raises(InvalidInputError, match="stream must be of cpu"):
+        ops.swap_blocks(torch.zeros(9, 4), torch.zeros(9, 4), torch.tensor(PAIRS), stream=stream)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_pageable_host_memory_without_the_extension_goes_to_torch(device, monkeypatch, way) -> None:
+    monkeypatch.setattr(library, "_cuda_ready", lambda device: False)
+    host, on_device = torch.randn(9, 4, 6), torch.randn(9, 4, 6, device=device)
+    source, target = (on_device, host) if way == "out" else (host, on_device)
+    want = copy_blocks_oracle(source.cpu(), target.cpu(), PAIRS)
+    ops.swap_blocks(source, target, torch.tensor(PAIRS))
+    torch.cuda.synchronize()
+    assert torch.equal(target.cpu(), want)

@@ -81,7 +81,9 @@ def test_nothing_to_gather_is_zeros(device, any_path, sequences) -> None:
     [
         ({"block_table": torch.zeros(1, 1, dtype=torch.int64)}, "block_table must be int32"),
         ({"cu_lens": torch.zeros(3, dtype=torch.int32)}, "cu_lens must be int32"),
+        ({"cu_lens": torch.zeros(2, 1, dtype=torch.int32)}, "cu_lens must be int32"),
         ({"starts": torch.zeros(2, dtype=torch.int32)}, "starts must be int32"),
+        ({"starts": torch.zeros(1, 1, dtype=torch.int32)}, "starts must be int32"),
         ({"value_cache": torch.zeros(3, 4, 8)}, "value_cache must be as key_cache"),
     ],
 )
@@ -95,3 +97,44 @@ def test_what_does_not_fit_is_refused(change, match) -> None:
     }
     with pytest.raises(InvalidInputError, match=match):
         ops.gather_kv(**{**good, **change})
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 1, 8), (3, 0, 1, 8), (3, 4, 0, 8), (3, 4, 1, 0)])
+def test_a_cache_without_elements_gives_zeros(device, any_path, shape) -> None:
+    cache, table = torch.randn(shape, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    key, _ = ops.gather_kv(cache, None, table, lens, 3, path=any_path)
+    assert key.shape == (3, *shape[2:]) and not key.any()
+    if any_path == "csrc":  # which does not rely on its caller
+        out = torch.ones(3, *shape[2:], device=device)
+        torch.ops.pagedattn_csrc.gather_kv(cache, table, lens, None, out)
+        assert not out.any()
+
+
+@pytest.mark.parametrize("far", ["slot", "head"])
+def test_strides_beyond_2_to_the_31_elements(device, any_path, far) -> None:
+    """Three slots or heads 2^30 elements apart; only the pages that hold them are ever touched."""
+    stride = 1 << 30
+    strides = (0, stride, 16, 1) if far == "slot" else (0, 16, stride, 1)
+    shape = (1, 3, 1, 16) if far == "slot" else (1, 1, 3, 16)
+    whole = torch.empty(2 * stride + 64, dtype=torch.float16, device=device)
+    cache = whole.as_strided(shape, strides)
+    rows = torch.randn(1, 3, 16, device=device).half().view(shape)
+    cache.copy_(rows)
+    table, lens = (torch.tensor(data, dtype=torch.int32, device=device) for data in ([[0]], [0, shape[1]]))
+    key, _ = ops.gather_kv(cache, None, table, lens, shape[1], path=any_path)
+    assert torch.equal(key, rows[0])
+
+
+@pytest.mark.parametrize("name", ["value_cache", "block_table", "cu_lens", "starts"])
+def test_tensors_of_another_device_are_refused(name) -> None:
+    good = {
+        "key_cache": torch.zeros(3, 4, 1, 8),
+        "value_cache": torch.zeros(3, 4, 1, 8),
+        "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "cu_lens": torch.zeros(2, dtype=torch.int32),
+        "starts": torch.zeros(1, dtype=torch.int32),
+        "num_tokens": 3,
+    }
+    with pytest.raises(InvalidInputError, match=f"{name} must be on cpu as key_cache"):
+        ops.gather_kv(**{**good, name: good[name].to("meta")})

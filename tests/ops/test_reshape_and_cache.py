@@ -142,3 +142,32 @@ def test_bad_input_is_refused_and_nothing_is_written(key, slots, match) -> None:
     with pytest.raises(InvalidInputError, match=match):
         ops.reshape_and_cache(key, key, cache, cache, slots)
     assert bool((cache == 1).all())
+
+
+def test_heads_beyond_2_to_the_31_elements(device, any_path) -> None:
+    far = 1 << 30
+    whole = torch.empty(2 * far + 64, dtype=torch.float16, device=device)
+    rows, cache = (whole[i * 32 :].as_strided((1, 3, 16), (16, far, 1)) for i in range(2))
+    rows.copy_(want := torch.randn(1, 3, 16, device=device).half())
+    ops.reshape_and_cache(rows, None, cache[:, None], None, torch.tensor([0], device=device), path=any_path)
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (3, 0, 2, 8), (3, 4, 0, 8), (3, 4, 2, 0)])
+def test_caches_without_elements(device, any_path, shape) -> None:
+    cache, slots = torch.zeros(shape, device=device), torch.tensor([1, 0], device=device)
+    rows = torch.zeros(2, *shape[2:], device=device)
+    ops.reshape_and_cache(rows, rows, cache, cache.clone(), slots, path=any_path)
+    if shape[3] == 0:  # one side alone has none
+        other, ones = torch.zeros(3, 4, 2, 8, device=device), torch.ones(2, 2, 8, device=device)
+        for given in ((rows, ones, cache, other), (ones, rows, other, cache)):
+            ops.reshape_and_cache(*given, slots, path=any_path)
+            assert int(other.sum()) == 32
+            other.zero_()
+
+
+def test_a_cache_keeps_no_graph(device, any_path) -> None:
+    cache, rows = torch.zeros(3, 4, 2, 8, device=device), torch.ones(2, 2, 8, device=device, requires_grad=True)
+    slots = torch.tensor([1, 0], device=device)
+    ops.reshape_and_cache(rows, rows * 2, cache, other := cache.clone(), slots, path=any_path)
+    assert not cache.requires_grad and not other.requires_grad and int(cache.sum()) == 32

@@ -66,3 +66,11 @@ def test_there_is_no_triton_path() -> None:
     rows = torch.zeros(1, 2, 16)
     with pytest.raises(UnsupportedError, match="use one of auto, csrc, torch"):
         ops.reshape_and_cache_classic(rows, rows, *make(torch.float32, 2, 16), torch.tensor([0]), path="triton")
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 16, 4), (3, 2, 16, 0), (3, 0, 16, 4), (3, 2, 0, 4)])
+def test_caches_without_elements(path, shape) -> None:
+    blocks, heads, dim, size = shape
+    rows = torch.ones(1, heads, dim)
+    cache = torch.zeros(blocks, heads, dim // 4, size, 4)
+    ops.reshape_and_cache_classic(rows, rows, cache, torch.zeros(shape), torch.tensor([0]), path=path)

@@ -121,3 +121,22 @@ def test_what_fp8_is_not_made_of_is_refused() -> None:
     cache, slots = torch.zeros(6, 4, 2, 16).to(torch.float8_e5m2), torch.tensor([0, 1])
     with pytest.raises(InvalidInputError, match="float16 or bfloat16 or float32 or float8_e5m2"):
         ops.reshape_and_cache(torch.ones(2, 2, 16, dtype=torch.int32), None, cache, None, slots)
+
+
+@pytest.mark.parametrize("scale", [1e39, 2.0**128 - 2.0**103, 2.0**-150, 1e-50, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_float32_cannot_hold_is_refused(scale) -> None:
+    cache, rows = torch.zeros(3, 4, 1, 8, dtype=torch.float8_e4m3fn), torch.ones(1, 1, 8)
+    with pytest.raises(InvalidInputError, match="k_scale must be a positive finite number as a float32"):
+        ops.reshape_and_cache(rows, None, cache, None, torch.tensor([0]), k_scale=scale)
+
+
+def test_scales_are_float32_whatever_the_default_dtype() -> None:
+    rows, slots = torch.linspace(-9, 9, 4096).view(8, 1, 512), torch.arange(8)
+    caches = [torch.zeros(2, 4, 1, 512, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    for cache, dtype in zip(caches, (torch.float32, torch.bfloat16), strict=True):
+        torch.set_default_dtype(dtype)
+        try:
+            ops.reshape_and_cache(rows, None, cache, None, slots, k_scale=1.0038, path="torch")
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))

@@ -27,6 +27,7 @@ def _copy_blocks_kernel(source, target, pairs, s_source, s_target, WORDS: tl.con
 def as_words(cache: torch.Tensor) -> torch.Tensor:
     """[P, words] view of a block-first tensor in the widest integer that divides a block, without a copy."""
     expect(cache[0].is_contiguous() if len(cache) else True, "caches", "contiguous within a block", cache)
+    cache = cache.unsqueeze(1) if cache.dim() == 1 else cache
     flat = cache.view(torch.uint8).flatten(1) if cache.dtype != torch.uint8 else cache.flatten(1)
     for word in (torch.int64, torch.int32, torch.int16):
         aligned = flat.storage_offset() % word.itemsize == 0 and flat.stride(0) % word.itemsize == 0

@@ -39,7 +39,7 @@ def _gather_kv_kernel(
     if starts is not None:
         first = tl.load(starts + seq)
     index = tl.arange(0, N)  # [N] over heads and dims
-    head, dim = index // D, index % D
+    head, dim = (index // D).to(tl.int64), index % D  # a stride may be past 2**31 elements
     for base in range(begin + tl.program_id(1) * TOKENS, end, tl.num_programs(1) * TOKENS):
         for step in tl.static_range(TOKENS):
             row = base + step
@@ -49,7 +49,7 @@ def _gather_kv_kernel(
             entry = table + seq * tl.cast(s_table, tl.int64) + column * s_column
             block = tl.load(entry, mask=known, other=-1).to(tl.int64)
             live = (block >= 0) & (block < num_blocks)
-            source = cache + block * s_block + (position % S) * s_slot + head * s_head + dim
+            source = cache + block * s_block + (position % S).to(tl.int64) * s_slot + head * s_head + dim
             value = tl.load(source, mask=live & (index < H * D), other=0.0)
             tl.store(out + row.to(tl.int64) * (H * D) + index, value, mask=(row < end) & (index < H * D))
 
@@ -62,6 +62,8 @@ def launch(
     out: torch.Tensor,
 ) -> None:
     """out: [num_tokens, Hkv, D] contiguous, zeroed."""
+    if cache.dtype.itemsize == 1:  # as bytes: Triton has e4m3 on new GPUs only
+        cache, out = cache.view(torch.uint8), out.view(torch.uint8)
     blocks, size, heads, dim = cache.shape
     runs = triton.cdiv(len(out), len(block_table) * _TOKENS)
     with on_device(cache):

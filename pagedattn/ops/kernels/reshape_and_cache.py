@@ -54,7 +54,7 @@ def _write_row(
     BIAS: tl.constexpr,
 ):
     index = tl.arange(0, N)  # [N] over heads and dims
-    head, dim = index // D, index % D
+    head, dim = (index // D).to(tl.int64), index % D  # a stride may be past 2**31 elements
     mask = index < H * D
     value = tl.load(rows + token * s_rt + head * s_rh + dim, mask=mask)
     if MANTISSA:

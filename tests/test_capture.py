@@ -1,0 +1,68 @@
+"""Captured metadata rewritten for other steps, as a replay would read them; the kernels run eagerly here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedattn import Attention, CommonAttentionMetadata, plan_step
+from pagedattn.errors import CapacityError, UnsupportedError
+from pagedattn.ops.library import interpreted
+from pagedattn.testing.case import Case
+from pagedattn.testing.compare import assert_close
+from pagedattn.testing.problem import make_problem
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON on the CPU")
+SIZE = {"heads": (4, 2), "block_size": 16}
+
+
+def replayed(layer: Attention, captured: Case, case: Case) -> None:
+    """Capture one step, rewrite it for another, and compare that one's attention with the oracle."""
+    wide = torch.zeros(len(captured.seq_lens), 40, dtype=torch.int32)
+    decodes = sum(1 for n in captured.query_lens if n == 1)
+    bounds = {"num_decodes": decodes, "max_query_len": max(captured.query_lens), "max_seq_len": 600}
+    first = CommonAttentionMetadata.from_lengths(captured.query_lens, captured.seq_lens, wide).replace(**bounds)
+    static = plan_step([layer], first, capture=True)
+    problem = make_problem(case)
+    plan_step([layer], problem.common, into=static)
+    rows = first.num_tokens
+    query = torch.cat((problem.query, torch.zeros(rows - len(problem.query), *problem.query.shape[1:])))
+    out = layer(query, None, None, problem.cache, static)
+    assert_close("replayed", out[: len(problem.query)], problem.expected, problem.naive)
+
+
+def mixed(*query_lens: int) -> Case:
+    return Case(query_lens=query_lens, seq_lens=tuple(17 * i + 20 for i in range(len(query_lens))), write=False, **SIZE)
+
+
+@pytest.mark.parametrize("queries", [(1, 12, 12, 9), (1, 1, 12, 9), (1, 1, 1, 12, 12, 12), (12, 9)])
+def test_fewer_decodes_than_were_captured(queries: tuple[int, ...]) -> None:
+    layer = Attention(4, 32, 2, backend="TRITON")
+    replayed(layer, mixed(1, 1, 1, 12, 12, 12), mixed(*queries))
+
+
+def test_two_backends_replay_what_they_captured() -> None:
+    layer = Attention(4, 32, 2, backend="prefill=TRITON,decode=TRITON")
+    assert layer.selection.name == "TRITON"
+    first = CommonAttentionMetadata.from_lengths([1, 5], [20, 9], torch.zeros(2, 40, dtype=torch.int32))
+    both = Attention(4, 32, 2, backend="prefill=TRITON,decode=TORCH")
+    with pytest.raises(UnsupportedError, match="the backend states NEVER"):
+        plan_step([both], first, capture=True)
+
+
+def test_a_composite_replays_the_same_split_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedattn.backends.op_backend import OpMetadataBuilder
+    from pagedattn.spec import GraphLevel
+
+    monkeypatch.setattr(OpMetadataBuilder, "graph_level", GraphLevel.ALWAYS)
+    layer = Attention(4, 32, 2, backend="prefill=TRITON,decode=TORCH")
+    captured = mixed(1, 1, 12, 12)
+    replayed(layer, captured, mixed(1, 1, 9, 12))
+    replayed(layer, captured, mixed(1, 1, 9))
+    with pytest.raises(CapacityError, match="a step of 2 decodes was captured, this one has 1"):
+        replayed(layer, captured, mixed(1, 9, 9))
+    replayed(layer, mixed(1, 1, 1, 1), Case(query_lens=(1, 1, 0, 0), seq_lens=(9, 40, 0, 0), write=False, **SIZE))
+    static = plan_step([layer], CommonAttentionMetadata.from_lengths([1, 3], [1, 3]), capture=True)
+    rows = torch.randn(4, 4, 32)
+    with pytest.raises(UnsupportedError, match="no attention without a cache"):
+        layer(rows, rows[:, :2], rows[:, :2], None, static)
