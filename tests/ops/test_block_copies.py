@@ -184,7 +184,6 @@ def test_views_of_one_storage_whose_blocks_lie_apart(device, any_path) -> None:
     assert torch.equal(whole[[3, 6]], whole[[2, 0]])
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_without_memory_are_no_overlap(device, any_path) -> None:
     empty = torch.zeros(9, 0, device=device)
     ops.swap_blocks(empty, torch.zeros(9, 0, device=device), torch.tensor(PAIRS), path=any_path)
