@@ -112,12 +112,8 @@ def _softmax_attention(
     sinks, softcap = inputs.sinks, inputs.softcap
     (b, rows, heads, _), (_, length, kv_heads, _) = query.shape, key.shape
     packed = heads // kv_heads * rows
-    q = (
-        query.to(key.dtype)
-        .unflatten(2, (kv_heads, -1))
-        .permute(0, 2, 3, 1, 4)
-        .reshape(b, kv_heads, packed, query.shape[3])
-    )
+    q = query.to(key.dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    q = q.reshape(b, kv_heads, packed, query.shape[3])
     logits = (q @ key.permute(0, 2, 3, 1)).view(b, heads, rows, length).mul_(inputs.scale)
     if inputs.k_scale is not None:  # on the logits: stored keys are exact, and stay so
         logits = logits * _per_head(inputs.k_scale, kv_heads, heads)
