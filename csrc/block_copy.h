@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace pagedattn {
@@ -50,6 +51,15 @@ inline std::vector<Pair> read_pairs(const Tensor& pairs, int64_t num_sources, in
     out[i] = {static_cast<uint32_t>(source), static_cast<uint32_t>(target)};
   }
   return out;
+}
+
+// Copies every pair of one tensor within the host's memory.
+inline void copy_on_host(const Blocks& blocks, const std::vector<Pair>& pairs) {
+  for (const Pair pair : pairs)
+    std::memcpy(
+        blocks.target + pair.target * blocks.target_step,
+        blocks.source + pair.source * blocks.source_step,
+        blocks.bytes);
 }
 
 #ifdef USE_CUDA

@@ -71,7 +71,7 @@ class CompositeBuilder(AttentionMetadataBuilder):
             spans.append(("prefill", split, total))
         parts = []
         for phase, first, last in spans:
-            metadata = self._builders[phase].build(_part_of(common, first, last), None, capture)
+            metadata = self._builders[phase].build(slice_sequences(common, first, last), None, capture)
             parts.append(Part(phase, slice(first, last) if phase == "decode" else slice(first, None), metadata))
         mine = static_copy(common) if capture else common
         return CompositeMetadata(mine, tuple(parts), cache(lambda: self._builders["prefill"].build(common)), capture)
@@ -88,7 +88,7 @@ class CompositeBuilder(AttentionMetadataBuilder):
         ends = (common.num_seqs,) if not rest else (split, common.num_seqs)
         start = 0
         for part, end in zip(into.parts, ends, strict=True):
-            self._builders[part.phase].build(_part_of(common, start, end), part.metadata)
+            self._builders[part.phase].build(slice_sequences(common, start, end), part.metadata)
             start = end
         rewrite_static(into.common, common)
         return into
@@ -99,12 +99,10 @@ class CompositeBuilder(AttentionMetadataBuilder):
                 self._builders[part.phase].device_update(part.metadata)
 
 
-def _part_of(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
-    return common if last - first == common.num_seqs else slice_sequences(common, first, last)
-
-
 def slice_sequences(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
     """Sequences first..last, a part that is all decodes (one token each) or that follows exactly those."""
+    if last - first == common.num_seqs:
+        return common
     tokens = last if first == 0 else common.num_tokens - first
     starts = common.query_start_loc[first : last + 1]
     starts_cpu = None if common.query_start_loc_cpu is None else common.query_start_loc_cpu[first : last + 1] - first

@@ -13,7 +13,7 @@ from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
-from .scales import scale_kind
+from .scales import require_fp8, scale_kind
 from .selector import Request, current_request, select_backend
 from .spec import AttentionSpec, AttentionType, Scale
 
@@ -86,8 +86,8 @@ def paged_attention(
         check_call(spec, query, key, value, kv_cache, common)
     if kv_cache is None:  # keys that come with the call are not quantised
         k_scale = v_scale = None
-    elif spec.kv_cache_dtype == "auto" and spec.kv_scale != "none":
-        raise InvalidInputError("k_scale and v_scale", "given for fp8 caches only", f"a cache of {keys.dtype}")
+    elif spec.kv_scale != "none":
+        require_fp8(spec.kv_cache_dtype)
     impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())
     if kv_cache is not None and key is not None:
         impl.write_kv(key, value, kv_cache, common.slot_mapping, k_scale, v_scale)

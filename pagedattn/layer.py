@@ -15,7 +15,7 @@ from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
-from .scales import LayerScales
+from .scales import LayerScales, require_fp8
 from .selector import Selection, current_request, select_backend
 from .spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from .step import Key, StepMetadata
@@ -119,7 +119,7 @@ class Attention(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
         if any(scale is not None for scale in found):
-            LayerScales.given(None, None, "tensor", self._base.kv_cache_dtype)
+            require_fp8(self._base.kv_cache_dtype)
             self._scales = self._scales.loaded(*found)
             self._resolve()
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -9,6 +9,7 @@ import torch
 
 from . import ops
 from .errors import InvalidInputError
+from .ops.packing import offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class CommonAttentionMetadata:
         table = torch.empty(len(seq_lens), 0, dtype=torch.int32) if block_table is None else block_table
         device = table.device if device is None and block_table is not None else torch.device(device or "cpu")
         lens = torch.tensor(query_lens, dtype=torch.int32)
-        starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        starts = offsets(lens)
         keys = torch.tensor(seq_lens, dtype=torch.int32)
         starts_dev, keys_dev, table = starts.to(device), keys.to(device), table.to(device)
         slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=device)

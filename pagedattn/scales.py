@@ -25,6 +25,12 @@ def scale_kind(k_scale: Scale, v_scale: Scale) -> str:
     return kinds.pop() if kinds else "none"
 
 
+def require_fp8(kv_cache_dtype: str) -> None:
+    """Raise InvalidInputError where scales come for a cache that has none."""
+    if not kv_cache_dtype.startswith("fp8"):
+        raise InvalidInputError("k_scale, v_scale, kv_scale", "given for fp8 caches only", kv_cache_dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerScales:
     """A layer's scales and their source, as the selection reports it; `announced` come with each call instead."""
@@ -42,8 +48,8 @@ class LayerScales:
             InvalidInputError: scales for a cache that has none, or both given and announced.
         """
         any_given = key is not None or value is not None
-        if (any_given or announced) and not kv_cache_dtype.startswith("fp8"):
-            raise InvalidInputError("k_scale, v_scale, kv_scale", "given for fp8 caches only", kv_cache_dtype)
+        if any_given or announced:
+            require_fp8(kv_cache_dtype)
         if any_given and announced:
             raise InvalidInputError("kv_scale", "None where the layer has scales of its own", repr(announced))
         source = "the call" if announced else "the layer's arguments" if any_given else _UNKNOWN

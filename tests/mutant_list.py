@@ -90,8 +90,8 @@ _STORED = (
 )  # fmt: skip
 
 _ADAPTERS = (
-    fault("FlashAttention's window + 1", "pagedattn/backends/flash_attn_calls.py",
-          "left = self.spec.sliding_window - 1", "left = self.spec.sliding_window",
+    fault("FlashAttention's window + 1", "pagedattn/backends/flash_attn_metadata.py",
+          "left = spec.sliding_window - 1", "left = spec.sliding_window",
           "tests/backends/test_flash_attn.py test_conforms[3"),
     fault("FlashAttention's +inf kept", "pagedattn/backends/flash_attn_calls.py",
           "lse.masked_fill(lse == torch.inf, -torch.inf)", "lse", "tests/backends/test_flash_attn.py test_conforms[3"),

@@ -1,8 +1,6 @@
 // copy_blocks on the CPU. Its caller keeps sources and targets apart (see pagedattn/ops/copy_blocks.py).
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
-
 #include "../block_copy.h"
 
 namespace pagedattn {
@@ -11,14 +9,7 @@ namespace {
 void copy_blocks(const std::vector<Tensor>& sources, const std::vector<Tensor>& targets, const Tensor& pairs) {
   STD_TORCH_CHECK(sources.size() == targets.size() && !sources.empty(), "one target per source, and at least one");
   const auto checked = read_pairs(pairs, sources[0].sizes()[0], targets[0].sizes()[0]);
-  for (size_t i = 0; i < sources.size(); ++i) {
-    const Blocks blocks = blocks_of(sources[i], targets[i]);
-    for (const Pair pair : checked)
-      std::memcpy(
-          blocks.target + pair.target * blocks.target_step,
-          blocks.source + pair.source * blocks.source_step,
-          blocks.bytes);
-  }
+  for (size_t i = 0; i < sources.size(); ++i) copy_on_host(blocks_of(sources[i], targets[i]), checked);
 }
 
 }  // namespace

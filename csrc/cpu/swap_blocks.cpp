@@ -1,20 +1,13 @@
 // swap_blocks between two tensors of the host.
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
-
 #include "../block_copy.h"
 
 namespace pagedattn {
 namespace {
 
 void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& pairs, int64_t /*mechanism*/) {
-  const Blocks blocks = blocks_of(source, target);
-  for (const Pair pair : read_pairs(pairs, source.sizes()[0], target.sizes()[0]))
-    std::memcpy(
-        blocks.target + pair.target * blocks.target_step,
-        blocks.source + pair.source * blocks.source_step,
-        blocks.bytes);
+  copy_on_host(blocks_of(source, target), read_pairs(pairs, source.sizes()[0], target.sizes()[0]));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import ops
 from ..capabilities import Capabilities, Rejection
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..kv_cache import LayerCache
@@ -170,7 +171,6 @@ class AttentionImpl(ABC):
             output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
         """
 
-    @abstractmethod
     def write_kv(
         self,
         key: torch.Tensor,
@@ -181,6 +181,8 @@ class AttentionImpl(ABC):
         v_scale: Scale = None,
     ) -> None:
         """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots."""
+        target = None if value is None else kv_cache.value
+        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 class AttentionBackend(ABC):

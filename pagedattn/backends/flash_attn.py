@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .. import ops
 from ..capabilities import Capabilities, Rejection
 from ..errors import UnsupportedError
 from ..kv_cache import LayerCache
@@ -60,18 +59,6 @@ class FlashAttnImpl(AttentionImpl):
             lse = None if lse is None else torch.nn.functional.pad(lse, (0, 0, 0, len(query) - len(result)))
             return full, lse
         return (result, lse) if out is None else (out.copy_(result), lse)
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache,
-        slot_mapping: torch.Tensor,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-    ) -> None:
-        target = None if value is None else kv_cache.value
-        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping)
 
 
 class FlashAttnBackend(AttentionBackend):

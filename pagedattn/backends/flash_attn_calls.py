@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..spec import AttentionSpec
-from .flash_attn_metadata import FlashAttnMetadata
+from .flash_attn_metadata import FlashAttnMetadata, window_size
 
 
 class Call(NamedTuple):
@@ -25,19 +25,11 @@ class Call(NamedTuple):
     alibi_slopes: torch.Tensor | None
     return_lse: bool
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """Keys left and right of a token, -1 for all: a window of W keeps W - 1 beside the token itself."""
-        if self.spec.sliding_window is None:
-            return -1, -1
-        left = self.spec.sliding_window - 1
-        return left, 0 if self.spec.causal else left
-
     def options(self, **more: Any) -> dict[str, Any]:
         """Arguments that all versions call the same."""
         spec = self.spec
         fixed = {"softmax_scale": spec.softmax_scale, "causal": bool(spec.causal), "softcap": spec.softcap or 0.0}
-        return {**fixed, "window_size": self.window, **more}
+        return {**fixed, "window_size": window_size(spec), **more}
 
     def varlen(self) -> tuple[Any, ...]:
         """The positional arguments of FA2's and FA3's flash_attn_varlen_func."""
@@ -97,7 +89,7 @@ def fa4(lib: ModuleType, call: Call) -> Result:
     common = call.metadata.common
     keys = {"seqused_k": common.seq_lens, "page_table": common.block_table}
     options = call.options(
-        window_size=tuple(None if side < 0 else side for side in call.window),
+        window_size=tuple(None if side < 0 else side for side in window_size(call.spec)),
         learnable_sink=call.sinks,
         num_splits=1,  # more are refused on sm_90, and 0 may choose more
         return_lse=call.return_lse,

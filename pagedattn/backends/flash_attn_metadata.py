@@ -8,7 +8,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..metadata import CommonAttentionMetadata
-from ..ops.empty_rows import rows_without_keys
+from ..ops.packing import offsets, rows_without_keys
 from ..spec import AttentionSpec
 from .base import (
     AttentionMetadata,
@@ -36,7 +36,7 @@ class FlashAttnMetadata(AttentionMetadata):
     def packed_key_starts(self) -> torch.Tensor:
         """Where each sequence's keys start when all are packed (also FA2's measure of cached keys)."""
         if self.key_starts is None:
-            self.key_starts = _starts(self.common.seq_lens)
+            self.key_starts = offsets(self.common.seq_lens)
         return self.key_starts
 
     def rows_without_keys(self, rows: int, causal: bool) -> torch.Tensor | None:
@@ -96,7 +96,7 @@ class FlashAttnBuilder(AttentionMetadataBuilder):
             )
         rewrite_static(into.common, common)
         if into.key_starts is not None:
-            into.key_starts.copy_(_starts(into.common.seq_lens))
+            into.key_starts.copy_(offsets(into.common.seq_lens))
         if into.schedule is not None:
             into.schedule.copy_(_schedule(self.spec, into.common, into.splits))
         return into
@@ -110,10 +110,17 @@ def _rows_are_sequences(common: CommonAttentionMetadata) -> bool:
     return bool((queries[1:] <= queries[:-1]).all())
 
 
+def window_size(spec: AttentionSpec) -> tuple[int, int]:
+    """Keys left and right of a token, -1 for all: a window of W keeps W - 1 beside the token itself."""
+    if spec.sliding_window is None:
+        return -1, -1
+    left = spec.sliding_window - 1
+    return left, 0 if spec.causal else left
+
+
 def _schedule(spec: AttentionSpec, common: CommonAttentionMetadata, splits: int) -> torch.Tensor:
     """FA3's tile schedule; its arguments must be those of the attention call."""
     size = spec.block_size or 0
-    left = -1 if spec.sliding_window is None else spec.sliding_window - 1
     return library(FA3).get_scheduler_metadata(
         common.num_seqs,
         max(common.max_query_len, 1),
@@ -126,11 +133,7 @@ def _schedule(spec: AttentionSpec, common: CommonAttentionMetadata, splits: int)
         cu_seqlens_q=common.query_start_loc,
         page_size=size,
         causal=bool(spec.causal),
-        window_size=(left, 0 if spec.causal else left),
+        window_size=window_size(spec),
         has_softcap=spec.softcap is not None,
         num_splits=splits,
     )
-
-
-def _starts(lens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from .. import ops
 from ..capabilities import Capabilities, IntRange, Rejection
 from ..errors import InvalidInputError, UnsupportedError
 from ..kv_cache import LayerCache
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from .base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability
-from .flashinfer_metadata import DEFAULT_BLOCK_SIZE, STORED, FlashInferBuilder, FlashInferMetadata
+from .flashinfer_metadata import DEFAULT_BLOCK_SIZE, FlashInferBuilder, FlashInferMetadata
 from .flashinfer_plan import Part
 
 OLDEST = "0.6.13"
@@ -125,20 +124,6 @@ class FlashInferImpl(AttentionImpl):
             raise InvalidInputError("k_scale", f"at least {SMALLEST_SCALE} times the inverse of scale", k_scale)
         return out
 
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache,
-        slot_mapping: torch.Tensor,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-    ) -> None:
-        target = None if value is None else kv_cache.value
-        given = (("k_scale", k_scale), ("v_scale", v_scale))
-        scales: dict[str, Any] = {name: scale for name, scale in given if scale is not None}
-        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, **scales)
-
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
     """`rows` [n, H, D] itself, whatever its strides, if the kernels can load it; else a copy."""
@@ -173,7 +158,7 @@ class FlashInferBackend(AttentionBackend):
             devices=("cuda",),
             min_capability=(8, 0),
             dtypes=(torch.float16, torch.bfloat16),
-            kv_cache_dtypes=("auto", *STORED),
+            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
             kv_scales=("none", "float"),
             head_dims=IntRange(values=(64, 128, 256)),
             block_sizes=IntRange(),
@@ -197,7 +182,7 @@ class FlashInferBackend(AttentionBackend):
         if spec.softmax_scale < SMALLEST_SCALE:
             hint = "it masks with -5e4 before it scales, which a smaller or negative scale would let through"
             out.append(Rejection("scale", spec.softmax_scale, f"at least {SMALLEST_SCALE}", hint))
-        if spec.kv_cache_dtype in STORED and spec.head_dim == 64:
+        if spec.kv_cache_dtype.startswith("fp8") and spec.head_dim == 64:
             hint = "its fp8 loads do not work for rows of 64 bytes; use kv_cache_dtype='auto'"
             out.append(Rejection("kv_cache_dtype", spec.kv_cache_dtype, "auto with head_dim=64", hint))
         return out

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from ..cache_spec import stored_dtype
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..metadata import CommonAttentionMetadata
+from ..ops.packing import offsets
 from ..spec import AttentionSpec
 from .base import AttentionMetadata, AttentionMetadataBuilder, Limits, rewrite_static
-from .flashinfer_pages import Lengths, host_lengths, leading_single_tokens, offsets, page_lists, without_surplus
+from .flashinfer_pages import Lengths, host_lengths, leading_single_tokens, page_lists, without_surplus
 from .flashinfer_plan import Part, Slot, given_workspace, shared_workspace
 
-STORED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -76,7 +77,7 @@ class FlashInferBuilder(AttentionMetadataBuilder):
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
             "logits_soft_cap": spec.softcap,
             "q_data_type": spec.dtype,
-            "kv_data_type": STORED.get(spec.kv_cache_dtype, spec.dtype),
+            "kv_data_type": stored_dtype(spec.kv_cache_dtype, spec.dtype),
         }
 
     @property

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..metadata import CommonAttentionMetadata
+from ..ops.packing import offsets
 
 _log = logging.getLogger("pagedattn")
 
@@ -47,11 +48,6 @@ def _say_that_a_build_waits() -> None:
         "FLASHINFER plans with lengths on the host; query_start_loc_cpu or seq_lens_cpu is None, so that every build "
         "copies them from the device and waits for it"
     )
-
-
-def offsets(counts: torch.Tensor) -> torch.Tensor:
-    """[N] -> [N + 1] int32 running sums from 0."""
-    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def leading_single_tokens(queries: torch.Tensor) -> int:

@@ -89,15 +89,3 @@ class OpAttentionImpl(AttentionImpl):
             path=self.path,
         )
         return out, lse
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache,
-        slot_mapping: torch.Tensor,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-    ) -> None:
-        target = None if value is None else kv_cache.value
-        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale)

@@ -8,8 +8,7 @@ import torch
 
 from ..errors import InvalidInputError
 from .library import expect
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from .reshape_and_cache import FP8
 
 
 class AttentionInputs(NamedTuple):

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from .attention_inputs import AttentionInputs
-from .empty_rows import rows_without_keys
+from .packing import offsets, rows_without_keys
 
 
 @cache
@@ -50,7 +50,7 @@ def attend(inputs: AttentionInputs) -> None:
     query, causal = inputs.query, inputs.causal
     left = inputs.window - 1 if inputs.window else -1
     window = (left, 0 if causal else left)
-    key_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    key_starts = offsets(inputs.seq_lens)
     table = inputs.block_table
     # At a longest query of 1 it would fold heads into rows, which wants one row of every sequence.
     got = module.varlen_attn(

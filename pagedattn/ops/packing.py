@@ -1,8 +1,13 @@
-"""Query rows that see no key at all, whose LSE some libraries leave as they find it."""
+"""Sequences packed back to back: where each begins, and which of their query rows see no key."""
 
 from __future__ import annotations
 
 import torch
+
+
+def offsets(lens: torch.Tensor) -> torch.Tensor:
+    """[B] -> [B + 1] int32 running sums from 0, on the same device."""
+    return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def rows_without_keys(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, rows: int, causal: bool) -> torch.Tensor:
