@@ -6,6 +6,7 @@ import pytest
 import torch
 from backends.peers import DTYPES, FA2, FA3, Peer
 
+from pagedattn import CommonAttentionMetadata, paged_attention
 from pagedattn.testing.case import Case
 from pagedattn.testing.cases import CASES
 from pagedattn.testing.conformance import check
@@ -42,3 +43,18 @@ def test_serves_all_it_must(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None
     device = torch.device("cuda")
     served = [case for case in cases(peer) if not peer.load().rejections(case.spec(device))]
     assert len(served) >= MUST_SERVE[peer]
+
+
+@pytest.mark.parametrize("peer", MUST_SERVE, ids=lambda peer: peer.name)
+def test_a_neighbour_keeps_its_nan(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed keys end inside a tile that also holds the next sequence's values."""
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", peer.version)
+    if not peer.load().availability().ok:
+        pytest.skip("FlashAttention is not installed")
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = torch.randn(3, 140, 4, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+    common = CommonAttentionMetadata.from_lengths([70, 70], [70, 70], device="cuda")
+    clean, _ = paged_attention(query, key, value, None, common, backend=peer.backend)
+    value[70:] = torch.nan
+    got, _ = paged_attention(query, key, value, None, common, backend=peer.backend)
+    assert torch.equal(got[:70], clean[:70])
