@@ -1,0 +1,90 @@
+"""Which calls the prefill kernel for Hopper serves, and why not the others; what it wants of a step before that."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .attention_inputs import AttentionInputs
+from .library import interpreted
+
+HEAD_DIMS = (64, 128, 256)
+_ROWS = 128  # packed query rows of an item
+_TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
+
+
+@cache
+def why_not_here(device: torch.device) -> str:
+    """Why the kernel cannot run on `device`; "" where it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "no Hopper GPU"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return "triton is not installed"
+    if not found.startswith(_TRITON):
+        return f"Gluon of triton {found} was not tried, only of {', '.join(_TRITON)}"
+    return "kernels are interpreted" if interpreted() else ""
+
+
+def why_not_shape(
+    dtype: torch.dtype, stored: torch.dtype, head_dim: int, head_dim_v: int, block_size: int, alibi: bool
+) -> str:
+    """Why the kernel does not serve heads, caches or features of this kind; "" where it does."""
+    if dtype not in (torch.bfloat16, torch.float16) or stored != dtype:
+        return f"queries of {dtype} over a cache of {stored}"
+    if head_dim not in HEAD_DIMS or head_dim_v != head_dim:
+        return f"head dims {head_dim} and {head_dim_v}, not {', '.join(map(str, HEAD_DIMS))}"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"blocks of {block_size}, not of a power of two from 16 on"
+    return "ALiBi" if alibi else ""
+
+
+def why_not(inputs: AttentionInputs) -> str:
+    """Why the kernel does not serve this call; "" where it does."""
+    query, key, value, table = inputs[:4]
+    if table is None or inputs.deterministic:
+        return "no paged cache" if table is None else "deterministic"
+    if not table.shape[1] or not len(key) or inputs.scale <= 0:
+        return "an empty cache, or a scale that is not positive"
+    facts = (query.dtype, key.dtype, query.shape[2], value.shape[3], key.shape[1], inputs.alibi_slopes is not None)
+    reason = why_not_here(query.device) or why_not_shape(*facts)
+    if reason:
+        return reason
+    if not (_aligned(query) and _aligned(key) and _aligned(value) and _is_matrix(key) and _is_matrix(value)):
+        return "strides that TMA cannot follow"
+    return ""
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read it: 16-byte addresses, the last dimension contiguous."""
+    steps = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and steps and tensor.stride(-1) == 1
+
+
+def _is_matrix(cache: torch.Tensor) -> bool:
+    """Whether a cache [P, S, H, D] is a matrix of slots: blocks a whole number of slots apart, and heads either so too
+    or beside each other within a slot; with rows that int32 can count."""
+    blocks, size, heads, dim = cache.shape
+    per_block, per_slot, per_head, _ = cache.stride()
+    if per_slot < dim or per_block % per_slot or (blocks * per_block) // per_slot + heads * size >= 1 << 31:
+        return False
+    within = (heads - 1) * per_head + dim <= per_slot
+    return heads == 1 or within or (per_head >= per_slot and per_head % per_slot == 0)
+
+
+def pack_of(group: int) -> int:
+    """Query heads of a group in one item: a power of two that divides it, 64 at most."""
+    return min(group & -group, 64)
+
+
+def tokens_of(group: int) -> int:
+    """Query tokens of an item."""
+    return _ROWS // pack_of(group)
+
+
+def slots_of(tokens: int, num_seqs: int, group: int) -> int:
+    """Items per head that a step of `tokens` query tokens has at most."""
+    return tokens // tokens_of(group) + num_seqs

@@ -1,0 +1,75 @@
+"""Gluon: what the warps of a warp-specialised kernel pass to each other through shared memory."""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Ring:
+    """Stages of shared memory that one side fills and others empty; the n-th use of a ring is stage n % STAGES."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, STAGES):
+        self.tiles, self.full, self.empty = tiles, full, empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def tile(self, n):
+        return self.tiles.index(n % self.STAGES)
+
+    @gluon.jit
+    def barrier(self, n):
+        """Where the filling side's copies count."""
+        return self.full.index(n % self.STAGES)
+
+    @gluon.jit
+    def wait_full(self, n):
+        mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1)
+
+    @gluon.jit
+    def wait_empty(self, n):
+        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, n):
+        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
+
+
+@gluon.jit
+def make_ring(
+    DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr
+):
+    """A ring of STAGES tiles of SHAPE, each empty again after RELEASES releases."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + SHAPE, LAYOUT)  # noqa: RUF005 - no stars in a kernel
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=RELEASES)
+    return Ring(tiles, full, empty, STAGES)
+
+
+@aggregate
+class Channels:
+    """Everything that passes between the producer and the two consumers."""
+
+    items: Ring  # an item's index, or one past the last
+    q0: Ring  # the query rows of either consumer
+    q1: Ring
+    k: Ring
+    v: Ring
+    tail: gl.shared_memory_descriptor  # the producer's own barrier, for values it edits
+
+    @gluon.constexpr_function
+    def __init__(self, items, q0, q1, k, v, tail):
+        self.items, self.q0, self.q1, self.k, self.v, self.tail = items, q0, q1, k, v, tail

@@ -1,0 +1,146 @@
+"""Gluon: prefill over a paged cache on Hopper, warp-specialised: one warp loads by TMA, two warpgroups compute.
+
+Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
+("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
+come first. The items of a step are listed once by `work_list` and handed out by a counter to as many programs as there
+are SMs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..attention_inputs import AttentionInputs
+from ..hopper import pack_of
+from ..launch import target_of
+from ._device import on_device
+from .hopper_consumer import LOG2E, Output, consume
+from .hopper_items import ROWS, Items, Shape
+from .hopper_producer import produce
+from .hopper_ring import Channels, make_ring
+
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+# An argument that is 1 would else be a constant, which an aggregate does not take.
+@gluon.jit(do_not_specialize=["heads", "sl_t"])
+def _prefill_kernel(
+    desc_q,
+    desc_k,
+    desc_v,
+    table,
+    out,
+    lse_out,
+    entries,
+    sinks,
+    heads,
+    qk_scale,
+    softcap,
+    s_table,
+    k_rows,
+    k_head_rows,
+    k_head_columns,
+    v_rows,
+    v_head_rows,
+    v_head_columns,
+    so_t,
+    so_h,
+    sl_t,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    PACK: gl.constexpr,
+    PARTS: gl.constexpr,
+    PAGE: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    DTYPE: gl.constexpr = desc_k.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape = Shape(BLOCK_N, D, PACK, PARTS, PAGE, CAUSAL, WINDOW, SOFTCAP, DTYPE)
+    tail = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(tail.index(0), count=1)
+    channels = Channels(
+        make_ring(gl.int32, [1], INDEX, 2, 2),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, K_STAGES, 2),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, V_STAGES, 2),
+        tail,
+    )
+    fence_async_shared()
+    items = Items(entries, heads)
+    output = Output(out, so_t, so_h, sl_t)
+    k_place = (k_rows, k_head_rows, k_head_columns)
+    v_place = (v_rows, v_head_rows, v_head_columns)
+    gl.warp_specialize(
+        [
+            (consume, (0, qk_scale, softcap, sinks, output, lse_out, items, channels, shape)),
+            (consume, (1, qk_scale, softcap, sinks, output, lse_out, items, channels, shape)),
+            (produce, (desc_q, desc_k, desc_v, table, s_table, k_place, v_place, items, channels, shape)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+def constants_of(dim: int, group: int, page: int, *, causal: bool, window: int, softcap: bool) -> dict[str, Any]:
+    """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
+    pack = pack_of(group)
+    return {
+        "BLOCK_N": 128 if dim <= 128 else 64,
+        "D": dim,
+        "PACK": pack,
+        "PARTS": group // pack,
+        "PAGE": page,
+        "Q_STAGES": 2 if dim <= 128 else 1,
+        "K_STAGES": 2,
+        "V_STAGES": 2,
+        "CAUSAL": causal,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+    }
+
+
+def launch(inputs: AttentionInputs, entries: torch.Tensor) -> None:
+    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens."""
+    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    group = query.shape[1] // key.shape[2]
+    flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
+    constants = constants_of(query.shape[2], group, key.shape[1], **flags)
+    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"])
+    heads = query.shape[1] // pack
+    rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
+    (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)
+    with on_device(query):
+        _prefill_kernel[(min(target_of(query.device).num_sms, (len(entries) - 2) * heads),)](
+            *(rows, keys, values, table, out, lse, entries, inputs.sinks, heads),
+            *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
+            *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
+            **constants,
+            num_warps=4,
+        )
+
+
+def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """A cache [P, S, H, D] as a matrix of rows, and where block b, head h, slot s is in it: row b * x + h * y + s,
+    column h * z."""
+    blocks, size, heads, dim = cache.shape
+    per_block, per_slot, per_head, _ = cache.stride()
+    by_rows = per_head >= per_slot or heads == 1
+    place = (per_block // per_slot, per_head // per_slot if by_rows else 0, 0 if by_rows else per_head)
+    rows = (blocks - 1) * place[0] + (heads - 1) * place[1] + size
+    columns = dim if by_rows else (heads - 1) * per_head + dim
+    return TensorDescriptor(cache, [rows, columns], [per_slot, 1], [part, dim], _TILE), place

@@ -1,0 +1,72 @@
+"""Compile the Gluon prefill kernel for a Hopper GPU that need not be there; prints what ptxas says of each variant.
+
+It runs in a process without TRITON_INTERPRET, which is read when kernels are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from pagedattn.ops.kernels.prefill_hopper import _prefill_kernel, constants_of
+
+POINTERS = {"table": "*i32", "entries": "*i32", "lse_out": "*fp32", "qk_scale": "fp32", "softcap": "fp32"}
+
+
+def descriptor(kind: str, *shape: int) -> str:
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
+    return f"tensordesc<{kind}{list(shape)},{layout!r}>"
+
+
+def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bool, **flags: Any) -> None:
+    kernel, names = _prefill_kernel, _prefill_kernel.arg_names
+    fixed = constants_of(dim, group, page, **flags)
+    constants = {**fixed, **({} if sinks else {"sinks": None})}
+    part, pack = min(page, fixed["BLOCK_N"]), fixed["PACK"]
+    types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "desc_q": descriptor(kind, 64 // pack, pack, dim)}
+    types |= dict.fromkeys(("desc_k", "desc_v"), descriptor(kind, part, dim))
+    signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
+    aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in ("so_t", "so_h")]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(names.index(one),): value for one, value in constants.items()},
+        {(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    facts = {
+        "name": name,
+        "shared": compiled.metadata.shared,
+        "spills": [int(n) for n in re.findall(r"(\d+) bytes spill", said)],
+        "serialized": "wgmma.mma_async instructions are serialized" in said,
+        "warp_groups": ptx.count("setmaxnreg.dec"),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "tma": ptx.count("cp.async.bulk.tensor"),
+    }
+    print(json.dumps(facts))
+
+
+def main() -> None:
+    plain = {"causal": True, "window": 0, "softcap": False}
+    compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
+    compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, causal=False, window=0, softcap=True)
+    compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, causal=True, window=100, softcap=False)
+
+
+if __name__ == "__main__":
+    main()
