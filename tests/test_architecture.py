@@ -62,7 +62,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "functional": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "scales", "selector"),
     "display": ("capabilities", "spec"),
     "spec_options": ("spec",),
-    "cli": (*LEAVES, "backends.base", "backends.registry", "display", "ops.library", "selector", "spec_options"),
+    "checkout": (),
+    "cli": (
+        *(*LEAVES, "backends.base", "backends.registry", "display", "ops.library", "selector", "spec_options"),
+        *("checkout", "bench"),
+    ),
     "__main__": ("cli",),
     "testing": (*LEAVES, "kv_cache", "metadata", "backends.base", "backends.registry", "testing"),
 }
