@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -113,5 +114,6 @@ def _speed(case: Case, us: float, ceilings: Mapping[str, float]) -> dict[str, An
 
 def release() -> None:
     """Give the last case's memory back: the next one's tensors have other sizes."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pagedattn.backends.flash_attn_versions import FA3, library
-from pagedattn.errors import UnsupportedError
+from pagedattn.ops.packing import offsets
 
 from .problem import DEVICE, Problem
 from .run import Run
@@ -39,6 +40,7 @@ def fa3(problem: Problem) -> Run:
             cache_seqlens=common.seq_lens,
             page_table=common.block_table,
             max_seqlen_q=common.max_query_len,
+            softmax_scale=case.dim**-0.5,
             scheduler_metadata=schedule[0],
             **shared,
         )
@@ -50,18 +52,19 @@ def flashinfer_wrappers(problem: Problem) -> Run:
     """One wrapper for the decodes, on tensor cores, and one for the rest; a step that has both runs both."""
     case, paged = problem.case, problem.paged()
     common, split = paged.common, paged.common.num_decodes
-    kinds = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype}
-    parts: list[tuple[slice, Any, Any]] = []  # rows, wrapper, its plan
+    shape = (case.heads, case.kv_heads, case.dim, case.block_size)
+    kinds = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype, "sm_scale": case.dim**-0.5}
+    parts: list[tuple[slice, Any, Callable[[], object]]] = []  # rows, wrapper, its plan
     if split:
         wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
-        shape = (case.heads, case.kv_heads, case.dim, case.block_size)
-        starts, pages, last, _ = _pages(problem, 0, split)
-        parts.append((slice(0, split), wrapper, partial(wrapper.plan, starts, pages, last, *shape, **kinds)))
+        some = _pages(problem, 0, split)
+        lists = (some.starts, some.pages, some.last, *shape)
+        parts.append((slice(0, split), wrapper, partial(wrapper.plan, *lists, seq_lens=some.lens, **kinds)))
     if split < common.num_seqs:
         wrapper = _flashinfer().BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD")
-        shape = (case.heads, case.kv_heads, case.dim, case.block_size)
-        starts, pages, last, queries = _pages(problem, split, common.num_seqs)
-        planned = partial(wrapper.plan, queries, starts, pages, last, *shape, causal=True, **kinds)
+        some = _pages(problem, split, common.num_seqs)
+        lists = (some.queries, some.starts, some.pages, some.last, *shape)
+        planned = partial(wrapper.plan, *lists, causal=True, seq_lens=some.lens, **kinds)
         parts.append((slice(split, common.num_tokens), wrapper, planned))
 
     def plan() -> None:
@@ -82,8 +85,7 @@ def flashinfer_persistent(problem: Problem) -> Run:
     """`BatchAttention`: one persistent kernel for prompts and decodes."""
     case, paged = problem.case, problem.paged()
     wrapper = _persistent()
-    starts, pages, _, queries = _pages(problem, 0, paged.common.num_seqs)
-    lens = paged.common.seq_lens_cpu
+    some = _pages(problem, 0, paged.common.num_seqs)
     shape = (case.heads, case.kv_heads, case.dim, case.dim, case.block_size)
     kinds = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype, "sm_scale": case.dim**-0.5}
 
@@ -91,22 +93,28 @@ def flashinfer_persistent(problem: Problem) -> Run:
         cache = paged.layer(layer)
         return wrapper.run(problem.queries[layer], (cache.key, cache.value))[0]
 
-    plan = partial(wrapper.plan, queries, starts, pages, lens, *shape, causal=True, **kinds)
+    plan = partial(wrapper.plan, some.queries, some.starts, some.pages, some.lens, *shape, causal=True, **kinds)
     return Run(plan, None, attend, lambda: "BatchAttention", case.block_size)
 
 
-def _pages(problem: Problem, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of sequences first..end: where their pages start, the pages (on the device), tokens on each last page, and where
-    their queries start; int32."""
+class _Pages(NamedTuple):
+    """Some sequences' cache as FlashInfer reads it, all int32; on the host, but for `pages`."""
+
+    queries: torch.Tensor  # [n + 1] where each sequence's rows start
+    starts: torch.Tensor  # [n + 1] where its pages start
+    pages: torch.Tensor  # on the device
+    last: torch.Tensor  # [n] keys on its last page
+    lens: torch.Tensor  # [n] keys
+
+
+def _pages(problem: Problem, first: int, end: int) -> _Pages:
     common, size = problem.paged().common, problem.case.block_size
-    lens, queries = common.seq_lens_cpu, common.query_start_loc_cpu
-    if lens is None or queries is None:
-        raise UnsupportedError("lengths are not on the host")
-    lens = lens[first:end]
+    work = problem.case.work
+    lens = torch.tensor(work.seq_lens[first:end], dtype=torch.int32)
     counts = (lens + size - 1) // size
     pages = [common.block_table[first + i, :count] for i, count in enumerate(counts.tolist())]
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    return starts, torch.cat(pages), ((lens - 1) % size + 1).int(), (queries[first : end + 1] - queries[first]).int()
+    queries = torch.tensor(work.query_lens[first:end], dtype=torch.int32)
+    return _Pages(offsets(queries), offsets(counts), torch.cat(pages), (lens - 1) % size + 1, lens)
 
 
 def _flashinfer() -> Any:

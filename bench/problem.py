@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,21 +101,25 @@ def _paged(case: Case, layers: int, size: int) -> Paged:
 
 
 def _samples(case: Case, queries: torch.Tensor, paged: Paged) -> list[_Sample]:
-    """The first and last rows of four sequences, each under another KV head."""
-    work, cache, group = case.work, paged.layer(0), case.heads // case.kv_heads
+    """The first and last rows of four sequences, under the first and the last KV head."""
+    work, last = case.work, len(case.work.seq_lens) - 1
     starts = [0, *torch.tensor(work.query_lens).cumsum(0).tolist()]
-    last = len(work.seq_lens) - 1
     out = []
-    for n, seq in enumerate(sorted({0, last // 3, 2 * last // 3, last})):
-        rows, keys = work.query_lens[seq], work.seq_lens[seq]
-        head = n * (case.kv_heads - 1) // 3
-        table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
-        key, value = (x[table, :, head].flatten(0, 1)[:, None] for x in (cache.key, cache.value))
-        heads = slice(head * group, (head + 1) * group)
+    for seq, head in itertools.product(sorted({0, last // 3, 2 * last // 3, last}), {0, case.kv_heads - 1}):
+        rows = work.query_lens[seq]
         for first, end in {(0, min(rows, _ROWS)), (max(0, rows - _ROWS), rows)}:
-            here, seen = slice(starts[seq] + first, starts[seq] + end), keys - rows + end
-            data = queries[here, heads], key[:seen], value[:seen]
-            want, _ = attention_oracle(*data, scale=case.dim**-0.5)
-            naive, _ = attention_oracle(*data, scale=case.dim**-0.5, dtype=case.torch_dtype)
-            out.append(_Sample(here, heads, want, naive.double()))
+            keys = work.seq_lens[seq] - rows + end  # what the last of these rows sees
+            here = slice(starts[seq] + first, starts[seq] + end)
+            out.append(_sample(case, queries, paged, seq, keys, here, head))
     return out
+
+
+def _sample(case: Case, queries: torch.Tensor, paged: Paged, seq: int, keys: int, rows: slice, head: int) -> _Sample:
+    cache, group = paged.layer(0), case.heads // case.kv_heads
+    table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
+    key, value = (x[table, :, head].flatten(0, 1)[:keys, None] for x in (cache.key, cache.value))
+    heads = slice(head * group, (head + 1) * group)
+    data, scale = (queries[rows, heads], key, value), case.dim**-0.5
+    want, _ = attention_oracle(*data, scale=scale)
+    naive, _ = attention_oracle(*data, scale=scale, dtype=case.torch_dtype)
+    return _Sample(rows, heads, want, naive.double())

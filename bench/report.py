@@ -77,7 +77,7 @@ def _commit(folder: Path) -> str:
 
 
 def header() -> str:
-    """The columns' names: `copy`, `read`, `mma` are percent of ceilings, `FA3` and `FlashInfer` their time over this one."""
+    """The columns' names: `copy`, `read`, `mma` are percent of ceilings, `FA3` and `FlashInfer` ratios to those."""
     cells = "".join(f"{name:>{width}}" for name, width in zip(_COLUMNS, _WIDTHS, strict=True))
     return f"{'workload':{_CASE}}{'contender':{_BACKEND}}{cells}"
 

@@ -70,7 +70,7 @@ def _elapsed_us(replays: Sequence[Callable[[], object]]) -> list[float]:
     return [start.elapsed_time(end) * 1e3 for start, end in events]
 
 
-def host_us(call: Callable[[], object], repeats: int = 50, seconds: float = 0.05) -> float:
+def host_us(call: Callable[[], object], repeats: int = 50, seconds: float = 0.02) -> float:
     """Median microseconds of host time that one eager call takes, the device's own time left out.
 
     At least 5 calls; of slow ones no more than fit into `seconds`, the device's time counted.
