@@ -108,7 +108,7 @@ def _draw_bars(axes: Any, drawn: Sequence[Group], family: Family, result: Result
     axes.set_yticks(ticks, [group.label for group in drawn])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(handles=legend, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, borderaxespad=0.2)
+    axes.legend(handles=legend, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderaxespad=0.2)
 
 
 def _draw_table(axes: Any, table: Sequence[tuple[str, str, str]]) -> None:

@@ -18,8 +18,8 @@ _COLUMNS = 3
 def sweep_figure(panels: list[Panel], result: Result) -> Figure:
     """Small multiples: the same colour and line for a contender in each, the ceiling as a black line."""
     lines = -(-len(panels) // _COLUMNS)
-    figure = Figure(figsize=(9.6, 2.6 * lines + 0.9), layout="constrained")
-    axes = figure.subplots(lines, _COLUMNS, squeeze=False).flat
+    figure = Figure(figsize=(9.6, 2.6 * lines + 1.2), layout="constrained")
+    axes = figure.subplots(lines + 1, _COLUMNS, squeeze=False, height_ratios=[*[1] * lines, 0.16]).flat
     names = series({"backend": name} for panel in panels for name in panel.curves)
     colour = colours(names)
     style = {name: _STYLES[sum(base(one) == base(name) for one in names[:i]) % 4] for i, name in enumerate(names)}
@@ -30,7 +30,8 @@ def sweep_figure(panels: list[Panel], result: Result) -> Figure:
     for one in axes[len(panels) :]:
         one.set_axis_off()
     legend = [Line2D([], [], color=colour[name], linestyle=style[name], marker=".", label=name) for name in names]
-    figure.legend(handles=legend, loc="outside lower center", ncols=4, frameon=False)
+    below = axes[lines * _COLUMNS].legend(handles=legend, loc="upper left", ncols=4, frameon=False, borderaxespad=0)
+    below.set_in_layout(False)  # it is wider than the column that it begins in
     return figure
 
 

@@ -33,9 +33,10 @@ def add_ratios(rows: Sequence[Row], peers: Iterable[str]) -> None:
 
 
 def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Per contender: the geometric mean of `ratio` in each phase, over how many rows, and the worst row."""
+    """Per contender: the geometric mean of `ratio` in each phase, over how many rows, and the worst of these rows."""
     out: dict[str, dict[str, Any]] = {}
-    kept = [row for row in rows if row.get("ratio") is not None]
+    counted = {suite for suites in PHASES.values() for suite in suites}
+    kept = [row for row in rows if row.get("ratio") is not None and row["suite"] in counted]
     for name in dict.fromkeys(row["backend"] for row in kept):
         mine = [row for row in kept if row["backend"] == name]
         facts: dict[str, Any] = {}

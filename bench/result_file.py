@@ -18,7 +18,7 @@ OWN = "pagedattn"  # cache operations are the library's, not a backend's
 COLOURS = {  # in the order of the bars
     **{OWN: PALETTE[0], "TRITON": PALETTE[0], "GLUON": PALETTE[2], "auto": PALETTE[5]},
     **{"FLASH_ATTN": PALETTE[1], "FLASHINFER": PALETTE[3], "TORCH": "#999999"},
-    **{"FA3": PALETTE[4], "FlashInfer": PALETTE[6]},
+    **{"FA3": PALETTE[4], "FlashInfer": PALETTE[7]},
 }
 SHAPE = ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype")
 Row = dict[str, Any]
