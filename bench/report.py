@@ -123,8 +123,7 @@ class Progress:
         """Draw the bar again, with what is under way."""
         if self.shown:
             filled = 30 * self.done // max(self.total, 1)
-            bar = "█" * filled + "░" * (30 - filled)
-            print(f"\r\x1b[K{bar} {self.done}/{self.total} {text[:60]}", end="", flush=True)
+            print(f"\r\x1b[K[{'#' * filled:.<30}] {self.done}/{self.total} {text[:60]}", end="", flush=True)
 
     def say(self, text: str) -> None:
         """Print a line where the bar was."""

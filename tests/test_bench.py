@@ -273,6 +273,19 @@ def test_a_wheel_has_the_benchmark_without_its_tests(tmp_path: Path) -> None:
     assert (tmp_path / "pagedattn" / "engine" / "llm.py").exists()
 
 
+def test_a_bar_on_a_terminal_and_only_there(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, expected in (
+        (True, "\r\x1b[K[###############...............] 1/2 FA3\r\x1b[Kdone\n"),
+        (False, "done\n"),
+    ):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        progress = report.Progress(2)
+        progress.done = 1
+        progress.tell("FA3")
+        progress.say("done")
+        assert capsys.readouterr().out == expected
+
+
 def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
     assert report._commit(tmp_path / "bench") == "unknown"
     (tmp_path / "setup.py").touch()
