@@ -55,12 +55,21 @@ def _tiles_of(
 
 
 @triton.jit
+def _within(offs_n, low, end, WINDOW: tl.constexpr):
+    """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
+    near = tl.minimum(offs_n, end - 1)
+    if WINDOW > 0:
+        near = tl.maximum(near, low)
+    return near.to(tl.uint32)
+
+
+@triton.jit
 def _attend(
     q, acc, m_i, l_i, key, value, table, begin, end, low, q_pos, slope, qk_scale, softcap, num_blocks,
     sk_b, sk_s, sv_b, sv_s,
     S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin..end. A tile that reaches beyond low..end reads the nearest key within again and gives
     it no weight: loads need no mask, what lies outside is never read, and one loop serves whole and partial tiles.
@@ -73,25 +82,27 @@ def _attend(
     dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     dim_v = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     offs = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    k_rows = key + dim[None, :]
+    v_rows = value + dim_v[None, :]
+    # Sums stay apart by column until the end: added up in every tile, warps would wait for each other once more.
+    l_cols = tl.where(offs[None, :] == 0, l_i[:, None], 0.0)  # [BLOCK_M, BLOCK_N]
     block = offs
     if AHEAD:
-        near = tl.minimum(begin + offs, end - 1)
-        if WINDOW > 0:
-            near = tl.maximum(near, low)
-        block = tl.load(table + near // S, mask=begin < end, other=0)
+        block = tl.load(table + _within(begin + offs, low, end, WINDOW) // S, mask=begin < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + offs
-        near = tl.minimum(offs_n, end - 1)
-        if WINDOW > 0:
-            near = tl.maximum(near, low)
+        near = _within(offs_n, low, end, WINDOW)
         if not AHEAD:
             block = tl.load(table + near // S)
-        known = (block >= 0) & (block < num_blocks)
+        known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
         row = tl.where(known, block, 0).to(tl.int64)
-        k_ptrs = key + (row * sk_b + (near % S) * sk_s)[:, None] + dim[None, :]
-        v_ptrs = value + (row * sv_b + (near % S) * sv_s)[:, None] + dim_v[None, :]
+        slot = (near % S).to(tl.int32)
+        k_row = row * sk_b + slot * sk_s
+        v_row = k_row if SAME_STRIDES else row * sv_b + slot * sv_s
         if AHEAD:
-            block = tl.load(table + tl.minimum(offs_n + BLOCK_N, end - 1) // S)
+            block = tl.load(table + _within(offs_n + BLOCK_N, low, end, WINDOW) // S)
+        k_ptrs = k_rows + k_row[:, None]
+        v_ptrs = v_rows + v_row[:, None]
         # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
         k = tl.load(k_ptrs) if D == BLOCK_D else tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -103,7 +114,7 @@ def _attend(
         if ALIBI:
             bias = distance if CAUSAL else -tl.abs(distance)
             s += (slope * PRE)[:, None] * bias.to(tl.float32)
-        visible = (known & (near == offs_n))[None, :]
+        visible = (known & (near.to(tl.int32) == offs_n))[None, :]
         if not ONE_TOKEN:  # a sequence's only row sees all of low..end
             if CAUSAL:
                 visible = visible & (distance <= 0)
@@ -116,11 +127,11 @@ def _attend(
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2((s - shift[:, None]) * POST)
         alpha = tl.exp2((m_i - shift) * POST)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        l_cols = l_cols * alpha[:, None] + p
         m_i = m_new
         v = tl.load(v_ptrs) if DV == BLOCK_DV else tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_i, l_i
+    return acc, m_i, tl.sum(l_cols, 1)
 
 
 @triton.jit
@@ -256,7 +267,7 @@ def _decode_kernel(
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     FAN_IN: tl.constexpr, CHUNK: tl.constexpr, MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -344,7 +355,7 @@ def _decode_kernel(
                 q, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,
                 table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low, seq_len - q_len + q_row, slope,
                 logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CAUSAL,
-                WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, AHEAD, PRECISION,
+                WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SAME_STRIDES, AHEAD, PRECISION,
             )  # fmt: skip
 
             scale = out_scale
@@ -407,6 +418,7 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
             CAUSAL=inputs.causal,
             WINDOW=inputs.window,
             SOFTCAP=inputs.softcap > 0,
+            SAME_STRIDES=key.stride()[:3] == value.stride()[:3],
             AHEAD=tuning.ahead,
             PDL=config.chained,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
