@@ -37,7 +37,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "backends.registry": (*LEAVES, "backends.base"),
     "backends.op_backend": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base"),
     "backends.torch_native": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
-    "backends.triton": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
+    "backends.triton_metadata": (*LEAVES, "metadata", "ops", "backends.base", "backends.op_backend"),
+    "backends.triton": (
+        *(*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
+        "backends.triton_metadata",
+    ),
     "backends.flash_attn_versions": (*LEAVES,),
     "backends.flash_attn_metadata": (
         *LEAVES,

@@ -49,13 +49,13 @@ class DecodeTuning(NamedTuple):
 class DecodeConfig(NamedTuple):
     """A decode launch of `programs` programs; `rows` of the block_m rows of a query block are in use.
 
-    tiles: the most tiles of keys there can be; width: elements of a row's partial state.
+    tiles: the most tiles of keys there can be; state: elements of a partial state.
     """
 
     block_m: int
     heads: int
     rows: int
-    width: int
+    state: int
     programs: int
     tiles: int
     chained: bool
@@ -64,7 +64,7 @@ class DecodeConfig(NamedTuple):
     @property
     def workspace(self) -> int:
         """int32 elements of the workspace: counters, then two places for partial states per program."""
-        return 3 * COUNTERS + 2 * self.programs * self.rows * self.width
+        return 3 * COUNTERS + 2 * self.programs * self.state
 
 
 class Launch(NamedTuple):
@@ -164,7 +164,8 @@ def decode_config(
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
     programs = max(1, min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS))
     rows = _power_of_2(tokens * heads)
-    return DecodeConfig(block_m, heads, rows, width + 2, programs, tiles, target.chained, tuning)
+    state = max(2 * rows, 4) + rows * width
+    return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
 
 def _tuning(busy: bool, outputs: int, itemsize: int) -> DecodeTuning:

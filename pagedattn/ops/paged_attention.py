@@ -132,7 +132,7 @@ def _workspace(config: DecodeConfig, given: torch.Tensor | None, device: torch.d
 
 
 def new_workspace(elements: int, device: torch.device) -> torch.Tensor:
-    """A workspace of so many int32 elements: counters that are zero, then places that are written before they are read."""
+    """A workspace of so many int32 elements: counters, zero, then places that are written before they are read."""
     workspace = torch.empty(max(elements, 3 * COUNTERS), dtype=torch.int32, device=device)
     workspace[: 3 * COUNTERS].zero_()
     return workspace

@@ -291,8 +291,7 @@ def _paged_attention_kernel(
 
 
 def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> None:
-    """One launch. `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
-    """
+    """One launch. `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     paged, num_seqs = table is not None, len(inputs.seq_lens)
     heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]

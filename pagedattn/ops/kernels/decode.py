@@ -1,9 +1,9 @@
 """Triton: attention of a few new tokens per sequence over a paged cache, the keys shared out evenly, in one launch.
 
-An item is the work of one (sequence, KV head, query block): its keys in tiles of BLOCK_N. All tiles of all items, in the
-order of the sequences, are cut into equal ranges, one for each program of a grid that no length changes; each program
-finds its range from the lengths on the device. An item that a range cuts leaves partial states in the workspace, and
-whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023), LeanAttention (2024).
+An item is the work of one (sequence, KV head, query block): its keys in tiles of BLOCK_N. All tiles of all items, in
+the order of the sequences, are cut into equal ranges, one for each program of a grid that no length changes; each
+program finds its range from the lengths on the device. An item that ranges cut leaves partial states in the workspace,
+and whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023), LeanAttention (2024).
 
 Legend: `at` a tile's number among all, `base` that of the sequence's first, `origin` of the item's; a program handles
 tiles at..end. `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
@@ -16,17 +16,10 @@ import triton
 import triton.language as tl
 
 from ..attention_inputs import AttentionInputs
-from ..launch import COUNTERS, DecodeConfig
+from ..launch import DecodeConfig
 from ._device import on_device
 from .attention import LN2, LOG2E, _tanh, _unit
-
-_PLACES = tl.constexpr(COUNTERS)
-
-
-@triton.constexpr_function
-def _at_once(elements):
-    """Partial states that a combining program loads at once: all of a group where 64 registers a thread hold it."""
-    return max(1, min(32, 8192 // elements))
+from .partial_states import combine
 
 
 @triton.jit
@@ -135,103 +128,6 @@ def _attend(
 
 
 @triton.jit
-def _state_at(states, program, first, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Where a program's partial state of an item is that starts in program `first`. A program has two places: it may
-    end in the middle of one item and have started in the middle of another."""
-    place = 2 * program + tl.where(program == first, 1, 0)
-    return states + place.to(tl.int64) * (ROWS * (BLOCK_DV + 2))
-
-
-@triton.jit
-def _publish(state, acc, m_i, l_i, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Write a state of BLOCK_M rows, of which ROWS are in use, for another program to read."""
-    row = tl.arange(0, BLOCK_M)
-    kept = row < ROWS
-    tl.store(state + row, m_i.to(tl.int32, bitcast=True), mask=kept)
-    tl.store(state + ROWS + row, l_i.to(tl.int32, bitcast=True), mask=kept)
-    place = row[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
-    tl.store(state + 2 * ROWS + place, acc.to(tl.int32, bitcast=True), mask=kept[:, None])
-
-
-@triton.jit
-def _is_last(counter, arrivals):
-    """Count this program's arrival; the last one leaves the counter as it was found."""
-    tl.debug_barrier()  # every thread's stores before the count that publishes them
-    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
-    if last:
-        tl.store(counter, 0)
-    return last
-
-
-@triton.jit
-def _union(
-    states, first, start, stride, count, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr
-):
-    """The state of `count` programs' partial states together, from program `start` on, every `stride`."""
-    POST: tl.constexpr = LOG2E / _unit(PRECISION)
-    MANY: tl.constexpr = _at_once(ROWS * BLOCK_DV)
-    row = tl.arange(0, ROWS)
-    place = row[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
-    m_i = tl.full([ROWS], -float("inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for done in range(0, count, MANY):
-        index = done + tl.arange(0, MANY)
-        state = _state_at(states, start + index * stride, first, ROWS, BLOCK_DV)  # [MANY]
-        live = index < count
-        m = tl.load(state[:, None] + row[None, :], mask=live[:, None], other=0, cache_modifier=".cg")
-        l_s = tl.load(state[:, None] + ROWS + row[None, :], mask=live[:, None], other=0, cache_modifier=".cg")
-        # [MANY, ROWS, BLOCK_DV]
-        a = tl.load(
-            state[:, None, None] + 2 * ROWS + place[None, :, :], mask=live[:, None, None], other=0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        m = tl.where(live[:, None], m.to(tl.float32, bitcast=True), -float("inf"))
-        m_new = tl.maximum(m_i, tl.max(m, 0))
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        weight = tl.exp2((m - shift[None, :]) * POST)  # [MANY, ROWS]
-        alpha = tl.exp2((m_i - shift) * POST)
-        l_i = l_i * alpha + tl.sum(l_s.to(tl.float32, bitcast=True) * weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(a.to(tl.float32, bitcast=True) * weight[:, :, None], 0)
-        m_i = m_new
-    return acc, m_i, l_i
-
-
-@triton.jit
-def _combine(
-    acc, m_i, l_i, workspace, program, first, last,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, FAN_IN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Publish this program's part of an item that programs first..last share. Whether it is the one that has all of
-    them, and their union if so, [ROWS].
-
-    More than FAN_IN programs are added up in groups first: one program alone would take long over so much data.
-    """
-    states = workspace + 3 * _PLACES
-    parts = last + 1 - first
-    size = tl.cdiv(parts, tl.cdiv(parts, FAN_IN))  # groups of about as many each
-    group = (program - first) // size
-    head = first + group * size
-    groups = tl.cdiv(parts, size)
-    head_state = _state_at(states, head, first, ROWS, BLOCK_DV)
-    _publish(_state_at(states, program, first, ROWS, BLOCK_DV), acc, m_i, l_i, BLOCK_M, ROWS, BLOCK_DV)
-    members = tl.minimum(size, last + 1 - head)
-    complete = _is_last(workspace + 2 * head + tl.where(group == 0, 1, 0), members)
-    all_acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    all_m = tl.zeros([ROWS], tl.float32)
-    all_l = tl.zeros([ROWS], tl.float32)
-    if complete:
-        all_acc, all_m, all_l = _union(states, first, head, 1, members, ROWS, BLOCK_DV, PRECISION)
-        if groups > 1:
-            tl.debug_barrier()  # every thread has read the head's state before it is replaced
-            _publish(head_state, all_acc, all_m, all_l, ROWS, ROWS, BLOCK_DV)
-            complete = _is_last(workspace + 2 * _PLACES + first, groups)
-            if complete:
-                all_acc, all_m, all_l = _union(states, first, first, size, groups, ROWS, BLOCK_DV, PRECISION)
-    return complete, all_acc, all_m, all_l
-
-
-@triton.jit
 def _finish(
     acc, m_i, l_i, offs_m, out, lse_out, q_start, q_len, q_block, kv_head, in_group, out_scale, so_t, so_h, sl_t,
     GROUP: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -250,9 +146,7 @@ def _finish(
 
 
 @triton.jit
-def _rows(
-    offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr
-):
+def _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Query token in the sequence, query head, and whether there is one, of an item's rows."""
     q_row = q_block * BLOCK_Q + offs_m // G
     of_group = in_group + offs_m % G
@@ -267,7 +161,8 @@ def _decode_kernel(
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     FAN_IN: tl.constexpr, CHUNK: tl.constexpr, MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -278,17 +173,13 @@ def _decode_kernel(
     program = tl.program_id(0)
 
     first = 0
-    work = _tiles_of(
-        0, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK
-    )
+    work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK)
     here = tl.sum(work, 0)
     total = here
     if MANY_SEQS:
         for more in range(CHUNK, num_seqs, CHUNK):
             total += tl.sum(
-                _tiles_of(
-                    more, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK
-                ),
+                _tiles_of(more, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK),
                 0,
             )
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
@@ -369,7 +260,7 @@ def _decode_kernel(
                     sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION,
                 )  # fmt: skip
             else:
-                complete, all_acc, all_m, all_l = _combine(
+                complete, all_acc, all_m, all_l = combine(
                     acc, m_i, l_i, workspace, program, starts, ends, BLOCK_M, ROWS, BLOCK_DV, FAN_IN, PRECISION
                 )
                 if complete:
