@@ -12,7 +12,12 @@ from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMeta
 from pagedattn.testing import attention_oracle
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MODELS = {"llama8b": (32, 8, 128), "llama70b-tp8": (8, 1, 128), "qwen3-0.6b": (16, 8, 128)}
+MODELS = {
+    "llama8b": (32, 8, 128),
+    "llama70b": (64, 8, 128),
+    "llama70b-tp8": (8, 1, 128),
+    "qwen3-0.6b": (16, 8, 128),
+}
 _TOTAL_BYTES = 2 << 30 if DEVICE.type == "cuda" else 1 << 26  # all layers together, far beyond L2
 
 

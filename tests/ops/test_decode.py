@@ -78,7 +78,7 @@ def check(case: Case, programs: int, device: torch.device, workspace: torch.Tens
 
 
 def parts(case: Case, programs: int, block_n: int = 16) -> list[int]:
-    """How many programs share each item, by the definition of an even split: the items in order, cut in equal ranges."""
+    """How many programs share each item, by definition: the items in order, cut in equal ranges."""
     items = []
     for queries, keys in zip(case.query_lens, case.seq_lens, strict=True):
         low = max(keys - queries - case.sliding_window + 1, 0) if case.sliding_window else 0

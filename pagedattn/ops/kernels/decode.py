@@ -153,7 +153,10 @@ def _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.
     return q_row, kv_head * GROUP + of_group, (offs_m < BLOCK_Q * G) & (q_row < q_len) & (of_group < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "max_keys"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_blocks", "max_keys", "s_table"],
+    do_not_specialize_on_alignment=["table", "query_start_loc", "seq_lens"],
+)
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
     num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
