@@ -99,6 +99,7 @@ def config_of(inputs: AttentionInputs, candidate: Candidate) -> DecodeConfig:
         head_dim=key.shape[3],
         head_dim_v=inputs.value.shape[3],
         itemsize=query.element_size(),
+        stored_itemsize=key.element_size(),
         max_query_len=inputs.max_query_len,
         max_seq_len=inputs.max_seq_len,
         target=target_of(query.device),

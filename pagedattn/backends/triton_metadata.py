@@ -72,6 +72,7 @@ def _config(spec: AttentionSpec, common: CommonAttentionMetadata, launch: Launch
         "head_dim": spec.head_dim,
         "head_dim_v": spec.value_dim,
         "itemsize": spec.dtype.itemsize,
+        "stored_itemsize": spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
         "target": target_of(common.seq_lens.device),
     }
     bounds = {"max_query_len": launch.longest, "max_seq_len": common.max_seq_len}

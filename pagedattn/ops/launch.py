@@ -134,6 +134,7 @@ def decode_config(
     head_dim: int,
     head_dim_v: int,
     itemsize: int,
+    stored_itemsize: int,
     max_query_len: int,
     max_seq_len: int,
     target: Target,
@@ -141,26 +142,28 @@ def decode_config(
 ) -> DecodeConfig:
     """The configuration of a decode launch over sequences of at most so many query tokens and keys.
 
-    `tuning` is taken as it is, but for what does not fit the device's shared memory.
+    itemsize is of the query, stored_itemsize of the cache. `tuning` is taken as it is, but for what does not fit the
+    device's shared memory.
     """
     block_m = max(16, min(_power_of_2(max(max_query_len, 1) * group), _DECODE_ROWS))
-    width = max(16, _power_of_2(head_dim_v))
-    if block_m * width > 16384:  # the output of a query block stays in registers
-        block_m = max(16, 16384 // width)
+    width, shape = max(16, _power_of_2(head_dim_v)), (head_dim, head_dim_v, itemsize)
+    # The output of a query block stays in registers, its queries in shared memory.
+    while block_m > 16 and (block_m * width > 16384 or _shared(block_m, 16, 1, *shape) > target.shared_bytes):
+        block_m //= 2
     heads = min(group, block_m)
     tokens = max(1, min(max_query_len, block_m // heads))
     items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
     if tuning is None:
-        tuning = _tuning(items >= 2 * target.num_sms, block_m * width, itemsize)
-    shape = head_dim, head_dim_v, itemsize
-    while _shared(block_m, tuning.block_n, tuning.num_stages, *shape) > target.shared_bytes:
+        tuning = _tuning(items >= 2 * target.num_sms, block_m * width, itemsize, stored_itemsize)
+    # A tile's buffers are free once it has been multiplied, so that one stage needs none.
+    while _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape) > target.shared_bytes:
         if tuning.num_stages > 2:
             tuning = tuning._replace(num_stages=tuning.num_stages - 1)
         elif tuning.block_n > 16:
             tuning = tuning._replace(block_n=tuning.block_n // 2)
         else:
             break
-    room = target.shared_bytes // _shared(block_m, tuning.block_n, tuning.num_stages, *shape)
+    room = target.shared_bytes // _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape)
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
     programs = max(1, min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS))
     rows = _power_of_2(tokens * heads)
@@ -168,19 +171,22 @@ def decode_config(
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
 
-def _tuning(busy: bool, outputs: int, itemsize: int) -> DecodeTuning:
-    """FULL where there are items for every SM twice, else LATENCY, with what large tiles of output want changed."""
+def _tuning(busy: bool, outputs: int, itemsize: int, stored_itemsize: int) -> DecodeTuning:
+    """FULL where there are items for every SM twice, else LATENCY, with changed what registers do not hold: large
+    tiles of output, and keys and values that are converted. `outputs`: elements of a query block's output."""
     tuning = FULL if busy else LATENCY
-    if outputs > 16 * 128:  # 128 registers are too few
-        tuning = tuning._replace(max_registers=None, per_sm=min(tuning.per_sm, 2))
-    if outputs > 64 * 128:
-        tuning = tuning._replace(num_warps=8)
+    if outputs > 32 * 128:
+        tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
+    elif outputs > 16 * 128:
+        tuning = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+    elif stored_itemsize < itemsize:
+        tuning = tuning._replace(max_registers=168, per_sm=3) if busy else tuning._replace(num_warps=8)
     return tuning._replace(block_n=32) if itemsize == 4 else tuning
 
 
-def _shared(block_m: int, block_n: int, num_stages: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
-    """Bytes of shared memory: the query tile, a key and a value tile per stage, and what reductions need."""
-    keys = num_stages * block_n * (_power_of_2(head_dim) + _power_of_2(head_dim_v))
+def _shared(block_m: int, block_n: int, buffers: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Bytes of shared memory: the query tile, a key and a value tile per buffer, and what reductions need."""
+    keys = buffers * block_n * (_power_of_2(head_dim) + _power_of_2(head_dim_v))
     return (block_m * _power_of_2(head_dim) + keys) * itemsize + 4096
 
 

@@ -117,6 +117,7 @@ def _bounds(inputs: AttentionInputs) -> dict[str, int]:
     return {
         "num_seqs": len(inputs.seq_lens),
         "num_kv_heads": inputs.key.shape[-2],
+        "stored_itemsize": inputs.key.element_size(),
         "max_query_len": inputs.max_query_len,
         "max_seq_len": inputs.max_seq_len,
     }

@@ -47,6 +47,7 @@ def config_of(problem: Problem, programs: int, **tuning: Any) -> DecodeConfig:
         head_dim=spec.head_dim,
         head_dim_v=spec.value_dim,
         itemsize=spec.dtype.itemsize,
+        stored_itemsize=problem.stored.dtype.itemsize,
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
         target=target_of(problem.query.device),

@@ -77,8 +77,11 @@ def _attend(
     offs = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     k_rows = key + dim[None, :]
     v_rows = value + dim_v[None, :]
-    # Sums stay apart by column until the end: added up in every tile, warps would wait for each other once more.
-    l_cols = tl.where(offs[None, :] == 0, l_i[:, None], 0.0)  # [BLOCK_M, BLOCK_N]
+    # With few rows every warp has columns of its own. Sums then stay apart by column until the end: added up in every
+    # tile, warps would wait for each other once more.
+    BY_COLUMN: tl.constexpr = q.shape[0] < 64
+    if BY_COLUMN:
+        l_i = tl.where(offs[None, :] == 0, l_i[:, None], 0.0)  # [BLOCK_M, BLOCK_N]
     block = offs
     if AHEAD:
         block = tl.load(table + _within(begin + offs, low, end, WINDOW) // S, mask=begin < end, other=0)
@@ -120,11 +123,16 @@ def _attend(
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2((s - shift[:, None]) * POST)
         alpha = tl.exp2((m_i - shift) * POST)
-        l_cols = l_cols * alpha[:, None] + p
+        if BY_COLUMN:
+            l_i = l_i * alpha[:, None] + p
+        else:
+            l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
         v = tl.load(v_ptrs) if DV == BLOCK_DV else tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_i, tl.sum(l_cols, 1)
+    if BY_COLUMN:
+        l_i = tl.sum(l_i, 1)
+    return acc, m_i, l_i
 
 
 @triton.jit

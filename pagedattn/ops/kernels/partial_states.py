@@ -21,8 +21,9 @@ _PLACES = tl.constexpr(COUNTERS)
 
 @triton.constexpr_function
 def _at_once(elements):
-    """Partial states that a combining program loads at once: all of a group where 64 registers a thread hold it."""
-    return max(1, min(32, 8192 // elements))
+    """Partial states that a combining program loads at once: what 32 registers a thread hold. With 64, ptxas spilled
+    inside the loop over keys."""
+    return max(1, min(32, 4096 // elements))
 
 
 @triton.constexpr_function
