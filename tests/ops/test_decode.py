@@ -141,12 +141,12 @@ def test_features(shape: dict[str, Any], name: str, ahead: bool, device: torch.d
 
 
 def test_more_sequences_than_are_read_at_once(device: torch.device) -> None:
-    queries = tuple(int(i % 7 != 3) for i in range(600))
+    queries = tuple(int(i % 9 == 3 or i > 590) for i in range(600))
     keys = tuple((i * 37) % 50 if i % 5 else 0 for i in range(600))
     case = Case(query_lens=queries, seq_lens=keys, heads=(1, 1), head_dim=16, write=False)
     assert len(case.query_lens) > 2 * 256
     check(case, 11, device, block_n=32)
-    check(case, 400 if device.type == "cuda" else 53, device, block_n=32)
+    check(case, 60, device, block_n=32)
 
 
 def test_one_workspace_for_many_shapes(device: torch.device) -> None:

@@ -286,10 +286,8 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
     """One launch. `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are
     afterwards; nothing else may use it before this launch is done."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
-    heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
     chunk = 32 if num_seqs <= 32 else 256
-    options = {"launch_pdl": True} if config.chained else {}
     with on_device(query):
         _decode_kernel[(config.programs,)](
             *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
@@ -302,30 +300,38 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
             0 if lse is None else lse.stride(0),
             table.stride(0),
             *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-            S=key.shape[1],
-            KV_HEADS=heads_kv,
-            GROUP=query.shape[1] // heads_kv,
-            G=config.heads,
-            D=dim,
-            DV=dim_v,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_DV=max(16, triton.next_power_of_2(dim_v)),
-            BLOCK_M=config.block_m,
-            BLOCK_N=tuning.block_n,
-            ROWS=config.rows,
-            FAN_IN=tuning.fan_in,
+            **_shape(config, inputs),
             CHUNK=chunk,
             MANY_SEQS=num_seqs > chunk,
-            ONE_TOKEN=inputs.max_query_len <= 1,
-            CAUSAL=inputs.causal,
-            WINDOW=inputs.window,
-            SOFTCAP=inputs.softcap > 0,
-            SAME_STRIDES=key.stride()[:3] == value.stride()[:3],
+            FAN_IN=tuning.fan_in,
             AHEAD=tuning.ahead,
             PDL=config.chained,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
             maxnreg=tuning.max_registers,
-            **options,
+            **({"launch_pdl": True} if config.chained else {}),
         )
+
+
+def _shape(config: DecodeConfig, inputs: AttentionInputs) -> dict[str, object]:
+    """What is fixed when the kernel is compiled: the heads, the blocks, and which features there are."""
+    query, key, value = inputs[:3]
+    return {
+        "S": key.shape[1],
+        "KV_HEADS": key.shape[2],
+        "GROUP": query.shape[1] // key.shape[2],
+        "G": config.heads,
+        "D": key.shape[3],
+        "DV": value.shape[3],
+        "BLOCK_D": max(16, triton.next_power_of_2(key.shape[3])),
+        "BLOCK_DV": max(16, triton.next_power_of_2(value.shape[3])),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.tuning.block_n,
+        "ROWS": config.rows,
+        "ONE_TOKEN": inputs.max_query_len <= 1,
+        "CAUSAL": inputs.causal,
+        "WINDOW": inputs.window,
+        "SOFTCAP": inputs.softcap > 0,
+        "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
