@@ -19,7 +19,8 @@ from .op_backend import OpMetadataBuilder
 class TritonMetadata(AttentionMetadata):
     """A step, and the workspace of its decode launches (None where it has none): every layer's call uses it in turn.
 
-    Metadata of one builder share a workspace, so that they are used on one stream at a time.
+    Metadata share it with those built on the same stream, and captured ones with each other: what was built on one
+    stream must not run at the same time as anything else of it on another, nor two captured steps.
     """
 
     spec: AttentionSpec
@@ -39,25 +40,34 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonMetadataBuilder(OpMetadataBuilder):
-    """Owns one workspace, grown when a step needs more; captured metadata keep the one they were captured with."""
+    """Owns a workspace per stream, and one for all that is captured; grown when a step needs more. Captured metadata
+    keep the one they were captured with."""
 
     graph_level = GraphLevel.ALWAYS
-    _room: torch.Tensor | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rooms: dict[object, torch.Tensor] = {}
 
     def build(
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
-        return built if into is not None else TritonMetadata(built.common, self.spec, self._room_for(built.common))
+        if into is not None:
+            return built
+        return TritonMetadata(built.common, self.spec, self._room(built.common, capture))
 
-    def _room_for(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+    def _room(self, common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
         decodes = [one for one in _launches(self.spec, common) if one.decode]
         if not decodes:
             return None
+        device = common.seq_lens.device
+        owner = "captured" if capture else torch.cuda.current_stream(device) if device.type == "cuda" else device
         needed = max(_config(self.spec, common, one).workspace for one in decodes)
-        if self._room is None or self._room.numel() < needed:
-            self._room = new_workspace(needed, common.seq_lens.device)
-        return self._room
+        room = self._rooms.get(owner)
+        if room is None or room.numel() < needed:
+            room = self._rooms[owner] = new_workspace(needed, device)
+        return room
 
 
 def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Launch]:

@@ -133,11 +133,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "not ahead"])
 @pytest.mark.parametrize("name", sorted(FEATURES))
 @pytest.mark.parametrize("shape", [RAGGED, TOKENS], ids=["one token", "more"])
-def test_features(shape: dict[str, Any], name: str, ahead: bool, device: torch.device) -> None:
-    check(Case(**{**shape, **FEATURES[name]}), 9, device, fan_in=2, ahead=ahead)
+def test_features(shape: dict[str, Any], name: str, device: torch.device) -> None:
+    check(Case(**{**shape, **FEATURES[name]}), 9, device, fan_in=2)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_block_ids_loaded_when_they_are_needed(window: int | None, device: torch.device) -> None:
+    check(Case(**RAGGED, sliding_window=window), 9, device, ahead=False)
 
 
 def test_more_sequences_than_are_read_at_once(device: torch.device) -> None:
