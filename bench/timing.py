@@ -40,14 +40,19 @@ def capture(calls: Calls, step: Callable[[], object] | None = None) -> Callable[
     return graph.replay
 
 
-def time_replays(replays: Mapping[str, Callable[[], object]], calls: Mapping[str, int]) -> dict[str, float]:
-    """Median microseconds of each replay over its number of calls; the replays take turns, and who begins changes."""
+def time_replays(
+    replays: Mapping[str, Callable[[], object]], calls: Mapping[str, int], rounds: int | None = None
+) -> dict[str, float]:
+    """Median microseconds of each replay over its number of calls; the replays take turns, and who begins changes.
+
+    `rounds`: how many turns each has; None is as many as take `_SECONDS` of each, within bounds.
+    """
     names = [*replays]
     for name in names:
         replays[name]()  # the first replay of a graph uploads it
-    once = sum(_elapsed_us([replays[name] for name in names]))
-    rounds = int(_SECONDS * 1e6 * len(names) / max(once, 1.0))
-    rounds = min(max(rounds, _FEWEST), _MOST)
+    if rounds is None:
+        once = sum(_elapsed_us([replays[name] for name in names]))
+        rounds = min(max(int(_SECONDS * 1e6 * len(names) / max(once, 1.0)), _FEWEST), _MOST)
     times: dict[str, list[float]] = {name: [] for name in names}
     order = [names[(i + turn) % len(names)] for turn in range(rounds) for i in range(len(names))]
     for name, us in zip(order, _elapsed_us([replays[name] for name in order]), strict=True):

@@ -42,6 +42,10 @@ class OpAttentionImpl(AttentionImpl):
 
     path: ClassVar[str]
 
+    def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
+        """What the metadata hold for the op's partial results; nothing by default."""
+        return None
+
     def forward(
         self,
         query: torch.Tensor,
@@ -86,6 +90,7 @@ class OpAttentionImpl(AttentionImpl):
             lse=lse,
             mask_mod=spec.mask_mod,
             deterministic=spec.deterministic,
+            workspace=self.workspace(metadata),
             path=self.path,
         )
         return out, lse

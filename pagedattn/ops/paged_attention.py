@@ -8,8 +8,8 @@ import torch
 
 from . import attention_torch
 from .attention_inputs import AttentionInputs, scale_parts
-from .launch import AttentionConfig, attention_config, target_of
-from .library import choose, kernels, register
+from .launch import COUNTERS, DecodeConfig, attention_config, decode_config, launches, target_of
+from .library import choose, expect, kernels, register
 
 
 def paged_attention(
@@ -35,6 +35,7 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     mask_mod: attention_torch.MaskMod | None = None,
     deterministic: bool = False,
+    workspace: torch.Tensor | None = None,
     path: str = "auto",
 ) -> torch.Tensor:
     """Attention of B sequences' new tokens over their keys. Source: FlashAttention 2 and PagedAttention (SOSP 2023).
@@ -51,6 +52,8 @@ def paged_attention(
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
+        workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
+            at the same time. None: made for this call.
 
     Returns:
         [T, Hq, Dv]; rows past query_start_loc[B] are unspecified.
@@ -68,67 +71,72 @@ def paged_attention(
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
     inputs.check()
     if mask_mod is None:
-        _op(*inputs, path)
+        _op(*inputs, workspace, path)
     elif len(query) and len(seq_lens):
         attention_torch.attend(inputs, mask_mod)
     return out
 
 
 def _run(*args: Any) -> None:
-    inputs, path = AttentionInputs(*args[:-1]), args[-1]
+    inputs, workspace, path = AttentionInputs(*args[:-2]), args[-2], args[-1]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
         return
     if choose(path, inputs.query.device) == "triton":
-        _triton(inputs)
+        _triton(inputs, workspace)
     else:
         attention_torch.attend(inputs)
 
 
-def _triton(inputs: AttentionInputs) -> None:
-    """Decodes and the rest in a launch each: they want other tiles, and only decodes split their keys."""
-    seqs, decodes, lens = len(inputs.seq_lens), inputs.num_decodes, inputs.seq_lens
-    key_starts = None if inputs.block_table is not None else torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-    if inputs.deterministic:
-        _launch(inputs, key_starts, slice(0, len(inputs.query)), inputs.max_query_len)
-        return
-    for first, last, longest in ((0, decodes, 1), (decodes, seqs, inputs.max_query_len)):
-        if last <= first or longest == 0:
-            continue
-        whole = last - first == seqs
-        part = inputs if whole else inputs.part(first, last)
-        starts = key_starts if whole or key_starts is None else key_starts[first : last + 1]
-        rows = len(inputs.query)
-        _launch(part, starts, slice(first, min(rows, last) if longest == 1 and first == 0 else rows), longest)
+def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None) -> None:
+    """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, in a launch each."""
+    seqs, lens, paged = len(inputs.seq_lens), inputs.seq_lens, inputs.block_table is not None
+    key_starts = None if paged else torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    facts = {"paged": paged, "deterministic": inputs.deterministic}
+    for decode, first, last, longest in launches(seqs, inputs.num_decodes, inputs.max_query_len, **facts):
+        part = inputs if last - first == seqs else inputs.part(first, last)
+        part = part._replace(max_query_len=longest)
+        config = decode_config(**_heads(part), **_bounds(part)) if decode else None
+        if config is not None and config.tiles < 2**31:
+            kernels("decode").launch(config, part, _workspace(config, workspace, inputs.query.device))
+        else:
+            kernels("attention").launch(attention_config(**_heads(part)), part, key_starts)
 
 
-def _config(inputs: AttentionInputs, longest: int) -> AttentionConfig:
-    key, value = inputs.key, inputs.value
-    return attention_config(
-        num_seqs=len(inputs.seq_lens),
-        num_kv_heads=key.shape[-2],
-        group=inputs.query.shape[1] // key.shape[-2],
-        head_dim=key.shape[-1],
-        head_dim_v=value.shape[-1],
-        itemsize=inputs.query.element_size(),
-        max_query_len=longest,
-        max_seq_len=inputs.max_seq_len,
-        target=target_of(inputs.query.device),
-        deterministic=inputs.deterministic,
-    )
+def _heads(inputs: AttentionInputs) -> dict[str, Any]:
+    query, key = inputs.query, inputs.key
+    return {
+        "group": query.shape[1] // key.shape[-2],
+        "head_dim": key.shape[-1],
+        "head_dim_v": inputs.value.shape[-1],
+        "itemsize": query.element_size(),
+        "target": target_of(query.device),
+    }
 
 
-def _launch(inputs: AttentionInputs, key_starts: torch.Tensor | None, rows: slice, longest: int) -> None:
-    """One launch, and with split keys a merge of the partial states of `rows`, the others being other sequences'."""
-    config, attention = _config(inputs, longest), kernels("attention")
-    if config.splits == 1:
-        attention.launch(config, inputs, key_starts)
-        return
-    shape, device = (config.splits, rows.stop, inputs.query.shape[1]), inputs.query.device
-    partial = torch.empty(*shape, inputs.value.shape[-1], dtype=torch.float32, device=device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
-    attention.launch(config, inputs._replace(out=partial, lse=partial_lse), key_starts)
-    merged = None if inputs.lse is None else inputs.lse[rows]
-    kernels("merge_states").launch(partial[:, rows], partial_lse[:, rows], inputs.out[rows], merged)
+def _bounds(inputs: AttentionInputs) -> dict[str, int]:
+    return {
+        "num_seqs": len(inputs.seq_lens),
+        "num_kv_heads": inputs.key.shape[-2],
+        "stored_itemsize": inputs.key.element_size(),
+        "max_query_len": inputs.max_query_len,
+        "max_seq_len": inputs.max_seq_len,
+    }
+
+
+def _workspace(config: DecodeConfig, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The caller's workspace, or one for this call."""
+    if given is None:
+        return new_workspace(config.workspace, device)
+    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= config.workspace
+    expect(fits and given.device == device, "workspace", f"int32 [{config.workspace}] or more on {device}", given)
+    return given
+
+
+def new_workspace(elements: int, device: torch.device) -> torch.Tensor:
+    """A workspace of so many int32 elements: counters, zero, then places that are written before they are read."""
+    workspace = torch.empty(max(elements, 3 * COUNTERS), dtype=torch.int32, device=device)
+    workspace[: 3 * COUNTERS].zero_()
+    return workspace
 
 
 def _fake(*args: object) -> None:
@@ -139,7 +147,7 @@ _op = register(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? block_table, Tensor query_start_loc, "
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, bool causal, int window, float softcap, SymInt max_query_len, "
-    "SymInt max_seq_len, int num_decodes, bool deterministic, str path) -> ()",
+    "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, str path) -> ()",
     _run,
     _fake,
 )
