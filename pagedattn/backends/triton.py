@@ -20,6 +20,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
 
 class TritonImpl(OpAttentionImpl):
     path = "triton"
+    records = True
 
 
 class TritonBackend(AttentionBackend):

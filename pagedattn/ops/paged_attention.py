@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import attention_torch
 from .attention_inputs import AttentionInputs, scale_parts
+from .attention_replay import AttentionReplay, attention_replay
 from .launch import AttentionConfig, attention_config, target_of
 from .library import choose, kernels, register
+
+if TYPE_CHECKING:
+    from .kernels._launcher import Launch
 
 
 def paged_attention(
@@ -36,6 +40,7 @@ def paged_attention(
     mask_mod: attention_torch.MaskMod | None = None,
     deterministic: bool = False,
     path: str = "auto",
+    replays: list[AttentionReplay] | None = None,
 ) -> torch.Tensor:
     """Attention of B sequences' new tokens over their keys. Source: FlashAttention 2 and PagedAttention (SOSP 2023).
 
@@ -51,6 +56,7 @@ def paged_attention(
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
+        replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
         [T, Hq, Dv]; rows past query_start_loc[B] are unspecified.
@@ -63,34 +69,37 @@ def paged_attention(
     k_scale, k_factor = scale_parts("k_scale", k_scale, key.shape[-2], key.device)
     v_scale, v_factor = scale_parts("v_scale", v_scale, key.shape[-2], key.device)
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
-    window, cap = sliding_window or 0, softcap or 0.0
+    window, cap = sliding_window or 0, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
     inputs.check()
     if mask_mod is None:
-        _op(*inputs, path)
+        launches = _op(*inputs, path)
+        if replays is not None:
+            replays += attention_replay(launches, inputs, scale)
     elif len(query) and len(seq_lens):
         attention_torch.attend(inputs, mask_mod)
     return out
 
 
-def _run(*args: Any) -> None:
+def _run(*args: Any) -> list[Launch | None]:
+    """What was launched, as far as it can be launched again."""
     inputs, path = AttentionInputs(*args[:-1]), args[-1]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
-        return
+        return []
     if choose(path, inputs.query.device) == "triton":
-        _triton(inputs)
-    else:
-        attention_torch.attend(inputs)
+        return _triton(inputs)
+    attention_torch.attend(inputs)
+    return []
 
 
-def _triton(inputs: AttentionInputs) -> None:
+def _triton(inputs: AttentionInputs) -> list[Launch | None]:
     """Decodes and the rest in a launch each: they want other tiles, and only decodes split their keys."""
     seqs, decodes, lens = len(inputs.seq_lens), inputs.num_decodes, inputs.seq_lens
     key_starts = None if inputs.block_table is not None else torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     if inputs.deterministic:
-        _launch(inputs, key_starts, slice(0, len(inputs.query)), inputs.max_query_len)
-        return
+        return [_launch(inputs, key_starts, slice(0, len(inputs.query)), inputs.max_query_len)]
+    launches = []
     for first, last, longest in ((0, decodes, 1), (decodes, seqs, inputs.max_query_len)):
         if last <= first or longest == 0:
             continue
@@ -98,7 +107,9 @@ def _triton(inputs: AttentionInputs) -> None:
         part = inputs if whole else inputs.part(first, last)
         starts = key_starts if whole or key_starts is None else key_starts[first : last + 1]
         rows = len(inputs.query)
-        _launch(part, starts, slice(first, min(rows, last) if longest == 1 and first == 0 else rows), longest)
+        rows = slice(first, min(rows, last) if longest == 1 and first == 0 else rows)
+        launches.append(_launch(part, starts, rows, longest))
+    return launches
 
 
 def _config(inputs: AttentionInputs, longest: int) -> AttentionConfig:
@@ -117,18 +128,18 @@ def _config(inputs: AttentionInputs, longest: int) -> AttentionConfig:
     )
 
 
-def _launch(inputs: AttentionInputs, key_starts: torch.Tensor | None, rows: slice, longest: int) -> None:
+def _launch(inputs: AttentionInputs, key_starts: torch.Tensor | None, rows: slice, longest: int) -> Launch | None:
     """One launch, and with split keys a merge of the partial states of `rows`, the others being other sequences'."""
     config, attention = _config(inputs, longest), kernels("attention")
     if config.splits == 1:
-        attention.launch(config, inputs, key_starts)
-        return
+        return attention.launch(config, inputs, key_starts)
     shape, device = (config.splits, rows.stop, inputs.query.shape[1]), inputs.query.device
     partial = torch.empty(*shape, inputs.value.shape[-1], dtype=torch.float32, device=device)
     partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
     attention.launch(config, inputs._replace(out=partial, lse=partial_lse), key_starts)
     merged = None if inputs.lse is None else inputs.lse[rows]
     kernels("merge_states").launch(partial[:, rows], partial_lse[:, rows], inputs.out[rows], merged)
+    return None  # the partial states are this call's own
 
 
 def _fake(*args: object) -> None:

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 from ..attention_inputs import AttentionInputs
+from ..attention_replay import VARYING
 from ..launch import AttentionConfig
 from ._device import on_device
+from ._launcher import Launch, Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -156,7 +158,7 @@ def _find_seq(block, query_start_loc, num_seqs, BLOCK_Q: tl.constexpr):
     return seq, block - ((tl.load(query_start_loc + seq) - origin) // BLOCK_Q + seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "max_keys", "sl_split", "s_table"])
 def _paged_attention_kernel(
     query,
     key,
@@ -305,8 +307,12 @@ def _paged_attention_kernel(
         tl.store(lse_out + split * tl.cast(sl_split, tl.int64) + token * sl_t + head, lse, mask=mask_m)
 
 
-def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> None:
-    """One launch. With config.splits > 1, `inputs.out` [splits, T, Hq, Dv] and `inputs.lse` take partial states.
+_launch = Launcher(_paged_attention_kernel, VARYING)
+
+
+def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> Launch | None:
+    """One launch, and how to make it again. With config.splits > 1, `inputs.out` [splits, T, Hq, Dv] and `inputs.lse`
+    take partial states.
 
     `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
     """
@@ -317,35 +323,36 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
     blocks = num_seqs if config.one_block else len(query) // (config.block_m // config.heads) + num_seqs
     grid = (blocks, heads_kv * triton.cdiv(group, config.heads), config.splits)
     outs, lses = (x if x is None or config.splits > 1 else x.unsqueeze(0) for x in (out, lse))
+    arguments = (
+        *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
+        *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
+        *(inputs.scale, inputs.out_scale, inputs.softcap),
+        *query.stride()[:2],
+        *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
+        *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
+        *(out.stride()[:3] if outs is None else outs.stride()[:3]),
+        *((0, 0) if lses is None else lses.stride()[:2]),
+        table.stride(0) if paged else 0,
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+    )
+    constants = {
+        "S": key.shape[1] if paged else 1,
+        "GROUP": group,
+        "G": config.heads,
+        "D": dim,
+        "DV": dim_v,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_DV": max(16, triton.next_power_of_2(dim_v)),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "ONE_BLOCK": config.one_block,
+        "CAUSAL": inputs.causal,
+        "WINDOW": inputs.window,
+        "SOFTCAP": inputs.softcap > 0,
+        "ONE_LOOP": inputs.deterministic,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
     with on_device(query):
-        _paged_attention_kernel[grid](
-            *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
-            *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
-            *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
-            *(inputs.scale, inputs.out_scale, inputs.softcap),
-            *query.stride()[:2],
-            *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
-            *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
-            *(out.stride()[:3] if outs is None else outs.stride()[:3]),
-            *((0, 0) if lses is None else lses.stride()[:2]),
-            table.stride(0) if paged else 0,
-            *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-            S=key.shape[1] if paged else 1,
-            GROUP=group,
-            G=config.heads,
-            D=dim,
-            DV=dim_v,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_DV=max(16, triton.next_power_of_2(dim_v)),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            ONE_BLOCK=config.one_block,
-            CAUSAL=inputs.causal,
-            WINDOW=inputs.window,
-            SOFTCAP=inputs.softcap > 0,
-            ONE_LOOP=inputs.deterministic,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.max_registers,
-        )
+        return _launch(grid, arguments, constants, **options)
