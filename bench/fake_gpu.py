@@ -17,6 +17,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from pagedattn.backends import triton as backend
 from pagedattn.capabilities import Capabilities
 from pagedattn.ops import launch, library
+from pagedattn.ops.kernels import _launcher
 
 HOPPER = launch.Target(num_sms=132, shared_bytes=232448)
 
@@ -68,9 +69,9 @@ class _Driver:
 def install() -> None:
     """Make Triton and the library believe that CPU tensors can be launched on."""
     triton.runtime.driver.set_active(_Driver())  # type: ignore[arg-type]
+    _launcher.current_device = lambda: 0
     refusal = library._refusal
     library._refusal = lambda path, *rest: "" if path == "triton" else refusal(path, *rest)
-    launch.target_of.cache_clear()
     known = backend.TritonBackend.capabilities()
     values = {name: getattr(known, name) for name in Capabilities.__dataclass_fields__}
     facts = Capabilities(**{**values, "devices": ("cuda", "cpu")})
