@@ -18,17 +18,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.pop("TRITON_INTERPRET", None)
+from typing import Any
 
 import torch
-
-GPU = torch.cuda.is_available()
-if not GPU:
-    import fake_gpu
-
-    fake_gpu.install()
-    fake_gpu.launched.keep = False
 
 import pagedattn
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
@@ -37,6 +29,7 @@ from pagedattn.errors import PagedAttnError
 from pagedattn.layer_call import layout_of
 from pagedattn.ops import paged_attention, reshape_and_cache
 
+GPU = torch.cuda.is_available()
 DEVICE, DTYPE = torch.device("cuda" if GPU else "cpu"), torch.bfloat16 if GPU else torch.float16
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 16
 _CALLS, _LOOPS = 200, 15
@@ -94,6 +87,12 @@ def stages(seqs: int) -> dict[str, float]:
         "layer call, 32 layers of a new step": host_us(lambda: model(plan_step([layer], common)), 10) / 32,
         "layer call, the first of a step": host_us(careful),
     }
+    op: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
+    chosen, op.choose = op.choose, lambda *args: "triton"
+    metadata.calls.clear()
+    found["layer call, written by Triton"] = host_us(lambda: layer(query, key, value, cache, step))
+    op.choose = chosen
+    metadata.calls.clear()
     layer(query, key, value, cache, step)
     (call,) = metadata.calls.values()
     spec, slots, nothing = layer.spec, common.slot_mapping, (None, None, None, None)
@@ -127,14 +126,18 @@ def launches() -> dict[str, float]:
     from pagedattn.ops.kernels import _launcher
     from pagedattn.ops.kernels import reshape_and_cache as module
 
-    rows, slots = torch.zeros(1, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE), torch.zeros(1, dtype=torch.int64).to(DEVICE)
+    rows, slots = (
+        torch.zeros(1, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE),
+        torch.zeros(1, dtype=torch.int64).to(DEVICE),
+    )
     cache = PagedKVCache(1, 2, SIZE, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE).layer(0)
     sizes = (2 * SIZE, *rows.stride()[:2], *rows.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3])
     args = (rows, rows, cache.key, cache.value, slots, None, None, 1.0, 1.0, *sizes)
     constants = {"S": SIZE, "H": KV_HEADS, "D": DIM, "DV": DIM, "N": KV_HEADS * DIM, "NV": KV_HEADS * DIM}
     formats = ("K_SCALES", "V_SCALES", "K_MANTISSA", "K_BIAS", "V_MANTISSA", "V_BIAS")
     constants |= dict.fromkeys(formats, 0)
-    kernel, launcher = module._reshape_and_cache_kernel, module._launch
+    kernel: Any = module._reshape_and_cache_kernel
+    launcher = module._launch
     made = launcher((1,), args, constants, num_warps=4)
     found = {
         "launch by Triton": host_us(lambda: kernel[(1,)](*args, **constants, num_warps=4)),
@@ -172,6 +175,12 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, default=8)
     parser.add_argument("--requests", type=int, default=256)
     options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    if not GPU:
+        import fake_gpu
+
+        fake_gpu.install()
+        fake_gpu.launched.keep = False
     with torch.no_grad():
         rows = {**stages(options.seqs), **launches(), **builds(options.requests)}
     for name, us in rows.items():

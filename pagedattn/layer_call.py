@@ -100,7 +100,10 @@ def keep(
     out: torch.Tensor,
 ) -> None:
     """Remember a call under its layout; `out` is what was allocated for, or given with, `query`."""
-    shape, like = out.shape, out.shape == query.shape and out.stride() == query.stride()
+    sizes, about = (out.shape, out.stride()), {"dtype": out.dtype, "device": out.device}
+    like = sizes == (query.shape, query.stride())
     if len(calls) >= _MOST_CALLS:
         calls.clear()
-    calls[layout] = LayerCall(write, attend, torch.empty_like if like else lambda query: query.new_empty(shape))
+    calls[layout] = LayerCall(
+        write, attend, torch.empty_like if like else lambda _: torch.empty_strided(*sizes, **about)
+    )

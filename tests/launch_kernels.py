@@ -20,15 +20,13 @@ sys.path.append(str(Path(__file__).parent.parent / "bench"))
 
 import fake_gpu
 
-fake_gpu.install()
-
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, StepMetadata, plan_step
 from pagedattn.ops import library
 from pagedattn.ops.kernels._launcher import Launch, Launcher, Replay
 
 FUNCTION, ARGUMENTS = 4, 13  # positions in a launch's line
 launched = fake_gpu.launched
-reshape = sys.modules["pagedattn.ops.reshape_and_cache"]
+reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -61,8 +59,9 @@ TOY: dict[str, tuple[Any, ...]] = {
 def toys() -> dict[str, Any]:
     """Each call twice by the launcher: the function, and the arguments, that Triton takes for it."""
     launcher, found = Launcher(_toy, ("x", "y", "scale")), {}
+    toy: Any = _toy
     for name, args in TOY.items():
-        want = _toy[(2,)](*args, WIDTH=16, num_warps=4).function
+        want = toy[(2,)](*args, WIDTH=16, num_warps=4).function
         lines = []
         for _ in range(2):
             launched.clear()
@@ -141,8 +140,8 @@ def layers(options: dict[str, Any], flat: bool, queries: list[int], writer: str)
             metadata.calls.clear()
             call()
         checked = []
-        run = model._call
-        model._call = lambda *args, run=run, checked=checked: (checked.append(1), run(*args))[1]
+        counted = lambda *args, run=model._call, checked=checked: (checked.append(1), run(*args))[1]  # noqa: E731
+        vars(model)["_call"] = counted
         repeated = lines_of(call), stored(cache)
         careful.append(len(checked))
         kept = dict(metadata.calls)
@@ -237,6 +236,7 @@ def lines_of(call: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 def main() -> None:
+    fake_gpu.install()
     writers = ("csrc", "triton") if library.path_of("reshape_and_cache", "cpu") == "csrc" else ("triton",)
     steps = {"decodes": [1] * SEQS, "mixed": [1, 1, 5, 20]}
     found = {

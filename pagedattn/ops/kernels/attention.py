@@ -321,7 +321,7 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
     heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
     group = query.shape[1] // heads_kv
     blocks = num_seqs if config.one_block else len(query) // (config.block_m // config.heads) + num_seqs
-    grid = (blocks, heads_kv * triton.cdiv(group, config.heads), config.splits)
+    grid = (blocks, heads_kv * -(-group // config.heads), config.splits)
     outs, lses = (x if x is None or config.splits > 1 else x.unsqueeze(0) for x in (out, lse))
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
@@ -342,8 +342,8 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
         "G": config.heads,
         "D": dim,
         "DV": dim_v,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(dim_v)),
+        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
+        "BLOCK_DV": max(16, 1 << (dim_v - 1).bit_length()),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "ONE_BLOCK": config.one_block,
