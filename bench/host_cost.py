@@ -177,6 +177,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     if not GPU:
+        sys.path.append(str(Path(__file__).parent.parent / "tests"))
         import fake_gpu
 
         fake_gpu.install()

@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import fake_gpu
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
-
-sys.path.append(str(Path(__file__).parent.parent / "bench"))
-
-import fake_gpu
 
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, StepMetadata, plan_step
 from pagedattn.ops import library
