@@ -25,8 +25,8 @@ import torch
 
 from pagedattn.ops.attention_inputs import AttentionInputs
 from pagedattn.ops.kernels import attention, decode
-from pagedattn.ops.launch import FULL, LATENCY, DecodeConfig, DecodeTuning, attention_config, decode_config, target_of
-from pagedattn.ops.paged_attention import new_workspace
+from pagedattn.ops.launch import FULL, LATENCY, DecodeConfig, DecodeTuning
+from pagedattn.ops.paged_attention import decode_config_of, new_workspace, prefill_config_of
 
 from .problem import DEVICE, Problem, make_problem
 from .table import Case, cases
@@ -88,29 +88,13 @@ def inputs_of(problem: Problem, index: int) -> AttentionInputs:
 
 
 def config_of(inputs: AttentionInputs, candidate: Candidate) -> DecodeConfig:
-    query, key = inputs.query, inputs.key
-    config = decode_config(
-        num_seqs=len(inputs.seq_lens),
-        num_kv_heads=key.shape[2],
-        group=query.shape[1] // key.shape[2],
-        head_dim=key.shape[3],
-        head_dim_v=inputs.value.shape[3],
-        itemsize=query.element_size(),
-        stored_itemsize=key.element_size(),
-        max_query_len=inputs.max_query_len,
-        max_seq_len=inputs.max_seq_len,
-        target=target_of(query.device),
-        tuning=candidate.tuning,
-    )
+    config = decode_config_of(inputs, candidate.tuning)
     return config._replace(chained=config.chained and candidate.chained)
 
 
 def reference(inputs: AttentionInputs) -> torch.Tensor:
     """The prefill kernel's result, which shares no loop with the decode kernel."""
-    query, key, value = inputs[:3]
-    dims = {"head_dim": key.shape[3], "head_dim_v": value.shape[3], "itemsize": query.element_size()}
-    config = attention_config(group=query.shape[1] // key.shape[2], **dims, target=target_of(query.device))
-    attention.launch(config, inputs, None)
+    attention.launch(prefill_config_of(inputs), inputs, None)
     return inputs.out.float()
 
 

@@ -97,7 +97,8 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     aligned = [
         at
         for at, one in enumerate(names)
-        if signature[one].startswith("*") or (one.startswith("s") and "_" in one and signature[one] == "i32")
+        if signature[one].startswith("*")
+        or (one.startswith("s") and "_" in one and signature[one] == "i32" and not kernel.params[at].do_not_specialize)
     ]
     source = ASTSource(
         kernel,

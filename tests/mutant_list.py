@@ -20,6 +20,8 @@ FEW = "pagedattn/ops/kernels/decode.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
 MANAGER = "engine/kv_cache_manager.py"
+LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
+ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
 BY_TORCH, BY_TRITON = f"{CASES} test_torch[ -torch.float32", f"{CASES} test_triton["
 EVENLY = "tests/ops/test_decode.py"
@@ -181,8 +183,8 @@ _LIBRARY = (
     fault("a table's last column not committed", "pagedattn/block_table.py",
           "used = max(1, int(self.lengths[:rows].max(initial=0)))",
           "used = max(1, int(self.lengths[:rows].max(initial=0)) - 1)", "tests/test_block_table.py random"),
-    fault("a plan without the KV group", "pagedattn/layer.py", "return (self.kv_group, self.selection.spec",
-          "return (0, self.selection.spec", "tests/test_metadata.py built_once"),
+    fault("a plan without the KV group", "pagedattn/layer.py", "key = (self.kv_group, self.selection.spec",
+          "key = (0, self.selection.spec", "tests/test_metadata.py built_once"),
     fault("the rest of a batch starts at the decodes", "pagedattn/composite.py", "starts - first if first else starts",
           "starts", "tests/test_layer.py two_backends_give lens0"),
     fault("the environment before use_backend", "pagedattn/selector.py", '(_requested.get(), "use_backend"),\n        '
@@ -209,4 +211,21 @@ _BLOCKS = (
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
 )  # fmt: skip
 
-MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS)
+_REPEATED = (
+    fault("alignment not part of a launch's kind", LAUNCHER, "(arg.dtype, not address & 15)", "(arg.dtype, True)",
+          "tests/test_launcher.py triton_takes"),
+    fault("unaligned tensors given to a repeated launch", LAUNCHER, "if addresses & 15 or hooked()", "if hooked()",
+          "tests/test_launcher.py only_where_it_may_be"),
+    fault("a repeated launch with the first layer's tensors", LAUNCHER, "made[at] = values[index]", "pass",
+          "tests/test_launcher.py a_checked_call_does"),
+    fault("the layout without the query's dtype", LAYER_CALL, "query.dtype, query.device]", "query.device]",
+          "tests/test_launcher.py after_a_right_call"),
+    fault("the layout without the cache's", LAYER_CALL, "about = [kind, cache,", "about = [kind,",
+          "tests/test_launcher.py after_a_right_call"),
+    fault("a repeated call with the first layer's key scale", ATTENTION_REPLAY, "self._scale * k_number", "self._scale",
+          "tests/test_launcher.py a_checked_call_does"),
+)  # fmt: skip
+
+MUTANTS: tuple[Mutant, ...] = (
+    *(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS, *_REPEATED),
+)

@@ -117,18 +117,18 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
 @pytest.mark.parametrize(
     ("batch", "served"),
     [
-        ({"num_decodes": 5, "max_query_len": 1}, [(True, 0, 5, 1)]),
-        ({"num_decodes": 0, "max_query_len": 16}, [(True, 0, 5, 16)]),
-        ({"num_decodes": 3, "max_query_len": 16}, [(True, 0, 5, 16)]),
-        ({"num_decodes": 3, "max_query_len": 17}, [(True, 0, 3, 1), (False, 3, 5, 17)]),
-        ({"num_decodes": 0, "max_query_len": 17}, [(False, 0, 5, 17)]),
+        ({"num_decodes": 5, "max_query_len": 1}, [("decode", 0, 5, 1)]),
+        ({"num_decodes": 0, "max_query_len": 16}, [("decode", 0, 5, 16)]),
+        ({"num_decodes": 3, "max_query_len": 16}, [("decode", 0, 5, 16)]),
+        ({"num_decodes": 3, "max_query_len": 17}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
+        ({"num_decodes": 0, "max_query_len": 17}, [("prefill", 0, 5, 17)]),
         ({"num_decodes": 5, "max_query_len": 0}, []),
-        ({"num_decodes": 5, "max_query_len": 1, "paged": False}, [(False, 0, 5, 1)]),
-        ({"num_decodes": 3, "max_query_len": 17, "deterministic": True}, [(False, 0, 5, 17)]),
+        ({"num_decodes": 5, "max_query_len": 1, "paged": False}, [("prefill", 0, 5, 1)]),
+        ({"num_decodes": 3, "max_query_len": 17, "deterministic": True}, [("prefill", 0, 5, 17)]),
     ],
     ids=str,
 )
-def test_which_kernel_serves_what(batch: dict[str, Any], served: list[tuple[bool, int, int, int]]) -> None:
+def test_which_kernel_serves_what(batch: dict[str, Any], served: list[tuple[str, int, int, int]]) -> None:
     assert launches(5, **{"paged": True, "deterministic": False, **batch}) == served
 
 

@@ -17,6 +17,7 @@ from .triton_metadata import TritonMetadata, TritonMetadataBuilder
 
 class TritonImpl(OpAttentionImpl):
     path = "triton"
+    records = True
 
     def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
         return metadata.workspace if isinstance(metadata, TritonMetadata) else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..metadata import CommonAttentionMetadata
-from ..ops.launch import DecodeConfig, Launch, decode_config, launches, target_of
+from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
 from ..ops.paged_attention import new_workspace
 from ..spec import AttentionSpec, GraphLevel
 from .base import AttentionMetadata
@@ -27,16 +27,15 @@ class TritonMetadata(AttentionMetadata):
     workspace: torch.Tensor | None
 
     def describe(self) -> str:
-        parts = [self._describe(launch) for launch in _launches(self.spec, self.common)]
+        parts = [self._describe(work) for work in _launches(self.spec, self.common)]
         return ", ".join(parts) or "nothing to do"
 
-    def _describe(self, launch: Launch) -> str:
-        what = f"{launch.last - launch.first} sequences"
-        if not launch.decode:
-            return f"prefill kernel: {what}"
-        config = _config(self.spec, self.common, launch)
-        shape = f"{config.programs} programs, tiles of {config.tuning.block_n} keys"
-        return f"decode kernel: {what} ({shape})"
+    def _describe(self, work: Work) -> str:
+        text = f"{work.kernel} kernel: {work.last - work.first} sequences"
+        if work.kernel != "decode":
+            return text
+        config = _config(self.spec, self.common, work)
+        return f"{text} ({config.programs} programs, tiles of {config.tuning.block_n} keys)"
 
 
 class TritonMetadataBuilder(OpMetadataBuilder):
@@ -58,7 +57,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         return TritonMetadata(built.common, self.spec, self._room(built.common, capture))
 
     def _room(self, common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
-        decodes = [one for one in _launches(self.spec, common) if one.decode]
+        decodes = [one for one in _launches(self.spec, common) if one.kernel == "decode"]
         if not decodes:
             return None
         device = common.seq_lens.device
@@ -70,12 +69,12 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         return room
 
 
-def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Launch]:
+def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work]:
     facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic}
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 
 
-def _config(spec: AttentionSpec, common: CommonAttentionMetadata, launch: Launch) -> DecodeConfig:
+def _config(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work) -> DecodeConfig:
     shape: dict[str, Any] = {
         "num_kv_heads": spec.kv_heads,
         "group": spec.gqa_ratio,
@@ -85,5 +84,5 @@ def _config(spec: AttentionSpec, common: CommonAttentionMetadata, launch: Launch
         "stored_itemsize": spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
         "target": target_of(common.seq_lens.device),
     }
-    bounds = {"max_query_len": launch.longest, "max_seq_len": common.max_seq_len}
-    return decode_config(num_seqs=launch.last - launch.first, **shape, **bounds)
+    bounds = {"max_query_len": work.longest, "max_seq_len": common.max_seq_len}
+    return decode_config(num_seqs=work.last - work.first, **shape, **bounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -67,10 +67,10 @@ class DecodeConfig(NamedTuple):
         return 3 * COUNTERS + 2 * self.programs * self.state
 
 
-class Launch(NamedTuple):
-    """Sequences first..last of a batch, of at most `longest` new tokens each, by the decode or the prefill kernel."""
+class Work(NamedTuple):
+    """Sequences first..last of a batch, of at most `longest` new tokens each, for one launch of a kernel."""
 
-    decode: bool
+    kernel: Literal["decode", "prefill"]
     first: int
     last: int
     longest: int
@@ -92,14 +92,15 @@ def target_of(device: torch.device) -> Target:
     return Target(sms, shared, properties.major >= 9)
 
 
-def launches(num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool) -> list[Launch]:
+def launches(num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool) -> list[Work]:
     """The launches that serve a batch: decodes and the rest want other tiles."""
     if deterministic or not paged:
-        return [Launch(False, 0, num_seqs, max_query_len)] if max_query_len else []
-    if max_query_len <= DECODE_TOKENS:
-        return [Launch(True, 0, num_seqs, max_query_len)] if max_query_len else []
-    both = Launch(True, 0, num_decodes, 1), Launch(False, num_decodes, num_seqs, max_query_len)
-    return [one for one in both if one.last > one.first]
+        planned = [Work("prefill", 0, num_seqs, max_query_len)]
+    elif max_query_len <= DECODE_TOKENS:
+        planned = [Work("decode", 0, num_seqs, max_query_len)]
+    else:
+        planned = [Work("decode", 0, num_decodes, 1), Work("prefill", num_decodes, num_seqs, max_query_len)]
+    return [one for one in planned if one.longest and one.last > one.first]
 
 
 @cache

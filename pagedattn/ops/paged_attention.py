@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import attention_torch
 from .attention_inputs import AttentionInputs, scale_parts
-from .launch import COUNTERS, DecodeConfig, attention_config, decode_config, launches, target_of
+from .attention_replay import AttentionReplay, attention_replay
+from .launch import (
+    COUNTERS,
+    AttentionConfig,
+    DecodeConfig,
+    DecodeTuning,
+    Work,
+    attention_config,
+    decode_config,
+    launches,
+    target_of,
+)
 from .library import choose, expect, kernels, register
+
+if TYPE_CHECKING:
+    from .kernels._launcher import Launch
 
 
 def paged_attention(
@@ -37,6 +51,7 @@ def paged_attention(
     deterministic: bool = False,
     workspace: torch.Tensor | None = None,
     path: str = "auto",
+    replays: list[AttentionReplay] | None = None,
 ) -> torch.Tensor:
     """Attention of B sequences' new tokens over their keys. Source: FlashAttention 2 and PagedAttention (SOSP 2023).
 
@@ -53,7 +68,8 @@ def paged_attention(
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
         workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
-            at the same time. None: made for this call.
+            at the same time. None: made for this call and what repeats it.
+        replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
         [T, Hq, Dv]; rows past query_start_loc[B] are unspecified.
@@ -66,40 +82,68 @@ def paged_attention(
     k_scale, k_factor = scale_parts("k_scale", k_scale, key.shape[-2], key.device)
     v_scale, v_factor = scale_parts("v_scale", v_scale, key.shape[-2], key.device)
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
-    window, cap = sliding_window or 0, softcap or 0.0
+    window, cap = sliding_window or 0, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
     inputs.check()
     if mask_mod is None:
-        _op(*inputs, workspace, path)
+        made = _op(*inputs, workspace, path)
+        if replays is not None:
+            replays += attention_replay(made, inputs, scale)
     elif len(query) and len(seq_lens):
         attention_torch.attend(inputs, mask_mod)
     return out
 
 
-def _run(*args: Any) -> None:
+def _run(*args: Any) -> list[Launch | None]:
+    """What was launched, as far as it can be launched again."""
     inputs, workspace, path = AttentionInputs(*args[:-2]), args[-2], args[-1]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
-        return
+        return []
     if choose(path, inputs.query.device) == "triton":
-        _triton(inputs, workspace)
-    else:
-        attention_torch.attend(inputs)
+        return _triton(inputs, workspace)
+    attention_torch.attend(inputs)
+    return []
 
 
-def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None) -> None:
+def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None) -> list[Launch | None]:
     """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, in a launch each."""
-    seqs, lens, paged = len(inputs.seq_lens), inputs.seq_lens, inputs.block_table is not None
-    key_starts = None if paged else torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    paged = inputs.block_table is not None
+    key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic}
-    for decode, first, last, longest in launches(seqs, inputs.num_decodes, inputs.max_query_len, **facts):
-        part = inputs if last - first == seqs else inputs.part(first, last)
-        part = part._replace(max_query_len=longest)
-        config = decode_config(**_heads(part), **_bounds(part)) if decode else None
-        if config is not None and config.tiles < 2**31:
-            kernels("decode").launch(config, part, _workspace(config, workspace, inputs.query.device))
-        else:
-            kernels("attention").launch(attention_config(**_heads(part)), part, key_starts)
+    planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
+    return [_launch(work, inputs, key_starts, workspace) for work in planned]
+
+
+def _launch(
+    work: Work, inputs: AttentionInputs, key_starts: torch.Tensor | None, workspace: torch.Tensor | None
+) -> Launch | None:
+    """One launch, and how to make it again."""
+    whole = work.last - work.first == len(inputs.seq_lens)
+    part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
+    if work.kernel == "decode":
+        config = decode_config_of(part)
+        if config.tiles < 2**31:
+            return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
+    return kernels("attention").launch(prefill_config_of(part), part, key_starts)
+
+
+def decode_config_of(inputs: AttentionInputs, tuning: DecodeTuning | None = None) -> DecodeConfig:
+    """How the decode kernel serves a call over a paged cache; `tuning` None is what the library chooses."""
+    return decode_config(
+        **_heads(inputs),
+        num_seqs=len(inputs.seq_lens),
+        num_kv_heads=inputs.key.shape[-2],
+        stored_itemsize=inputs.key.element_size(),
+        max_query_len=inputs.max_query_len,
+        max_seq_len=inputs.max_seq_len,
+        tuning=tuning,
+    )
+
+
+def prefill_config_of(inputs: AttentionInputs) -> AttentionConfig:
+    """How the prefill kernel serves a call."""
+    return attention_config(**_heads(inputs))
 
 
 def _heads(inputs: AttentionInputs) -> dict[str, Any]:
@@ -110,16 +154,6 @@ def _heads(inputs: AttentionInputs) -> dict[str, Any]:
         "head_dim_v": inputs.value.shape[-1],
         "itemsize": query.element_size(),
         "target": target_of(query.device),
-    }
-
-
-def _bounds(inputs: AttentionInputs) -> dict[str, int]:
-    return {
-        "num_seqs": len(inputs.seq_lens),
-        "num_kv_heads": inputs.key.shape[-2],
-        "stored_itemsize": inputs.key.element_size(),
-        "max_query_len": inputs.max_query_len,
-        "max_seq_len": inputs.max_seq_len,
     }
 
 

@@ -7,13 +7,17 @@ maximum and `l_i` running sum, `acc` the output.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..attention_inputs import AttentionInputs
+from ..attention_replay import VARYING
 from ..launch import AttentionConfig
 from ._device import on_device
+from ._launcher import Launch, Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -155,7 +159,7 @@ def _find_seq(block, query_start_loc, num_seqs, BLOCK_Q: tl.constexpr):
     return seq, block - ((tl.load(query_start_loc + seq) - origin) // BLOCK_Q + seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "max_keys", "s_table"])
 def _paged_attention_kernel(
     query,
     key,
@@ -290,40 +294,55 @@ def _paged_attention_kernel(
         tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
 
 
-def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> None:
-    """One launch. `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table."""
+_launch = Launcher(_paged_attention_kernel, VARYING)
+
+
+def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> Launch | None:
+    """One launch, and how to make it again.
+
+    `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
+    """
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     paged, num_seqs = table is not None, len(inputs.seq_lens)
-    heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
-    group = query.shape[1] // heads_kv
     blocks = len(query) // (config.block_m // config.heads) + num_seqs
+    arguments = (
+        *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
+        *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
+        *(inputs.scale, inputs.out_scale, inputs.softcap),
+        *query.stride()[:2],
+        *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
+        *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        table.stride(0) if paged else 0,
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+    )
+    constants = {
+        **features(inputs),
+        "S": key.shape[1] if paged else 1,
+        "G": config.heads,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "ONE_LOOP": inputs.deterministic,
+    }
+    grid = (blocks, key.shape[-2] * -(-constants["GROUP"] // config.heads))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     with on_device(query):
-        _paged_attention_kernel[(blocks, heads_kv * triton.cdiv(group, config.heads))](
-            *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
-            *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
-            *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
-            *(inputs.scale, inputs.out_scale, inputs.softcap),
-            *query.stride()[:2],
-            *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
-            *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
-            *out.stride()[:2],
-            0 if lse is None else lse.stride(0),
-            table.stride(0) if paged else 0,
-            *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-            S=key.shape[1] if paged else 1,
-            GROUP=group,
-            G=config.heads,
-            D=dim,
-            DV=dim_v,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_DV=max(16, triton.next_power_of_2(dim_v)),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            CAUSAL=inputs.causal,
-            WINDOW=inputs.window,
-            SOFTCAP=inputs.softcap > 0,
-            ONE_LOOP=inputs.deterministic,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+        return _launch(grid, arguments, constants, **options)
+
+
+def features(inputs: AttentionInputs) -> dict[str, Any]:
+    """Constants of both attention kernels: what a call's heads are, and how it masks."""
+    query, (kv_heads, dim), dim_v = inputs.query, inputs.key.shape[-2:], inputs.value.shape[-1]
+    return {
+        "GROUP": query.shape[1] // kv_heads,
+        "D": dim,
+        "DV": dim_v,
+        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
+        "BLOCK_DV": max(16, 1 << (dim_v - 1).bit_length()),
+        "CAUSAL": inputs.causal,
+        "WINDOW": inputs.window,
+        "SOFTCAP": inputs.softcap > 0,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 
 from ..attention_inputs import AttentionInputs
+from ..attention_replay import VARYING
 from ..launch import DecodeConfig
 from ._device import on_device
-from .attention import LN2, LOG2E, _tanh, _unit
+from ._launcher import Launch, Launcher
+from .attention import LN2, LOG2E, _tanh, _unit, features
 from .partial_states import combine
 
 
@@ -282,56 +284,48 @@ def _decode_kernel(
             at = stop
 
 
-def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> None:
-    """One launch. `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are
-    afterwards; nothing else may use it before this launch is done."""
+_launch = Launcher(_decode_kernel, VARYING)
+
+
+def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> Launch | None:
+    """One launch, and how to make it again.
+
+    `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
+    else may use it before this launch is done.
+    """
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
     chunk = 32 if num_seqs <= 32 else 256
-    with on_device(query):
-        _decode_kernel[(config.programs,)](
-            *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
-            *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
-            *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
-            *query.stride()[:2],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *out.stride()[:2],
-            0 if lse is None else lse.stride(0),
-            table.stride(0),
-            *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-            **_shape(config, inputs),
-            CHUNK=chunk,
-            MANY_SEQS=num_seqs > chunk,
-            FAN_IN=tuning.fan_in,
-            AHEAD=tuning.ahead,
-            PDL=config.chained,
-            num_warps=tuning.num_warps,
-            num_stages=tuning.num_stages,
-            maxnreg=tuning.max_registers,
-            **({"launch_pdl": True} if config.chained else {}),
-        )
-
-
-def _shape(config: DecodeConfig, inputs: AttentionInputs) -> dict[str, object]:
-    """What is fixed when the kernel is compiled: the heads, the blocks, and which features there are."""
-    query, key, value = inputs[:3]
-    return {
+    arguments = (
+        *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
+        *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
+        *query.stride()[:2],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        table.stride(0),
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+    )
+    constants = {
+        **features(inputs),
         "S": key.shape[1],
         "KV_HEADS": key.shape[2],
-        "GROUP": query.shape[1] // key.shape[2],
         "G": config.heads,
-        "D": key.shape[3],
-        "DV": value.shape[3],
-        "BLOCK_D": max(16, triton.next_power_of_2(key.shape[3])),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value.shape[3])),
         "BLOCK_M": config.block_m,
-        "BLOCK_N": config.tuning.block_n,
+        "BLOCK_N": tuning.block_n,
         "ROWS": config.rows,
+        "FAN_IN": tuning.fan_in,
+        "CHUNK": chunk,
+        "MANY_SEQS": num_seqs > chunk,
         "ONE_TOKEN": inputs.max_query_len <= 1,
-        "CAUSAL": inputs.causal,
-        "WINDOW": inputs.window,
-        "SOFTCAP": inputs.softcap > 0,
         "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "AHEAD": tuning.ahead,
+        "PDL": config.chained,
     }
+    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "maxnreg": tuning.max_registers}
+    if config.chained:  # else it is not named: the interpreter does not know it
+        options["launch_pdl"] = True
+    with on_device(query):
+        return _launch((config.programs,), arguments, constants, **options)
