@@ -20,12 +20,14 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # Only what torch 2.10 promised to keep: one binary serves that version and all later ones.
 DEFINES = ("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY")
+CHECKOUT_ONLY = "test_|conftest$|gpu_test$|host_cost$|sanitize$|tune_"  # modules of bench/
 AGAIN = "then run: python setup.py build_ext --inplace"
 
 
@@ -192,15 +194,23 @@ class BuildCsrc(build_ext):
         return {}
 
 
-library = find_packages(include=["pagedattn", "pagedattn.*"], exclude=["pagedattn.engine", "pagedattn.engine.*"])
+class BuildPy(build_py):
+    """Leaves out what of bench/ runs in a checkout only: its tests and the tools of `make gpu-*`."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        modules = super().find_package_modules(package, package_dir)
+        return [one for one in modules if package != "pagedattn.bench" or not re.match(CHECKOUT_ONLY, one[1])]
+
+
+library = find_packages(include=["pagedattn", "pagedattn.*"], exclude=["pagedattn.engine*", "pagedattn.bench*"])
 engine = ["pagedattn.engine", *(f"pagedattn.engine.{name}" for name in find_packages("engine"))]
 if __name__ == "__main__":
     limited = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"bdist_wheel": {"py_limited_api": "cp310"}}
     setup(
-        packages=[*library, *engine],
-        package_dir={"pagedattn.engine": "engine"},
+        packages=[*library, *engine, "pagedattn.bench"],
+        package_dir={"pagedattn.engine": "engine", "pagedattn.bench": "bench"},
         package_data={"pagedattn": ["py.typed"]},
         ext_modules=[Extension("pagedattn._csrc", [])],
-        cmdclass={"build_ext": BuildCsrc},
+        cmdclass={"build_ext": BuildCsrc, "build_py": BuildPy},
         options=limited,
     )

@@ -1,53 +1,133 @@
-"""Who is compared: each backend of the library, and each FlashAttention version, with the block size it wants."""
+"""Who is compared: each backend through our layer, the layer's own choice, and the other libraries called directly."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
+from pagedattn import Attention, StepMetadata, plan_step
+from pagedattn.backends.flash_attn_versions import VERSIONS
 from pagedattn.backends.registry import get_backend
+from pagedattn.errors import InvalidInputError, UnsupportedError
+
+from .peers import fa3, flashinfer_persistent, flashinfer_wrappers
+from .problem import DEVICE, Problem
+from .run import Run
+
+_VERSION, _USUAL_BLOCK_SIZE = "PAGEDATTN_FLASH_ATTN", 16
 
 
-class Contender(NamedTuple):
-    """One row of a comparison. `version` is what PAGEDATTN_FLASH_ATTN says while its layers are built and run."""
+@dataclass(frozen=True)
+class Contender:
+    """One line of a comparison. A peer is another library, called without ours between.
+
+    `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
+    PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`: of its caches, whatever the workload says (None: the
+    workload's).
+    """
 
     name: str
-    backend: str
-    block_size: int = 16
-    version: str = ""
+    prepare: Callable[[Contender, Problem], Run]
+    backend: str | None = None
+    version: str | None = None
+    block_size: int | None = None
+    peer: bool = False
 
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
-        """PAGEDATTN_FLASH_ATTN as this contender needs it."""
-        before = os.environ.get("PAGEDATTN_FLASH_ATTN", "")
-        os.environ["PAGEDATTN_FLASH_ATTN"] = self.version
-        try:
-            yield
-        finally:
-            os.environ["PAGEDATTN_FLASH_ATTN"] = before
+    def run(self, problem: Problem) -> Run:
+        """Ready to plan and attend; whatever it raises is the reason why it cannot take part."""
+        if self.block_size not in (None, problem.case.block_size) and problem.case.block_size != _USUAL_BLOCK_SIZE:
+            raise UnsupportedError(f"it is measured with blocks of {self.block_size} only")
+        return self.prepare(self, problem)
 
     def available(self) -> bool:
-        """Whether it can run here."""
-        with self.chosen():
-            return get_backend(self.backend).availability().ok
+        """Whether its library is here."""
+        if self.version is not None:
+            return any(one.module() is not None for one in VERSIONS if str(one.number) == self.version)
+        return self.backend is None or get_backend(self.backend).availability().ok
+
+
+@contextmanager
+def chosen(version: str | None) -> Iterator[None]:
+    """PAGEDATTN_FLASH_ATTN set to `version`, where that is not None."""
+    before = os.environ.get(_VERSION)
+    if version is not None:
+        os.environ[_VERSION] = version
+    try:
+        yield
+    finally:
+        if version is not None:
+            os.environ.pop(_VERSION)
+            if before is not None:
+                os.environ[_VERSION] = before
+
+
+def through_layer(contender: Contender, problem: Problem) -> Run:
+    """Attention through our layer, without the cache write, as the kernels are compared."""
+    case, paged = problem.case, problem.paged(contender.block_size)
+    with chosen(contender.version):
+        attention = Attention(
+            *(case.heads, case.dim, case.kv_heads),
+            block_size=paged.caches.layer(0).block_size,
+            backend=contender.backend,
+            clean_cache=True,
+            dtype=case.torch_dtype,
+            device=DEVICE,
+        )
+        metadata: list[StepMetadata] = [plan_step([attention], paged.common)]
+
+    def plan() -> None:
+        metadata[0] = plan_step([attention], paged.common)
+
+    def step() -> None:
+        for built in metadata[0].by_key.values():
+            attention.builder.device_update(built)
+
+    def attend(layer: int) -> torch.Tensor:
+        return attention(problem.queries[layer], None, None, paged.layer(layer), metadata[0])
+
+    # FlashAttention's build is nothing but device work (FA3's tile schedule), so that it belongs into the graph.
+    in_graph = plan if "FLASH_ATTN" in attention.selection.name else step
+    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), paged.layer(0).block_size)
+
+
+def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]:
+    return lambda _, problem: call(problem)
 
 
 ALL = (
-    Contender("TRITON", "TRITON"),
-    Contender("FLASH_ATTN (FA3)", "FLASH_ATTN", version="3"),
-    Contender("FLASH_ATTN (FA2)", "FLASH_ATTN", 256, "2"),
-    Contender("FLASHINFER", "FLASHINFER"),
-    Contender("TORCH", "TORCH"),
+    Contender("TRITON", through_layer, "TRITON"),
+    Contender("auto", through_layer),
+    Contender("FLASH_ATTN (FA3)", through_layer, "FLASH_ATTN", "3"),
+    Contender("FLASH_ATTN (FA2)", through_layer, "FLASH_ATTN", "2", block_size=256),
+    Contender("FLASHINFER", through_layer, "FLASHINFER"),
+    Contender("TORCH", through_layer, "TORCH"),
+    Contender("FA3", _peer(fa3), "FLASH_ATTN", "3", peer=True),
+    Contender("FlashInfer (wrappers)", _peer(flashinfer_wrappers), "FLASHINFER", peer=True),
+    Contender("FlashInfer (persistent)", _peer(flashinfer_persistent), "FLASHINFER", peer=True),
 )
 
 
 def contenders(names: str | None) -> list[Contender]:
-    """Those that a comma-separated list names, else all that can run here."""
-    if names:
-        wanted = names.split(",")
-        return [one for one in ALL if one.backend in wanted or one.name in wanted]
-    return [one for one in ALL if one.available() and (torch.cuda.is_available() or one.backend == "TORCH")]
+    """Those that a comma-separated list names: FLASH_ATTN is both of its versions, FlashInfer both of its ways.
+
+    Without a list, all whose library is here: on a GPU without TORCH, which takes seconds, elsewhere TORCH alone.
+
+    Raises:
+        InvalidInputError: a name that nobody has.
+    """
+    if names is None:
+        gpu = torch.cuda.is_available()
+        return [one for one in ALL if (one.name != "TORCH") == gpu and one.available()]
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if not any(name in _names(one) for one in ALL):
+            raise InvalidInputError("--backends", f"of {', '.join(one.name for one in ALL)}", repr(name))
+    return [one for one in ALL if _names(one) & {*wanted}]
+
+
+def _names(one: Contender) -> set[str]:
+    return {one.name, one.name.partition(" (")[0]}

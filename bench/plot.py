@@ -1,4 +1,4 @@
-"""Draws result files: `python bench/plot.py RESULT.json... --out DIR` writes a PNG and an SVG per family."""
+"""Draws result files: `python -m bench.plot RESULT.json... --out DIR` writes PNG and SVG of each picture."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 from matplotlib.lines import Line2D  # pyright: ignore[reportMissingImports]
 from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
-from result_file import (
+
+from .curves import grid, panels
+from .plot_curves import ceiling_note, ratio_figure, sweep_figure
+from .result_file import (
     CEILINGS,
     FAMILIES,
+    SWEEP,
     Family,
     Group,
     Result,
@@ -29,6 +33,34 @@ from result_file import (
     title,
 )
 
+_LOOK = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
+_HATCHES = ("", "////", "....", "xxxx")
+
+
+def draw_all(result: Result, folder: Path) -> list[Path]:
+    """Every picture that the rows allow: bars by suite, curves of the sweep, the heat map of ratios."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [path for family in FAMILIES for path in draw(result, family, folder)]
+    with rc_context(_LOOK):
+        if found := panels(result.rows):
+            head, note = title(result.meta, SWEEP, result.rows)
+            figure = sweep_figure(found, result)
+            paths += _save(figure, folder / SWEEP, head, "\n".join(filter(None, (note, ceiling_note(result)))))
+        if (ratios := grid(result.rows)).cases:
+            rated = [row for row in result.rows if row.get("ratio") is not None]
+            head, note = title(result.meta, "ratios", [{**row, "suite": "ratios"} for row in rated])
+            paths += _save(ratio_figure(ratios), folder / "ratios", head, note)
+    return paths
+
+
+def _save(figure: Any, path: Path, head: str, note: str) -> list[Path]:
+    figure.suptitle(head, x=0.01, ha="left", weight="bold")
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=6.5, color="#444444")
+    paths = [path.with_suffix(f".{kind}") for kind in ("png", "svg")]
+    figure.savefig(paths[0], dpi=200)
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths
+
 
 def draw(result: Result, family: Family, folder: Path) -> list[Path]:
     """Write `<suite>.png` and `<suite>.svg` into `folder`; nothing, where the family has no rows."""
@@ -38,27 +70,20 @@ def draw(result: Result, family: Family, folder: Path) -> list[Path]:
     bars = sum(len(group.bars) for group in drawn)
     table = host_table(result.rows) if family.suite == "decode" else []
     heights = [0.8 + 0.17 * bars + 0.12 * len(drawn), 0.25 + 0.17 * (len(table) + 1)][: 2 if table else 1]
-    settings = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
-    with rc_context(settings):
+    with rc_context(_LOOK):
         figure = Figure(figsize=(6.8, sum(heights) + 0.7), layout="constrained")
         axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False).flat
         _draw_bars(axes[0], drawn, family, result)
         if table:
             _draw_table(axes[1], table)
-        head, note = title(result.meta, family, result.rows)
-        figure.suptitle(head, x=0.01, ha="left", weight="bold")
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=6.5, color="#444444")
-        paths = [folder / f"{family.suite}.{kind}" for kind in ("png", "svg")]
-        figure.savefig(paths[0], dpi=200)
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        return _save(figure, folder / family.suite, *title(result.meta, family.suite, result.rows))
 
 
 def _draw_bars(axes: Any, drawn: Sequence[Group], family: Family, result: Result) -> None:
     names = series({"backend": name} for group in drawn for name, _, _ in group.bars)
     colour = colours(names)
-    # A second file's bars of the same backend have its colour, hatched.
-    hatch = {name: "////" if base(name) in map(base, names[:i]) else "" for i, name in enumerate(names)}
+    # Bars of the same backend, of another version or another file, have its colour, hatched.
+    hatch = {name: _HATCHES[sum(base(one) == base(name) for one in names[:i]) % 4] for i, name in enumerate(names)}
     look = {name: {"facecolor": colour[name], "hatch": hatch[name], "edgecolor": "white"} for name in names}
     y, ticks = 0.0, []
     for group in drawn:
@@ -83,7 +108,7 @@ def _draw_bars(axes: Any, drawn: Sequence[Group], family: Family, result: Result
     axes.set_yticks(ticks, [group.label for group in drawn])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(handles=legend, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, borderaxespad=0.2)
+    axes.legend(handles=legend, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderaxespad=0.2)
 
 
 def _draw_table(axes: Any, table: Sequence[tuple[str, str, str]]) -> None:
@@ -105,10 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    for family in FAMILIES:
-        for path in draw(result, family, args.out):
-            print(path)
+    print(*draw_all(result, args.out), sep="\n")
     return 0
 
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 CEILINGS = {"copy_gb_s": ("copy", "--"), "read_gb_s": ("read", ":"), "matmul_tflops": ("matrix product", "--")}
 BANDWIDTH, COMPUTE = ("copy_gb_s", "read_gb_s"), ("matmul_tflops",)
 # Okabe and Ito's colours differ under every kind of colour blindness; their black is left for lines and text.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#332288", "#882255", "#44AA99")
 OWN = "pagedattn"  # cache operations are the library's, not a backend's
 COLOURS = {  # in the order of the bars
-    **{OWN: PALETTE[0], "TRITON": PALETTE[0], "GLUON": PALETTE[2]},
+    **{OWN: PALETTE[0], "TRITON": PALETTE[0], "GLUON": PALETTE[2], "auto": PALETTE[5]},
     **{"FLASH_ATTN": PALETTE[1], "FLASHINFER": PALETTE[3], "TORCH": "#999999"},
+    **{"FA3": PALETTE[4], "FlashInfer": PALETTE[7]},
 }
 SHAPE = ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype")
 Row = dict[str, Any]
@@ -38,6 +39,7 @@ FAMILIES = (
     Family("mixed", "tflops", "TFLOP/s", COMPUTE),
     Family("cache", "gb_s", "GB/s", BANDWIDTH),
 )
+SWEEP = "sweep"  # drawn as curves, not as bars
 
 
 class Group(NamedTuple):
@@ -84,7 +86,7 @@ def load(paths: Sequence[Path]) -> Result:
 def _read(path: Path) -> Result:
     try:
         content = json.loads(path.read_text())
-        suites = {family.suite for family in FAMILIES}
+        suites = {*(family.suite for family in FAMILIES), SWEEP}
         rows = [row for row in content["rows"] if row["suite"] in suites]
         result = Result(content["meta"], [{**row, "backend": row.get("backend") or OWN} for row in rows])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -155,8 +157,8 @@ def series(rows: Iterable[Row]) -> list[str]:
 
 
 def base(name: str) -> str:
-    """`FLASH_ATTN` of `FLASH_ATTN @c0f3bb1`."""
-    return name.partition(" @")[0]
+    """`FLASH_ATTN` of `FLASH_ATTN (FA3) @c0f3bb1`."""
+    return name.partition(" @")[0].partition(" (")[0]
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -196,11 +198,11 @@ def time_text(us: float) -> str:
     return f"{short(us)} µs" if us < 10_000 else f"{short(us / 1000)} ms"
 
 
-def title(meta: Mapping[str, Any], family: Family, rows: Sequence[Row]) -> tuple[str, str]:
+def title(meta: Mapping[str, Any], suite: str, rows: Sequence[Row]) -> tuple[str, str]:
     """What and where; then how it can be made again: shapes, commit, date and versions."""
-    drawn = [row for row in rows if row["suite"] == family.suite]
+    drawn = [row for row in rows if row["suite"] == suite]
     versions = {**meta.get("backends", {}), **meta.get("peers", {}), "TORCH": ""}  # torch itself is named below
     used = [f"{name} {versions[name]}" for name in dict.fromkeys(map(base, series(drawn))) if versions.get(name)]
     facts = [f"torch {meta.get('torch')}", *used, f"commit {meta.get('commit')}", str(meta.get("date"))]
     note = [shape_text(drawn), *textwrap.wrap(", ".join(facts), 120)]
-    return f"{family.suite} on {meta.get('gpu') or meta.get('cpu')}", "\n".join(filter(None, note))
+    return f"{suite} on {meta.get('gpu') or meta.get('cpu')}", "\n".join(filter(None, note))

@@ -30,8 +30,8 @@ def writes(path: str) -> int:
         for stored in (HALF, torch.float8_e4m3fn, torch.float8_e5m2):
             caches = torch.zeros(tokens // 4 + 1, 2, 4, heads, dim, device=DEVICE, dtype=HALF).to(stored)
             scale = None if stored == HALF else torch.full((heads,), 0.5, device=DEVICE)
-            key_cache, value_cache, scales = caches[:, 0], caches[:, 1], {"k_scale": scale, "v_scale": scale}
-            ops.reshape_and_cache(rows[0], rows[1], key_cache, value_cache, slots, **scales, path=path)
+            tensors = rows[0], rows[1], caches[:, 0], caches[:, 1], slots
+            ops.reshape_and_cache(*tensors, k_scale=scale, v_scale=scale, path=path)
             live = (slots >= 0) & (slots < len(caches) * 4)
             want = rows[0] if scale is None else (rows[0].float() * 2).to(stored)
             got = caches[:, 0].contiguous().view(torch.uint8).flatten(0, 1)[slots.clamp(0, len(caches) * 4 - 1)]

@@ -8,65 +8,90 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+Calls = Sequence[Callable[[], object]]
+_SECONDS = 0.15  # of replays per contender
+_FEWEST, _MOST = 5, 200  # replays
 
-def time_us(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+
+def time_us(calls: Calls) -> float:
     """Median microseconds per call. The calls together should touch far more than the L2 holds."""
-    return time_together({"": calls}, repeats)[""]
+    return time_replays({"": capture(calls)}, {"": len(calls)})[""]
 
 
-def time_together(contenders: Mapping[str, Sequence[Callable[[], object]]], repeats: int = 20) -> dict[str, float]:
-    """Median microseconds per call of each contender, their replays taking turns."""
+def capture(calls: Calls, step: Callable[[], object] | None = None) -> Callable[[], object]:
+    """What runs `step` once and then the calls, as a model runs its layers: one CUDA graph (plain calls on a CPU)."""
+
+    def run() -> None:
+        if step is not None:
+            step()
+        for call in calls:
+            call()
+
     if not torch.cuda.is_available():
-        return {name: _host_us(calls, repeats) for name, calls in contenders.items()}
-    graphs = {name: _capture(calls) for name, calls in contenders.items()}
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in graphs}
-    for _ in range(repeats):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    medians = {name: statistics.median(s.elapsed_time(e) for s, e in pairs[2:]) for name, pairs in events.items()}
-    return {name: ms * 1e3 / len(contenders[name]) for name, ms in medians.items()}
-
-
-def host_us(call: Callable[[], object], repeats: int = 50) -> float:
-    """Median microseconds of host time that one eager call takes, the device's own time left out."""
-    times = []
-    for _ in range(repeats):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
-def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """The calls as a model runs its layers: one CUDA graph."""
+        return run
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for call in calls:
-            call()
+        run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
+        run()
+    return graph.replay
 
 
-def _host_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    times = []
-    for _ in range(max(3, repeats // 4)):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - start) / len(calls))
-    return statistics.median(times) * 1e6
+def time_replays(
+    replays: Mapping[str, Callable[[], object]], calls: Mapping[str, int], rounds: int | None = None
+) -> dict[str, float]:
+    """Median microseconds of each replay over its number of calls; the replays take turns, and who begins changes.
+
+    `rounds`: how many turns each has; None is as many as take `_SECONDS` of each, within bounds.
+    """
+    names = [*replays]
+    for name in names:
+        replays[name]()  # the first replay of a graph uploads it
+    if rounds is None:
+        once = sum(_elapsed_us([replays[name] for name in names]))
+        rounds = min(max(int(_SECONDS * 1e6 * len(names) / max(once, 1.0)), _FEWEST), _MOST)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    order = [names[(i + turn) % len(names)] for turn in range(rounds) for i in range(len(names))]
+    for name, us in zip(order, _elapsed_us([replays[name] for name in order]), strict=True):
+        times[name].append(us)
+    return {name: statistics.median(some) / calls[name] for name, some in times.items()}
+
+
+def _elapsed_us(replays: Sequence[Callable[[], object]]) -> list[float]:
+    """Microseconds of each, one enqueued after the other."""
+    if not torch.cuda.is_available():
+        return [_wall_us(replay) for replay in replays]
+    events = []
+    for replay in replays:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def host_us(call: Callable[[], object], repeats: int = 50, seconds: float = 0.02) -> float:
+    """Median microseconds of host time that one eager call takes, the device's own time left out.
+
+    At least 5 calls; of slow ones no more than fit into `seconds`, the device's time counted.
+    """
+    times, begun = [], time.perf_counter()
+    while len(times) < 5 or (len(times) < repeats and time.perf_counter() - begun < seconds):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(_wall_us(call))
+    return statistics.median(times)
+
+
+def _wall_us(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
 
 
 def ceilings() -> dict[str, float]:
@@ -75,11 +100,11 @@ def ceilings() -> dict[str, float]:
         return {}
     big = torch.empty(1 << 31, dtype=torch.bfloat16, device="cuda").normal_()
     half = big[: 1 << 30], big[1 << 30 :]
-    read = time_us([lambda: big.view(torch.int32).amax()] * 4, 10)
+    read = time_us([lambda: big.view(torch.int32).amax()] * 4)
     # A kernel, not copy_: in a graph that becomes a memcpy node, which reaches two thirds of it.
-    copy = time_us([lambda: torch.neg(half[1], out=half[0])] * 4, 10)
+    copy = time_us([lambda: torch.neg(half[1], out=half[0])] * 4)
     x, y = (big[i << 26 : (i + 1) << 26].view(8192, 8192) for i in range(2))
-    product = time_us([lambda: x @ y] * 4, 10)
+    product = time_us([lambda: x @ y] * 4)
     return {
         "copy_gb_s": round(2 * half[0].nbytes / copy / 1e3, 1),
         "read_gb_s": round(big.nbytes / read / 1e3, 1),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_PART = re.compile(r"^(\d*)q(\d+k?)(?:s(\d+k?))?$")
+from pagedattn.errors import InvalidInputError
+
+_PART = re.compile(r"(\d*)q(\d+k?)(?:s(\d+k?)(?:\.\.(\d+k?)|\*(\d+(?:\.\d+)?))?)?")
+_EXPECTED = "parts like 64q1s4k, 8q2k, 48q1s3000..4927 or 64q1s128*1.09, joined by + or _"
 
 
 class Workload(NamedTuple):
-    """Query and key lengths of a step's sequences."""
+    """Query and key lengths of a step's sequences, decodes first."""
 
     text: str
     query_lens: list[int]
@@ -24,20 +27,43 @@ class Workload(NamedTuple):
         pairs = zip(self.query_lens, self.seq_lens, strict=True)
         return 4.0 * heads * dim * sum(q * s - q * (q - 1) / 2 for q, s in pairs)
 
+    @property
+    def num_decodes(self) -> int:
+        """How many sequences bring one new token to a context; they stand in front."""
+        return sum(map(_is_decode, zip(self.query_lens, self.seq_lens, strict=True)))
+
 
 def parse(text: str) -> Workload:
-    """`8q2k` (prompts of 2048), `64q1s4k`, `2q2ks16k` (chunks on a context), `1q2ks4k+64q1s2k` (mixed)."""
-    queries: list[int] = []
-    keys: list[int] = []
+    """`8q2k` (prompts of 2048), `64q1s4k` (decodes), `2q2ks16k` (chunks on a context), `1q2ks4k+64q1s2k` (mixed).
+
+    `48q1s3000..4927` spreads lengths evenly between the two, `64q1s128*1.09` has int(128 * 1.09**i) keys in sequence i.
+
+    Raises:
+        InvalidInputError: another text, no sequence, no token, or more new tokens than keys.
+    """
+    text = text.replace("_", "+")
+    pairs: list[tuple[int, int]] = []
     for part in text.split("+"):
-        match = _PART.match(part)
+        match = _PART.fullmatch(part)
         if match is None:
-            raise ValueError(f"workload must be parts like 64q1s4k joined by +, got {text!r}")
-        count = int(match[1] or 1)
-        query = _number(match[2])
-        queries += [query] * count
-        keys += [_number(match[3]) if match[3] else query] * count
-    return Workload(text, queries, keys)
+            raise InvalidInputError("workload", _EXPECTED, repr(text))
+        count, query = int(match[1] or 1), _number(match[2])
+        first = _number(match[3] or match[2])
+        pairs += [(query, _length(i, count, first, match[4], match[5])) for i in range(count)]
+    if not pairs or any(not 0 < query <= keys for query, keys in pairs):
+        raise InvalidInputError("workload", "sequences of at least one new token and as many keys", repr(text))
+    pairs.sort(key=_is_decode, reverse=True)
+    return Workload(text, [query for query, _ in pairs], [keys for _, keys in pairs])
+
+
+def _length(i: int, count: int, first: int, last: str | None, ratio: str | None) -> int:
+    if ratio is not None:
+        return int(first * float(ratio) ** i)
+    return first + (i * (_number(last) - first) // max(count - 1, 1) if last is not None else 0)
+
+
+def _is_decode(pair: tuple[int, int]) -> bool:
+    return pair[0] == 1 and pair[1] > 1
 
 
 def _number(text: str) -> int:

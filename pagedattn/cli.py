@@ -1,4 +1,4 @@
-"""The command `pagedattn`: what each backend serves, why one is chosen for a layer, and what this machine has."""
+"""The command `pagedattn`: what each backend serves, why one is chosen, what this machine has, and how fast it is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from . import env
+from . import checkout, env
 from .backends.base import Availability
 from .backends.registry import backend_names, get_backend
 from .capabilities import Capabilities, Rejection
@@ -65,13 +66,30 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         one.set_defaults(command=run)
-        one.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        if run is not _bench:
+            one.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         return one
 
     command("backends", _backends, "what every known backend serves, and whether it can run here")
     add_spec_options(command("why", _why, "which backend serves a layer, and why no other; exit status 1: none can"))
     command("env", _env, "versions, kernel libraries and PAGEDATTN_* variables")
+    _add_bench_options(command("bench", _bench, "time attention and cache operations beside the other libraries"))
     return parser
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("suite", nargs="?", default="all", help="decode, prefill, mixed, cache, all (default: those four) or sweep")
+    add("--backends", metavar="NAMES", help="TRITON,auto,FA3 and so on; all whose library is here where not given")
+    add("--workload", action="append", default=[], metavar="TEXT", help="such as 2q2k_64q1s4k, in place of a suite")
+    add("--json", type=Path, metavar="FILE", help="write meta and rows to FILE, after every workload")
+    add("--plot", action="store_true", help="draw into the folder plots beside FILE; needs matplotlib")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    checkout.load("bench")
+    run = import_module("pagedattn.bench.command").run
+    return run(args.suite, args.backends, args.workload, args.json, args.plot)
 
 
 def _why(args: argparse.Namespace) -> int:

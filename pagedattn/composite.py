@@ -20,6 +20,8 @@ from .backends.base import (
 from .errors import CapacityError, UnsupportedError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
+from .ops.attention_replay import AttentionReplay
+from .ops.write_replay import WriteReplay
 from .spec import AttentionSpec, Scale
 
 
@@ -126,6 +128,7 @@ class CompositeImpl(AttentionImpl):
     def __init__(self, prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._impls = {"prefill": prefill.impl(spec), "decode": decode.impl(spec)}
+        self.records = any(impl.records for impl in self._impls.values())
 
     def forward(
         self,
@@ -162,6 +165,23 @@ class CompositeImpl(AttentionImpl):
             lses.append(impl.forward(query[rows], None, None, kv_cache, part.metadata, out[rows], *rest)[1])
         return out, torch.cat(lses) if return_lse else None
 
+    def record(
+        self,
+        query: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> AttentionReplay | None:
+        given = (out, sinks, alibi_slopes, k_scale, v_scale)
+        if not isinstance(metadata, CompositeMetadata) or len(metadata.parts) != 1:
+            return super().record(query, kv_cache, metadata, *given)
+        (only,) = metadata.parts
+        return self._impls[only.phase].record(query, kv_cache, only.metadata, *given)
+
     def write_kv(
         self,
         key: torch.Tensor,
@@ -170,8 +190,15 @@ class CompositeImpl(AttentionImpl):
         slot_mapping: torch.Tensor,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        *,
+        replays: list[WriteReplay] | None = None,
     ) -> None:
-        self._impls["prefill"].write_kv(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+        given = (key, value, kv_cache, slot_mapping, k_scale, v_scale)
+        writer = self._impls["prefill"]
+        if replays is None or type(writer).write_kv is not AttentionImpl.write_kv:
+            writer.write_kv(*given)
+        else:
+            writer.write_kv(*given, replays=replays)
 
 
 def make_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> AttentionImpl:

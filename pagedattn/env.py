@@ -21,7 +21,7 @@ def backend() -> str | None:
 
 
 def check_level() -> int:
-    """How much `PAGEDATTN_CHECK` asks to validate: 0, 1 or 2."""
+    """How much `PAGEDATTN_CHECK` asks to validate: 0, 1 or 2. Layers ask at a step's first call of each layout."""
     return int(_one_of("PAGEDATTN_CHECK", ("0", "1", "2"), "1"))
 
 

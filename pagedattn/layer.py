@@ -14,11 +14,16 @@ from .checks import check_call, check_contents
 from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
+from .layer_call import keep, layout_of
 from .metadata import CommonAttentionMetadata
+from .ops.write_replay import WriteReplay
 from .scales import LayerScales, require_fp8
 from .selector import Selection, current_request, select_backend
 from .spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from .step import Key, StepMetadata
+
+# Equal keys are one object, which a lookup recognises without a comparison; a kind is a key that costs nothing to hash.
+_KINDS: dict[Key, tuple[Key, object]] = {}
 
 
 class Attention(nn.Module):
@@ -143,7 +148,8 @@ class Attention(nn.Module):
         self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)
         self._builder: AttentionMetadataBuilder | None = None
         self._placed_scales = self._scales.to(device)
-        self._served_by = self.selection.served_by
+        key = (self.kv_group, self.selection.spec, self.selection.served_by)
+        self._plan_key, self._kind = _KINDS.setdefault(key, (key, object()))
         # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
         self._slopes = None if self._slope_values is None else self._slope_values.to(device)
 
@@ -155,7 +161,7 @@ class Attention(nn.Module):
     @property
     def plan_key(self) -> Key:
         """Layers with equal keys share metadata."""
-        return (self.kv_group, self.selection.spec, self._served_by)
+        return self._plan_key
 
     @property
     def builder(self) -> AttentionMetadataBuilder:
@@ -169,7 +175,6 @@ class Attention(nn.Module):
         """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
         return self.builder.build(common, None, capture)
 
-    @torch.no_grad()
     def forward(
         self,
         query: torch.Tensor,
@@ -196,12 +201,37 @@ class Attention(nn.Module):
         Raises:
             InvalidInputError: shapes, dtypes or devices that do not fit (PAGEDATTN_CHECK=1), or contents (2).
         """
+        if kv_cache is None or not self._impl.records or torch.compiler.is_dynamo_compiling():
+            return self._call(query, key, value, kv_cache, self._metadata(metadata), out, k_scale, v_scale, None)
+        built = self._metadata(metadata)
+        extras = (self.sinks, self._slopes, *self._placed_scales.of_call(k_scale, v_scale))
+        layout = layout_of(self._kind, query, key, value, kv_cache, out, extras)
+        known = built.calls.get(layout)
+        if known is not None:
+            result = known.again(query, key, value, kv_cache, built.common.slot_mapping, out, extras)
+            if result is not None:
+                return result
+        return self._call(query, key, value, kv_cache, built, out, k_scale, v_scale, layout)
+
+    @torch.no_grad()
+    def _call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: LayerCache | None,
+        built: AttentionMetadata,
+        out: torch.Tensor | None,
+        k_scale: Scale,
+        v_scale: Scale,
+        layout: tuple[object, ...] | None,
+    ) -> torch.Tensor:
+        """With all checks; kept under `layout` where the backend can do it again."""
         spec = self.spec
-        flat = query.dim() == 2
+        given, flat = query, query.dim() == 2
         query = _heads(query, spec.num_heads, spec.head_dim)
         key = None if key is None else _heads(key, spec.kv_heads, spec.head_dim)
         value = None if value is None else _heads(value, spec.kv_heads, spec.value_dim)
-        built = self._metadata(metadata)
         level = env.check_level()
         if level:
             check_call(spec, query, key, value, kv_cache, built.common)
@@ -209,12 +239,23 @@ class Attention(nn.Module):
             check_contents(built.common, kv_cache)
         # Keys that come with the call are not quantised.
         scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
-        if kv_cache is not None and key is not None:
-            self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales)
         target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)
-        given = (target, self.sinks, self._slopes, None, scales[0], scales[1])
-        result, _ = self._impl.forward(query, key, value, kv_cache, built, *given)
-        return result.flatten(1) if flat else result
+        if kv_cache is None or layout is None or level == 2:
+            if kv_cache is not None and key is not None:
+                self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales)
+            extras = (target, self.sinks, self._slopes, None, scales[0], scales[1])
+            target, _ = self._impl.forward(query, key, value, kv_cache, built, *extras)
+            return target.flatten(1) if flat else target
+        writes: list[WriteReplay] = []
+        if key is not None:
+            self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales, replays=writes)
+        if target is None:
+            target = query.new_empty(*query.shape[:2], spec.value_dim)
+        attend = self._impl.record(query, kv_cache, built, target, self.sinks, self._slopes, *scales)
+        result = target.flatten(1) if flat else target
+        if attend is not None and (writes or key is None):
+            keep(built.calls, layout, writes[0] if writes else None, attend, given, result)
+        return result
 
     def _metadata(self, metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata) -> AttentionMetadata:
         if isinstance(metadata, StepMetadata):

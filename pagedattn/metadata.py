@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from . import ops
 from .errors import InvalidInputError
-from .ops.packing import offsets
+
+_ALIGN = 4  # int32 elements that make 16 bytes, which kernels load at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +61,18 @@ class CommonAttentionMetadata:
         _check_lengths(query_lens, seq_lens, block_table, block_size)
         table = torch.empty(len(seq_lens), 0, dtype=torch.int32) if block_table is None else block_table
         device = table.device if device is None and block_table is not None else torch.device(device or "cpu")
-        lens = torch.tensor(query_lens, dtype=torch.int32)
-        starts = offsets(lens)
-        keys = torch.tensor(seq_lens, dtype=torch.int32)
-        starts_dev, keys_dev, table = starts.to(device), keys.to(device), table.to(device)
-        slots = torch.empty(int(starts[-1]), dtype=torch.int64, device=device)
+        count, tokens, begin = len(seq_lens), sum(query_lens), -(-(len(seq_lens) + 1) // _ALIGN) * _ALIGN
+        # One transfer for both. It waits for nothing: `host` is kept, and nobody writes to it again.
+        host = torch.tensor([0, *accumulate(query_lens), *[0] * (begin - count - 1), *seq_lens], dtype=torch.int32)
+        sent, table = host.to(device, non_blocking=True), table.to(device)
+        (starts, keys), (starts_dev, keys_dev) = ((x[: count + 1], x[begin:]) for x in (host, sent))
+        slots = torch.empty(tokens, dtype=torch.int64, device=device)
         if block_table is None:
             slots.fill_(-1)
         else:
             ops.compute_slot_mapping(table, block_size, starts_dev, keys_dev, slots)
         if num_decodes is None:
-            pairs = zip(query_lens, seq_lens, strict=True)
-            num_decodes = next((i for i, (q, k) in enumerate(pairs) if q != 1 or k < 2), len(query_lens))
+            num_decodes = _leading_decodes(query_lens, seq_lens)
         elif any(n > 1 for n in query_lens[:num_decodes]):
             raise InvalidInputError("num_decodes", "leading sequences with one new token each", num_decodes)
         return cls(
@@ -80,8 +82,8 @@ class CommonAttentionMetadata:
             slot_mapping=slots,
             query_start_loc_cpu=starts,
             seq_lens_cpu=keys,
-            num_seqs=len(query_lens),
-            num_tokens=int(starts[-1]),
+            num_seqs=count,
+            num_tokens=tokens,
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(seq_lens, default=0),
             num_decodes=num_decodes,
@@ -92,12 +94,19 @@ class CommonAttentionMetadata:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _leading_decodes(query_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+    if query_lens and min(query_lens) == max(query_lens) == 1 and min(seq_lens) > 1:
+        return len(query_lens)
+    pairs = zip(query_lens, seq_lens, strict=True)
+    return next((i for i, (q, k) in enumerate(pairs) if q != 1 or k < 2), len(query_lens))
+
+
 def _check_lengths(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor | None, block_size: int
 ) -> None:
     if len(query_lens) != len(seq_lens):
         raise InvalidInputError("seq_lens", f"as many as query_lens ({len(query_lens)})", len(seq_lens))
-    if any(n < 0 for n in (*query_lens, *seq_lens)):
+    if min(query_lens, default=0) < 0 or min(seq_lens, default=0) < 0:
         raise InvalidInputError("query_lens and seq_lens", "non-negative", f"{list(query_lens)} and {list(seq_lens)}")
     if block_table is None:
         return

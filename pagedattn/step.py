@@ -34,7 +34,8 @@ class StepMetadata:
 
     def of(self, key: Key) -> AttentionMetadata:
         """The metadata for one layer's key."""
-        if key not in self.by_key:
+        found = self.by_key.get(key)
+        if found is None:
             groups = sorted({key[0] for key in self.by_key})
             raise InvalidInputError(
                 "metadata",
@@ -42,7 +43,7 @@ class StepMetadata:
                 f"a plan of groups {groups}",
                 "pass every layer of the model to plan_step",
             )
-        return self.by_key[key]
+        return found
 
     def describe(self) -> str:
         """Which kernels run, a line per KV group and spec."""

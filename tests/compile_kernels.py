@@ -17,62 +17,77 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagedattn.ops.kernels import attention, merge_states, reshape_and_cache
-from pagedattn.ops.launch import Target, attention_config
+from pagedattn.ops.kernels import attention, decode, merge_states, reshape_and_cache
+from pagedattn.ops.launch import Target, attention_config, decode_config
 
-TARGETS = {80: Target(108, 166912), 90: Target(132, 232448)}
+TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, chained=True)}
 
 
-def attention_case(arch: int, kind: str, dim: int, group: int, queries: int, window: int, softcap: bool) -> None:
-    config = attention_config(
-        num_seqs=8,
-        num_kv_heads=8,
-        group=group,
-        head_dim=dim,
-        head_dim_v=dim,
-        itemsize=2,
-        max_query_len=queries,
-        max_seq_len=4096,
-        target=TARGETS[arch],
-    )
-    types = dict.fromkeys(("query", "key", "value"), f"*{kind}") | dict.fromkeys(
-        ("table", "query_start_loc", "seq_lens"), "*i32"
-    )
-    out = "*fp32" if config.splits > 1 else f"*{kind}"
+TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i32") | dict.fromkeys(
+    ("qk_scale", "out_scale", "softcap"), "fp32"
+)
+ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
+
+
+def attention_case(arch: int, kind: str, dim: int, group: int, window: int, softcap: bool) -> None:
+    shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2}
+    config = attention_config(**shape, target=TARGETS[arch])
+    types = {**TYPES, **dict.fromkeys(("query", "key", "value", "out"), f"*{kind}"), "lse_out": "*fp32"}
     constants = {
+        **ABSENT,
+        **_shape(dim, group),
         "key_start_loc": None,
-        "sinks": None,
-        "alibi_slopes": None,
-        "k_scale": None,
-        "v_scale": None,
-        "S": 16,
-        "GROUP": group,
-        "D": dim,
-        "DV": dim,
-    }
-    tiles = {
-        "BLOCK_D": triton.next_power_of_2(dim),
-        "BLOCK_DV": triton.next_power_of_2(dim),
         "G": config.heads,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "ONE_BLOCK": config.one_block,
         "CAUSAL": True,
         "WINDOW": window,
         "SOFTCAP": softcap,
         "ONE_LOOP": False,
         "PRECISION": "tf32",
     }
-    report(
-        f"attention-sm{arch}-{kind}-D{dim}-G{group}-{'decode' if queries == 1 else 'prefill'}",
-        attention._paged_attention_kernel,
-        {**types, "out": out, "lse_out": "*fp32", "qk_scale": "fp32", "out_scale": "fp32", "softcap": "fp32"},
-        {**constants, **tiles},
-        arch,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **({"maxnreg": config.max_registers} if config.max_registers else {}),
-    )
+    name = f"attention-sm{arch}-{kind}-D{dim}-G{group}"
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    report(name, attention._paged_attention_kernel, types, constants, arch, **options)
+
+
+def decode_case(arch: int, kind: str, dim: int, group: int, tokens: int, num_seqs: int, stored: str = "") -> None:
+    shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2, "stored_itemsize": 1 if stored else 2}
+    step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
+    config = decode_config(**shape, **step, target=TARGETS[arch])
+    tuning = config.tuning
+    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}")}
+    types |= dict.fromkeys(("key", "value"), f"*{stored or kind}")
+    constants = {
+        **ABSENT,
+        **_shape(dim, group),
+        "lse_out": None,
+        "KV_HEADS": 8,
+        "G": config.heads,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": tuning.block_n,
+        "ROWS": config.rows,
+        "FAN_IN": tuning.fan_in,
+        "CHUNK": 256,
+        "MANY_SEQS": num_seqs > 256,
+        "ONE_TOKEN": tokens == 1,
+        "CAUSAL": True,
+        "WINDOW": 0,
+        "SOFTCAP": False,
+        "SAME_STRIDES": True,
+        "AHEAD": tuning.ahead,
+        "PDL": config.chained,
+        "PRECISION": "tf32",
+    }
+    options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
+    name = f"decode-sm{arch}-{stored or kind}-D{dim}-G{group}-{num_seqs}x{tokens}"
+    report(name, decode._decode_kernel, types, constants, arch, **options)
+
+
+def _shape(dim: int, group: int) -> dict[str, Any]:
+    block = triton.next_power_of_2(dim)
+    return {"S": 16, "GROUP": group, "D": dim, "DV": dim, "BLOCK_D": block, "BLOCK_DV": block}
 
 
 def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str, Any], arch: int, **options: int):  # type: ignore[no-untyped-def]
@@ -82,7 +97,8 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     aligned = [
         at
         for at, one in enumerate(names)
-        if signature[one].startswith("*") or (one.startswith("s") and "_" in one and signature[one] == "i32")
+        if signature[one].startswith("*")
+        or (one.startswith("s") and "_" in one and signature[one] == "i32" and not kernel.params[at].do_not_specialize)
     ]
     source = ASTSource(
         kernel,
@@ -100,14 +116,21 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
     line = {"name": name, "ptx": compiled.asm["ptx"].count("\n"), "entry": ".visible .entry" in compiled.asm["ptx"]}
     shared = {"shared": compiled.metadata.shared, "limit": TARGETS[arch].shared_bytes}
-    print(json.dumps({**line, **shared, "spills": spills, "registers": registers}))
+    facts = {"waits": compiled.asm["ptx"].count("griddepcontrol.wait"), "capped": "maxnreg" in options}
+    print(json.dumps({**line, **shared, **facts, "spills": spills, "registers": registers}))
 
 
 def main() -> None:
-    attention_case(90, "bf16", 128, 4, 1, 0, False)
-    attention_case(90, "bf16", 128, 4, 512, 0, False)
-    attention_case(80, "bf16", 128, 4, 512, 0, False)
-    attention_case(80, "fp16", 64, 8, 1, 128, True)
+    attention_case(90, "bf16", 128, 4, 0, False)
+    attention_case(80, "bf16", 128, 4, 0, False)
+    attention_case(80, "fp16", 64, 8, 128, True)
+    for num_seqs, tokens in ((1, 1), (64, 1), (1024, 1), (64, 16)):
+        decode_case(90, "bf16", 128, 4, tokens, num_seqs)
+    decode_case(90, "bf16", 128, 1, 1, 64)
+    decode_case(90, "bf16", 256, 8, 1, 64)
+    decode_case(90, "bf16", 512, 8, 16, 2)
+    decode_case(90, "bf16", 128, 4, 1, 64, "fp8e4nv")
+    decode_case(80, "fp16", 64, 8, 4, 8)
     shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "N": 1024, "NV": 1024}
     rows = dict.fromkeys(("key", "value"), "*bf16")
     rest = {"slots": "*i64", "k_scale_value": "fp32", "v_scale_value": "fp32"}

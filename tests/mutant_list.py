@@ -16,10 +16,15 @@ class Mutant(NamedTuple):
 
 TORCH = "pagedattn/ops/attention_torch.py"
 TRITON = "pagedattn/ops/kernels/attention.py"
+FEW = "pagedattn/ops/kernels/decode.py"
+STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
 MANAGER = "engine/kv_cache_manager.py"
+LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
+ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
 BY_TORCH, BY_TRITON = f"{CASES} test_torch[ -torch.float32", f"{CASES} test_triton["
+EVENLY = "tests/ops/test_decode.py"
 DECODE = "seq_lens=1x16x37x129"
 
 
@@ -35,7 +40,7 @@ _ATTENTION = (
     fault("window + 1, TRITON", TRITON, "visible & (distance > -WINDOW)", "visible & (distance >= -WINDOW)",
           f"{BY_TRITON} [sliding_window=15"),
     fault("window's first key too late, TRITON", TRITON, "first_pos - WINDOW + 1)", "first_pos - WINDOW + 2)",
-          f"{BY_TRITON} {DECODE}-sliding_window=17"),
+          f"{BY_TRITON} [sliding_window=16-"),
     fault("bidirectional window + 1, TRITON", TRITON, "visible & (distance < WINDOW)",
           "visible & (distance <= WINDOW)", f"{BY_TRITON} 64x7x85-causal=False-sliding_window=16"),
     fault("causal + 1, TRITON", TRITON, "visible & (distance <= 0)", "visible & (distance <= 1)",
@@ -48,7 +53,6 @@ _ATTENTION = (
           "tl.load(v_ptrs, mask=known[:, None]", "tests/test_layer_checks.py nobody_holds TRITON"),
     fault("int32 block id, TRITON", TRITON, "row = tl.where(known, block, 0).to(tl.int64)",
           "row = tl.where(known, block, 0)", "tests/test_kv_cache.py beyond_2_to_the_31 triton"),
-    fault("sink in every split, TRITON", TRITON, "if split == 0:", "if split >= 0:", f"{BY_TRITON} {DECODE}-sinks"),
     fault("sink missing from the LSE, TORCH", TORCH, "(shift + total.log())", "(shift + weights.sum(-1).log())",
           f"{BY_TORCH} {DECODE}-sinks"),
     fault("wrong GQA group, TORCH", TORCH, ".unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)",
@@ -78,6 +82,41 @@ _ATTENTION = (
           "starts = lens.cumsum(0)", f"{BY_TORCH} [dense with context"),
 )  # fmt: skip
 
+_SHARED_OUT = (
+    fault("sink in every part", FEW, "if at == origin:", "if at >= origin:", f"{BY_TRITON} {DECODE}-sinks"),
+    fault("a decode's window begins too late", FEW, "seq_len - q_len - WINDOW + 1, 0)",
+          "seq_len - q_len - WINDOW + 2, 0)", f"{BY_TRITON} {DECODE}-sliding_window=17"),
+    fault("a few tokens' window + 1", FEW, "visible & (distance > -WINDOW)", "visible & (distance >= -WINDOW)",
+          f"{EVENLY} test_features[more-window]"),
+    fault("a few tokens see the next", FEW, "visible & (distance <= 0)", "visible & (distance <= 1)",
+          f"{EVENLY} test_several_tokens[(4, 2)-5]"),
+    fault("the last key many times", FEW, "(known & (near.to(tl.int32) == offs_n))", "known",
+          f"{EVENLY} test_ragged_lengths[torch.float32-3]"),
+    fault("int32 block id in a decode", FEW, "row = tl.where(known, block, 0).to(tl.int64)",
+          "row = tl.where(known, block, 0)", "tests/test_kv_cache.py beyond_2_to_the_31 triton"),
+    fault("block ids of the tile before", FEW, "_within(offs_n + BLOCK_N, low", "_within(offs_n, low",
+          f"{EVENLY} test_ragged_lengths[torch.float32-1]"),
+    fault("wrong GQA group in a decode", FEW, "kv_head * GROUP + of_group,", "of_group * 2 + kv_head,",
+          f"{EVENLY} test_several_tokens[(4, 2)-5]"),
+    fault("the rest of the tiles for nobody", FEW, "tl.cdiv(total, tl.num_programs(0))", "total // tl.num_programs(0)",
+          f"{EVENLY} test_ragged_lengths[torch.float32-7]"),
+    fault("the second chunk of lengths is the first", FEW, "first += CHUNK", "first += 0",
+          f"{EVENLY} test_more_sequences"),
+    fault("no tile for rows without keys", FEW, "tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)",
+          "tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 0)", f"{BY_TRITON} [no keys at all"),
+    fault("the first to arrive combines", STATES, "== arrivals - 1", "== 0",
+          f"{EVENLY} test_many_programs_to_an_item[13-3]"),
+    fault("a counter that stays", STATES, "tl.store(counter, 0)", "tl.store(counter, arrivals)",
+          f"{EVENLY} test_one_workspace"),
+    fault("states added without weights", STATES, "* weight[:, :, None], 0)", ", 0)",
+          f"{EVENLY} test_many_programs_to_an_item[44-16]"),
+    fault("only the first group's states", STATES, "first, first, size, groups,", "first, first, 1, groups,",
+          f"{EVENLY} test_many_programs_to_an_item[44-7]"),
+    fault("a workspace that never grows", "pagedattn/backends/triton_metadata.py",
+          "if room is None or room.numel() < needed:", "if room is None:",
+          "tests/backends/test_triton_metadata.py that_grows"),
+)  # fmt: skip
+
 _STORED = (
     fault("keys' scale upside down, TORCH", TORCH, "logits * _per_head(inputs.k_scale,",
           "logits / _per_head(inputs.k_scale,", f"{BY_TORCH} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
@@ -85,8 +124,8 @@ _STORED = (
           "qk_scale *= tl.load(v_scale + kv_head * s_vscale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
     fault("one head's scale for all heads, TRITON", TRITON, "tl.load(v_scale + kv_head * s_vscale)",
           "tl.load(v_scale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
-    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "    if deterministic:\n        max_query_len",
-          "    if False:\n        max_query_len", "tests/test_deterministic.py test_the_same_bits plain"),
+    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "if deterministic or not paged:",
+          "if not paged:", "tests/test_deterministic.py test_the_same_bits plain"),
 )  # fmt: skip
 
 _ADAPTERS = (
@@ -144,8 +183,8 @@ _LIBRARY = (
     fault("a table's last column not committed", "pagedattn/block_table.py",
           "used = max(1, int(self.lengths[:rows].max(initial=0)))",
           "used = max(1, int(self.lengths[:rows].max(initial=0)) - 1)", "tests/test_block_table.py random"),
-    fault("a plan without the KV group", "pagedattn/layer.py", "return (self.kv_group, self.selection.spec",
-          "return (0, self.selection.spec", "tests/test_metadata.py built_once"),
+    fault("a plan without the KV group", "pagedattn/layer.py", "key = (self.kv_group, self.selection.spec",
+          "key = (0, self.selection.spec", "tests/test_metadata.py built_once"),
     fault("the rest of a batch starts at the decodes", "pagedattn/composite.py", "starts - first if first else starts",
           "starts", "tests/test_layer.py two_backends_give lens0"),
     fault("the environment before use_backend", "pagedattn/selector.py", '(_requested.get(), "use_backend"),\n        '
@@ -172,4 +211,21 @@ _BLOCKS = (
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
 )  # fmt: skip
 
-MUTANTS: tuple[Mutant, ...] = (*_ATTENTION, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS)
+_REPEATED = (
+    fault("alignment not part of a launch's kind", LAUNCHER, "(arg.dtype, not address & 15)", "(arg.dtype, True)",
+          "tests/test_launcher.py triton_takes"),
+    fault("unaligned tensors given to a repeated launch", LAUNCHER, "if addresses & 15 or hooked()", "if hooked()",
+          "tests/test_launcher.py only_where_it_may_be"),
+    fault("a repeated launch with the first layer's tensors", LAUNCHER, "made[at] = values[index]", "pass",
+          "tests/test_launcher.py a_checked_call_does"),
+    fault("the layout without the query's dtype", LAYER_CALL, "query.dtype, query.device]", "query.device]",
+          "tests/test_launcher.py after_a_right_call"),
+    fault("the layout without the cache's", LAYER_CALL, "about = [kind, cache,", "about = [kind,",
+          "tests/test_launcher.py after_a_right_call"),
+    fault("a repeated call with the first layer's key scale", ATTENTION_REPLAY, "self._scale * k_number", "self._scale",
+          "tests/test_launcher.py a_checked_call_does"),
+)  # fmt: skip
+
+MUTANTS: tuple[Mutant, ...] = (
+    *(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS, *_REPEATED),
+)

@@ -16,10 +16,18 @@ import pagedattn
 
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 EXPECTED = {
-    "attention-sm90-bf16-D128-G4-decode",
-    "attention-sm90-bf16-D128-G4-prefill",
-    "attention-sm80-bf16-D128-G4-prefill",
-    "attention-sm80-fp16-D64-G8-decode",
+    "attention-sm90-bf16-D128-G4",
+    "attention-sm80-bf16-D128-G4",
+    "attention-sm80-fp16-D64-G8",
+    "decode-sm90-bf16-D128-G4-1x1",
+    "decode-sm90-bf16-D128-G4-64x1",
+    "decode-sm90-bf16-D128-G4-1024x1",
+    "decode-sm90-bf16-D128-G4-64x16",
+    "decode-sm90-bf16-D128-G1-64x1",
+    "decode-sm90-bf16-D256-G8-64x1",
+    "decode-sm90-bf16-D512-G8-2x16",
+    "decode-sm90-fp8e4nv-D128-G4-64x1",
+    "decode-sm80-fp16-D64-G8-8x4",
     "reshape_and_cache-sm90-bf16",
     "reshape_and_cache-sm80-fp8",
     "merge_states-sm90-bf16",
@@ -45,6 +53,11 @@ def test_a_kernel_compiles_with_hardly_a_spill(name: str) -> None:
     found = compiled()[name]
     assert found["entry"] and found["ptx"] > 100
     # ptxas trades a few bytes outside the loop for another program per SM (measured: faster); more is a tile too large.
-    assert found["spills"] and max(found["spills"]) <= 32
+    assert found["spills"] and max(found["spills"]) <= (96 if found["capped"] else 32)
     assert found["registers"] and max(found["registers"]) <= 255
     assert found["shared"] <= found["limit"]
+
+
+def test_a_decode_waits_for_the_kernel_before_it_where_it_may_overlap() -> None:
+    waits = {name: found["waits"] for name, found in compiled().items()}
+    assert {name for name, count in waits.items() if count} == {name for name in EXPECTED if "decode-sm90" in name}

@@ -172,10 +172,10 @@ def test_a_cache_beyond_2_to_the_31_elements(path: str) -> None:
     assert torch.equal(cache[2, 3], rows[0]) and torch.equal(cache[1, 0], rows[1])
     cache[2] = rows[0]
     table, one, four = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2]], [0, 1], [4]))
-    out = ops.paged_attention(
-        rows[:1], cache, cache, table, one, four, max_query_len=1, max_seq_len=4, scale=1.0, path=path
-    )
-    assert torch.allclose(out[0], rows[0], atol=1e-3)
+    for bound in (1, 17):  # the decode kernel, and the other
+        options = {"max_query_len": bound, "max_seq_len": 4, "scale": 1.0, "path": path}
+        out = ops.paged_attention(rows[:1], cache, cache, table, one, four, **options)
+        assert torch.allclose(out[0], rows[0], atol=1e-3)
     span = torch.tensor([0, 4], dtype=torch.int32, device=device)
     gathered, _ = ops.gather_kv(cache, None, table, span, 4, path=path)
     assert torch.equal(gathered, rows[:1].expand(4, 1, 16))

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from pagedattn.ops.launch import AttentionConfig, Target, attention_config, target_of
+from pagedattn.ops.launch import (
+    COUNTERS,
+    FULL,
+    LATENCY,
+    AttentionConfig,
+    DecodeConfig,
+    DecodeTuning,
+    Target,
+    attention_config,
+    decode_config,
+    launches,
+    target_of,
+)
 
 TARGETS = {"99 KB": Target(46, 101376), "163 KB": Target(108, 166912), "227 KB": Target(132, 232448)}
 GROUPS = (1, 2, 4, 5, 7, 8, 16, 128)
@@ -15,28 +28,26 @@ LENGTHS = ((1, 1), (1, 64), (1, 1000), (1, 131072), (3, 500), (7, 4096), (64, 64
 SEQS = (1, 3, 64, 1024)
 
 
+SHAPE = {"group": 4, "head_dim": 128, "head_dim_v": 128, "itemsize": 2}
+STEP = {"num_seqs": 4, "num_kv_heads": 2, "stored_itemsize": 2, "max_query_len": 1, "max_seq_len": 4096}
+
+
 def configure(target: Target, **changes: int) -> AttentionConfig:
-    shape = {
-        "num_seqs": 4,
-        "num_kv_heads": 2,
-        "group": 4,
-        "head_dim": 128,
-        "head_dim_v": 128,
-        "itemsize": 2,
-        "max_query_len": 1,
-        "max_seq_len": 4096,
-    }
-    return attention_config(**{**shape, **changes}, target=target, deterministic=False)
+    return attention_config(**{**SHAPE, **changes}, target=target)
+
+
+def configure_decode(target: Target, **changes: Any) -> DecodeConfig:
+    return decode_config(**{**SHAPE, **STEP, **changes}, target=target)
 
 
 def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def shared_bytes(config: AttentionConfig, head_dim: int, head_dim_v: int, itemsize: int) -> int:
-    """The query tile and a key and a value tile per stage, each as wide as the next power of two."""
-    keys = config.num_stages * config.block_n * (power_of_2(head_dim) + power_of_2(head_dim_v))
-    return (config.block_m * power_of_2(head_dim) + keys) * itemsize
+def shared_bytes(block_m: int, block_n: int, buffers: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """The query tile and a key and a value tile per buffer, each as wide as the next power of two."""
+    keys = buffers * block_n * (power_of_2(head_dim) + power_of_2(head_dim_v))
+    return (block_m * power_of_2(head_dim) + keys) * itemsize
 
 
 DIMS = [(d, d) for d in (16, 64, 72, 80, 96, 128, 192, 256, 512)] + [(192, 128), (24, 40)]
@@ -46,56 +57,86 @@ DIMS = [(d, d) for d in (16, 64, 72, 80, 96, 128, 192, 256, 512)] + [(192, 128),
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_tiles_fit_shared_memory(name: str, itemsize: int, dims: tuple[int, int]) -> None:
-    for group, (queries, keys) in product(GROUPS, LENGTHS):
-        config = configure(
-            TARGETS[name],
-            group=group,
-            head_dim=dims[0],
-            head_dim_v=dims[1],
-            itemsize=itemsize,
-            max_query_len=queries,
-            max_seq_len=keys,
-        )
-        assert shared_bytes(config, *dims, itemsize) <= TARGETS[name].shared_bytes, (group, queries, keys, config)
+    target, shape = TARGETS[name], {"head_dim": dims[0], "head_dim_v": dims[1], "itemsize": itemsize}
+    for group, (queries, keys), seqs in product(GROUPS, LENGTHS, SEQS):
+        config = configure(target, group=group, **shape)
+        assert shared_bytes(config.block_m, config.block_n, config.num_stages, *dims, itemsize) <= target.shared_bytes
+        step = {"num_seqs": seqs, "max_query_len": queries, "max_seq_len": keys}
+        small = configure_decode(target, group=group, **shape, **step)
+        tile = small.block_m, small.tuning.block_n, max(1, small.tuning.num_stages - 1)
+        assert shared_bytes(*tile, *dims, itemsize) <= target.shared_bytes, (group, queries, keys, small)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_are_what_the_kernel_takes(itemsize: int) -> None:
-    one_blocks = 0
-    for target, (dim, _), group, (queries, keys) in product(TARGETS.values(), DIMS, GROUPS, LENGTHS):
-        config = configure(
-            target, head_dim=dim, head_dim_v=dim, group=group, itemsize=itemsize, max_query_len=queries,
-            max_seq_len=keys,
-        )  # fmt: skip
-        assert all(n == power_of_2(n) for n in (config.block_m, config.block_n, config.num_warps))
-        assert config.block_m >= 16 and config.block_n >= 16 and config.num_stages >= 1
-        assert 1 <= config.heads <= min(group, config.block_m)
-        if config.one_block:
-            assert config.block_m // config.heads >= queries
-            one_blocks += 1
-    assert one_blocks > 100
+def test_tiles_are_what_the_kernels_take(itemsize: int) -> None:
+    for target, (dim, dim_v), group, (queries, keys) in product(TARGETS.values(), DIMS, GROUPS, LENGTHS):
+        shape = {"head_dim": dim, "head_dim_v": dim_v, "group": group, "itemsize": itemsize}
+        config = configure(target, **shape)
+        small = configure_decode(target, **shape, max_query_len=queries, max_seq_len=keys)
+        for one, tile in ((config, config), (small, small.tuning)):
+            assert all(n == power_of_2(n) for n in (one.block_m, tile.block_n, tile.num_warps))
+            assert one.block_m >= 16 and tile.block_n >= 16 and tile.num_stages >= 1
+            assert 1 <= one.heads <= min(group, one.block_m)
+        assert small.rows == power_of_2(small.rows) <= small.block_m
+        assert small.rows >= min(queries, small.block_m // small.heads) * small.heads
+        assert small.state % 4 == 0, "partial outputs are loaded 16 bytes at a time"
 
 
 @pytest.mark.parametrize("seqs", SEQS)
-@pytest.mark.parametrize("keys", [1, 63, 64, 128, 129, 1000, 131072, 10_000_000])
-def test_a_split_is_never_without_a_tile_of_keys(seqs: int, keys: int) -> None:
-    for target, itemsize, group in product(TARGETS.values(), (2, 4), (1, 4, 16)):
-        config = configure(target, num_seqs=seqs, max_seq_len=keys, itemsize=itemsize, group=group)
-        assert config.one_block and 1 <= config.splits <= 128
-        assert config.splits == 1 or config.splits * config.block_n <= keys
+@pytest.mark.parametrize("keys", [0, 1, 63, 128, 129, 131072, 10_000_000])
+def test_no_program_is_without_work_by_the_bounds(seqs: int, keys: int) -> None:
+    for target, itemsize, group, queries in product(TARGETS.values(), (2, 4), (1, 4, 16, 128), (1, 5, 16)):
+        step = {"num_seqs": seqs, "max_seq_len": keys, "max_query_len": queries}
+        config = configure_decode(target, itemsize=itemsize, group=group, **step)
+        tokens = config.block_m // config.heads
+        items = seqs * 2 * -(-group // config.heads) * -(-queries // tokens)
+        assert config.tiles == items * max(1, -(-keys // config.tuning.block_n))
+        assert 1 <= config.programs <= min(config.tiles, COUNTERS, config.tuning.per_sm * target.num_sms)
+        assert config.workspace == 3 * COUNTERS + 2 * config.programs * config.state
 
 
-def test_few_long_sequences_are_split_and_many_are_not() -> None:
+def test_busy_or_not() -> None:
     target = TARGETS["227 KB"]
-    assert configure(target, num_seqs=1, max_seq_len=131072).splits == 132 // 2
-    assert configure(target, num_seqs=1024, max_seq_len=131072).splits == 1
-    assert configure(target, num_seqs=1, max_seq_len=256).splits == 2
-    assert configure(target, num_seqs=1, max_query_len=512, max_seq_len=131072).splits == 1
+    assert configure_decode(target, num_seqs=1, max_seq_len=131072).programs == 132
+    assert configure_decode(target, num_seqs=131, max_seq_len=131072).tuning == LATENCY
+    assert configure_decode(target, num_seqs=132, max_seq_len=131072).tuning == FULL
+    assert configure_decode(target, num_seqs=132, max_seq_len=131072).programs == 4 * 132
+    assert configure_decode(target, num_seqs=1, max_seq_len=256).programs == 4
+    mine = DecodeTuning(block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, ahead=False)
+    assert configure_decode(target, tuning=mine).tuning == mine
+
+
+def test_many_programs_for_small_tiles_on_small_gpus() -> None:
+    """As many per SM as their tiles have room for."""
+    tuning = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=4)
+    assert configure_decode(TARGETS["227 KB"], tuning=tuning, num_seqs=1024).programs == 132
+    assert configure_decode(TARGETS["227 KB"], tuning=tuning._replace(block_n=32), num_seqs=1024).programs == 4 * 132
+    assert configure_decode(TARGETS["99 KB"], tuning=tuning).tuning.num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "served"),
+    [
+        ({"num_decodes": 5, "max_query_len": 1}, [("decode", 0, 5, 1)]),
+        ({"num_decodes": 0, "max_query_len": 16}, [("decode", 0, 5, 16)]),
+        ({"num_decodes": 3, "max_query_len": 16}, [("decode", 0, 5, 16)]),
+        ({"num_decodes": 3, "max_query_len": 17}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
+        ({"num_decodes": 0, "max_query_len": 17}, [("prefill", 0, 5, 17)]),
+        ({"num_decodes": 5, "max_query_len": 0}, []),
+        ({"num_decodes": 5, "max_query_len": 1, "paged": False}, [("prefill", 0, 5, 1)]),
+        ({"num_decodes": 3, "max_query_len": 17, "deterministic": True}, [("prefill", 0, 5, 17)]),
+    ],
+    ids=str,
+)
+def test_which_kernel_serves_what(batch: dict[str, Any], served: list[tuple[str, int, int, int]]) -> None:
+    assert launches(5, **{"paged": True, "deterministic": False, **batch}) == served
 
 
 def test_the_interpreter_splits_short_sequences_too() -> None:
-    config = configure(target_of(torch.device("cpu")), num_seqs=4, itemsize=4, max_seq_len=129)
-    assert config.one_block and config.splits > 1, "else no interpreted test merges partial states"
+    config = configure_decode(
+        target_of(torch.device("cpu")), num_seqs=4, itemsize=4, stored_itemsize=4, max_seq_len=129
+    )
+    assert config.programs > 4 * 2, "else no interpreted test combines partial states"
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -186,12 +186,12 @@ def test_a_table_is_not_read_past_its_width(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["TORCH", SERVES_CPU])
-@pytest.mark.parametrize("seq_len", [1, 20, 48])
-def test_nan_in_a_block_nobody_holds_reaches_no_output(backend: str, seq_len: int) -> None:
+@pytest.mark.parametrize(("rows", "seq_len"), [(1, 1), (1, 20), (1, 48), (17, 20), (17, 48)])
+def test_nan_in_a_block_nobody_holds_reaches_no_output(backend: str, rows: int, seq_len: int) -> None:
     layer, layer_cache = Attention(4, 16, 2, backend=backend), cache()
     layer_cache.value.fill_(1.0)
     layer_cache.key[0] = layer_cache.value[0] = torch.nan
     table = torch.tensor([[1, 2, 3, 0]], dtype=torch.int32)
-    step = CommonAttentionMetadata.from_lengths([1], [seq_len], table)
-    out = layer(torch.randn(1, 4, 16), None, None, layer_cache, step)
-    assert torch.allclose(out, torch.ones(1, 4, 16))
+    step = CommonAttentionMetadata.from_lengths([rows], [seq_len], table)
+    out = layer(torch.randn(rows, 4, 16), None, None, layer_cache, step)
+    assert torch.allclose(out, torch.ones(rows, 4, 16))

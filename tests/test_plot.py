@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "bench"))
-
-import result_file
-from result_file import COLOURS, FAMILIES, PALETTE, colours, groups, host_table, load, series, title
+from pagedattn.bench import result_file
+from pagedattn.bench.curves import Grid, grid, panels
+from pagedattn.bench.result_file import COLOURS, FAMILIES, PALETTE, colours, groups, host_table, load, series, title
 
 DECODE, PREFILL, MIXED, CACHE = FAMILIES
 COMMITTED = Path(__file__).parent.parent / "bench/results/h200/backends.json"
@@ -59,7 +57,7 @@ def test_what_varies_is_in_the_labels_and_the_rest_in_the_note(tmp_path: Path) -
     result = load([write(tmp_path / "a.json", row("TRITON"), row("TRITON", head_dim=64, dtype="float16"))])
     labels = [group.label for group in groups(result.rows, DECODE)]
     assert labels == ["64q1s4k\nD 128, bfloat16", "64q1s4k\nD 64, float16"]
-    head, note = title({**result.meta, "peers": {"TRITON": "3.6", "ABSENT": "1"}}, DECODE, result.rows)
+    head, note = title({**result.meta, "peers": {"TRITON": "3.6", "ABSENT": "1"}}, "decode", result.rows)
     assert head == "decode on NVIDIA H200"
     assert note.splitlines() == [
         "32 query and 8 KV heads, blocks of 16",
@@ -97,6 +95,38 @@ def test_what_cannot_be_drawn_is_refused_with_the_file(tmp_path: Path) -> None:
             load([tmp_path / name])
 
 
+def test_versions_of_a_backend_share_its_colour_and_the_better_of_two_ways_too() -> None:
+    names = ["FLASH_ATTN (FA3)", "FLASH_ATTN (FA2) @aaaaaaa", "FlashInfer (wrappers)", "FA3"]
+    chosen = colours(names)
+    assert chosen[names[0]] == chosen[names[1]] == COLOURS["FLASH_ATTN"]
+    assert chosen["FlashInfer (wrappers)"] == COLOURS["FlashInfer"] and chosen["FA3"] == COLOURS["FA3"]
+
+
+def sweep(backend: str, workload: str, **values: Any) -> dict[str, Any]:
+    return row(backend, workload, "sweep", case=f"32/8/128 {workload}", **values)
+
+
+def test_a_sweep_is_cut_into_batches_and_prompts() -> None:
+    rows = [
+        *(sweep("TRITON", f"4q1s{k}k", gb_s=100.0 * k) for k in (8, 1, 2)),
+        *(sweep("FA3", "4q1s1k", gb_s=90.0), sweep("FA3", "4q1s2k", us=None), row("TRITON", "4q1s4k")),
+        *(sweep("TRITON", "1q512", tflops=300.0), sweep("TRITON", "1q1s1k", gb_s=50.0)),
+    ]
+    one, four, prompt = panels(rows)
+    assert (one.title, four.title, prompt.title) == ("decode, batch 1", "decode, batch 4", "prefill, one prompt")
+    assert four.curves == {"TRITON": [(1024, 100.0), (2048, 200.0), (8192, 800.0)], "FA3": [(1024, 90.0)]}
+    assert (prompt.value, prompt.curves) == ("tflops", {"TRITON": [(512, 300.0)]})
+    assert (one.value, one.curves) == ("gb_s", {"TRITON": [(1024, 50.0)]})
+
+
+def test_ratios_are_a_grid_with_gaps() -> None:
+    rows = [
+        *(row("auto", case="a", ratio=1.2), row("TRITON", case="a", ratio=0.9), row("FA3", case="a")),
+        *(row("TRITON", "8q2k", "prefill", case="b", ratio=1.0), sweep("TRITON", "1q1s1k", ratio=2.0)),
+    ]
+    assert grid(rows) == Grid(["decode a", "prefill b"], ["TRITON", "auto"], [[0.9, 1.2], [1.0, None]])
+
+
 def test_a_backend_keeps_its_colour_and_shares_it_with_nobody() -> None:
     known = [name for name in COLOURS if name != result_file.OWN]
     assert len({COLOURS[name] for name in known}) == len(known)
@@ -130,17 +160,28 @@ def test_numbers_are_printed_short() -> None:
 
 def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
-    import plot
+    from pagedattn.bench import plot
 
-    assert plot.main([str(COMMITTED), "--out", str(tmp_path / "new/folder")]) == 0
+    rows = [row("TRITON", suite=family.suite, us=248.4, gb_s=4333.2) for family in FAMILIES]
+    bars = write(tmp_path / "a.json", *rows, row("TORCH"), read_gb_s=4468.0, matmul_tflops=748.0)
+    assert plot.main([str(bars), "--out", str(tmp_path / "new/folder")]) == 0
     made = {path.name: path for path in (tmp_path / "new/folder").iterdir()}
     assert set(made) == {f"{family.suite}.{kind}" for family in FAMILIES for kind in ("png", "svg")}
     assert set(map(str, made.values())) == set(capsys.readouterr().out.split())
     assert all(made[name].read_bytes().startswith(b"\x89PNG") for name in made if name.endswith("png"))
     decode, prefill = made["decode.svg"].read_text(), made["prefill.svg"].read_text()
-    for text in ("4333  (248 µs)", "64q1s4k", "copy 4285", "read 4468", "decode on NVIDIA H200", "host µs", "225 (149"):
+    for text in ("4333  (248 µs)", "64q1s4k", "copy 4000", "read 4468", "decode on NVIDIA H200", "host µs", "5.0 (5.0"):
         assert text in decode, text
     assert "matrix product 748" in prefill and "copy" not in prefill and "host" not in prefill
     assert COLOURS["TRITON"].lower() in decode and COLOURS["TORCH"] in decode
+    rows = [sweep("TRITON", text, ratio=1.1) for text in ("1q1s1k", "1q1s2k", "4q1s1k", "1q512")]
+    synthetic = write(tmp_path / "b.json", *rows, row("auto", case="64q1s4k", ratio=1.25), matmul_tflops=700.0)
+    assert plot.main([str(synthetic), "--out", str(tmp_path)]) == 0
+    assert set(capsys.readouterr().out.split()) == {
+        str(tmp_path / f"{name}.{kind}") for name in ("decode", "sweep", "ratios") for kind in ("png", "svg")
+    }
+    curves, ratios = (tmp_path / f"{name}.svg" for name in ("sweep", "ratios"))
+    assert all(text in curves.read_text() for text in ("decode, batch 4", "prefill, one prompt", "copy 4000", "TRITON"))
+    assert all(text in ratios.read_text() for text in ("1.25", "decode 64q1s4k", "auto", "ratios on NVIDIA H200"))
     assert plot.main([str(tmp_path / "absent.json"), "--out", str(tmp_path)]) == 2
     assert "absent.json is no result file" in capsys.readouterr().err

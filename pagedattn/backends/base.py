@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from ..capabilities import Capabilities, Rejection
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
+from ..ops.attention_replay import AttentionReplay
+from ..ops.write_replay import WriteReplay
 from ..spec import AttentionSpec, GraphLevel, Scale
 
 
@@ -42,6 +45,8 @@ class AttentionMetadata:
     """What a builder makes of one step. Backends add fields; integers inside captured metadata are bounds."""
 
     common: CommonAttentionMetadata
+    # Layers' calls that were made with this metadata, by layout: see `pagedattn.layer_call`.
+    calls: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def describe(self) -> str:
         """Which kernel and path will run on this step."""
@@ -139,6 +144,9 @@ def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMet
 class AttentionImpl(ABC):
     """Runs one layer's attention. Stateless but for the spec."""
 
+    # Whether `record` is worth calling: its calls can be made again without validation.
+    records: bool = False
+
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
@@ -171,6 +179,26 @@ class AttentionImpl(ABC):
             output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
         """
 
+    def record(
+        self,
+        query: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> AttentionReplay | None:
+        """`forward` over a cache into `out`, and how to do that again with this metadata for tensors laid out the same.
+
+        Returns:
+            (query, key, value, out, sinks, alibi_slopes, k_scale, v_scale) -> whether it was done, key and value being
+            the cache's; None where it takes another `forward`.
+        """
+        self.forward(query, None, None, kv_cache, metadata, out, sinks, alibi_slopes, None, k_scale, v_scale)
+        return None
+
     def write_kv(
         self,
         key: torch.Tensor,
@@ -179,10 +207,17 @@ class AttentionImpl(ABC):
         slot_mapping: torch.Tensor,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        *,
+        replays: list[WriteReplay] | None = None,
     ) -> None:
-        """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots."""
+        """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots.
+
+        `replays`, which only an implementation that `records` is given, takes how to do it again.
+        """
         target = None if value is None else kv_cache.value
-        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        ops.reshape_and_cache(
+            key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale, replays=replays
+        )
 
 
 class AttentionBackend(ABC):

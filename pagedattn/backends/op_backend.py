@@ -9,6 +9,7 @@ import torch
 from .. import ops
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
+from ..ops.attention_replay import AttentionReplay
 from ..spec import GraphLevel, Scale
 from .base import (
     AttentionImpl,
@@ -42,6 +43,10 @@ class OpAttentionImpl(AttentionImpl):
 
     path: ClassVar[str]
 
+    def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
+        """What the metadata hold for the op's partial results; nothing by default."""
+        return None
+
     def forward(
         self,
         query: torch.Tensor,
@@ -56,6 +61,41 @@ class OpAttentionImpl(AttentionImpl):
         k_scale: Scale = None,
         v_scale: Scale = None,
         return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        given = (out, sinks, alibi_slopes, q_scale, k_scale, v_scale)
+        return self._attend(query, key, value, kv_cache, metadata, *given, return_lse, None)
+
+    def record(
+        self,
+        query: torch.Tensor,
+        kv_cache: LayerCache,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> AttentionReplay | None:
+        replays: list[AttentionReplay] = []
+        given = (out, sinks, alibi_slopes, None, k_scale, v_scale)
+        self._attend(query, None, None, kv_cache, metadata, *given, False, replays)
+        return replays[0] if replays else None
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        out: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        q_scale: Scale,
+        k_scale: Scale,
+        v_scale: Scale,
+        return_lse: bool,
+        replays: list[AttentionReplay] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         common, spec = metadata.common, self.spec
         check_announced(spec, sinks, alibi_slopes, q_scale)
@@ -86,6 +126,8 @@ class OpAttentionImpl(AttentionImpl):
             lse=lse,
             mask_mod=spec.mask_mod,
             deterministic=spec.deterministic,
+            workspace=self.workspace(metadata),
             path=self.path,
+            replays=replays,
         )
         return out, lse

@@ -10,20 +10,21 @@ import torch
 from ..capabilities import Capabilities, IntRange, Rejection
 from ..ops.library import interpreted
 from ..spec import AttentionSpec, AttentionType, GraphLevel
-from .base import AttentionBackend, Availability
-from .op_backend import OpAttentionImpl, OpMetadataBuilder
-
-
-class TritonMetadataBuilder(OpMetadataBuilder):
-    graph_level = GraphLevel.ALWAYS
+from .base import AttentionBackend, AttentionMetadata, Availability
+from .op_backend import OpAttentionImpl
+from .triton_metadata import TritonMetadata, TritonMetadataBuilder
 
 
 class TritonImpl(OpAttentionImpl):
     path = "triton"
+    records = True
+
+    def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
+        return metadata.workspace if isinstance(metadata, TritonMetadata) else None
 
 
 class TritonBackend(AttentionBackend):
-    """One varlen kernel for prefill, decode and mixed batches; decodes split their keys over the GPU."""
+    """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for all others."""
 
     name = "TRITON"
     builder = TritonMetadataBuilder

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import InvalidInputError
-from .library import expect
+from .library import expect, refuse
 from .reshape_and_cache import FP8
 
 
@@ -38,26 +38,33 @@ class AttentionInputs(NamedTuple):
 
     def check(self) -> None:
         """Raise InvalidInputError for shapes, dtypes or strides that do not fit each other."""
+        # No `expect` here: its texts would be made at every call.
         query, key, value, lens = self.query, self.key, self.value, self.seq_lens
-        expect(query.dim() == 3 and query.stride(2) == 1, "query", "[T, Hq, D], last stride 1", query)
+        if query.dim() != 3 or query.stride(2) != 1:
+            refuse("query", "[T, Hq, D], last stride 1", query)
         rank = 3 if self.block_table is None else 4
-        fits = key.dim() == rank and key.stride(-1) == 1 and key.shape[-1] == query.shape[2]
-        expect(fits, "key", f"rank {rank}, last dimension {query.shape[2]} with stride 1", key)
-        expect(value.dim() == rank and value.stride(-1) == 1, "value", f"rank {rank}, last stride 1", value)
-        expect(value.shape[:-1] == key.shape[:-1], "value", f"{list(key.shape[:-1])} and Dv", value)
-        same = key.dtype == value.dtype and (key.dtype == query.dtype or key.dtype in FP8)
-        expect(same, "key and value", f"{query.dtype} as the query, or fp8", key)
+        if key.dim() != rank or key.stride(-1) != 1 or key.shape[-1] != query.shape[2]:
+            refuse("key", f"rank {rank}, last dimension {query.shape[2]} with stride 1", key)
+        if value.dim() != rank or value.stride(-1) != 1:
+            refuse("value", f"rank {rank}, last stride 1", value)
+        if value.shape[:-1] != key.shape[:-1]:
+            refuse("value", f"{list(key.shape[:-1])} and Dv", value)
+        if key.dtype != value.dtype or not (key.dtype == query.dtype or key.dtype in FP8):
+            refuse("key and value", f"{query.dtype} as the query, or fp8", key)
         if query.shape[1] % key.shape[-2]:
             raise InvalidInputError("query", f"a multiple of {key.shape[-2]} heads", query.shape[1])
-        expect(lens.dtype == torch.int32 and lens.dim() == 1, "seq_lens", "int32 [B]", lens)
-        starts = self.query_start_loc.dtype == torch.int32 and len(self.query_start_loc) == len(lens) + 1
-        expect(starts, "query_start_loc", f"int32 [{len(lens) + 1}]", self.query_start_loc)
+        if lens.dtype != torch.int32 or lens.dim() != 1:
+            refuse("seq_lens", "int32 [B]", lens)
+        count = lens.shape[0]
+        if self.query_start_loc.dtype != torch.int32 or len(self.query_start_loc) != count + 1:
+            refuse("query_start_loc", f"int32 [{count + 1}]", self.query_start_loc)
         if self.block_table is not None:
-            _check_table(self.block_table, len(lens))
+            _check_table(self.block_table, count)
         out, lse = self.out, self.lse
-        expect(out.shape == (*query.shape[:2], value.shape[-1]) and out.stride(2) == 1, "out", "[T, Hq, Dv]", out)
-        if lse is not None:
-            expect(lse.shape == query.shape[:2] and lse.is_contiguous(), "lse", "[T, Hq], contiguous", lse)
+        if out.shape != (*query.shape[:2], value.shape[-1]) or out.stride(2) != 1:
+            refuse("out", "[T, Hq, Dv]", out)
+        if lse is not None and (lse.shape != query.shape[:2] or not lse.is_contiguous()):
+            refuse("lse", "[T, Hq], contiguous", lse)
 
     def part(self, first: int, last: int) -> AttentionInputs:
         """The same call for sequences first..last alone; rows of the others are not touched."""
@@ -81,4 +88,5 @@ def scale_parts(
 
 def _check_table(table: torch.Tensor, num_seqs: int) -> None:
     fits = table.dtype == torch.int32 and table.dim() == 2 and len(table) == num_seqs
-    expect(fits and table.stride(1) == 1, "block_table", f"int32 [{num_seqs}, max_blocks]", table)
+    if not (fits and table.stride(1) == 1):
+        refuse("block_table", f"int32 [{num_seqs}, max_blocks]", table)

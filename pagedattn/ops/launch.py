@@ -2,34 +2,84 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 
 _MAX_ROWS = 128
-_DECODE_ROWS = 64  # up to so many packed rows a query is one block, and keys are split instead
+_DECODE_ROWS = 64  # packed rows of a decode's query block at most
+DECODE_TOKENS = 16  # sequences of at most so many new tokens are decodes
+COUNTERS = 2048  # programs of a decode launch at most: each has three counters at the workspace's start
 
 
 class Target(NamedTuple):
-    """What a launch configuration depends on of a device."""
+    """What a launch configuration depends on of a device. `chained`: a kernel's launch may overlap the one before."""
 
     num_sms: int
     shared_bytes: int
+    chained: bool = False
 
 
 class AttentionConfig(NamedTuple):
-    """block_m packed rows x block_n keys per tile, `heads` query heads of a group in a program; keys split `splits`
-    ways; one_block: a sequence is one row block."""
+    """block_m packed rows x block_n keys per tile, `heads` query heads of a group in a program."""
 
     block_m: int
     block_n: int
     heads: int
-    splits: int
-    one_block: bool
     num_warps: int
     num_stages: int
+
+
+class DecodeTuning(NamedTuple):
+    """What is chosen by measurement: keys per tile, programs per SM, how many partial states are added up at once.
+
+    ahead: block ids are loaded an iteration before they are needed.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
     max_registers: int | None = None
+    fan_in: int = 16
+    ahead: bool = True
+
+
+class DecodeConfig(NamedTuple):
+    """A decode launch of `programs` programs; `rows` of the block_m rows of a query block are in use.
+
+    tiles: the most tiles of keys there can be; state: elements of a partial state.
+    """
+
+    block_m: int
+    heads: int
+    rows: int
+    state: int
+    programs: int
+    tiles: int
+    chained: bool
+    tuning: DecodeTuning
+
+    @property
+    def workspace(self) -> int:
+        """int32 elements of the workspace: counters, then two places for partial states per program."""
+        return 3 * COUNTERS + 2 * self.programs * self.state
+
+
+class Work(NamedTuple):
+    """Sequences first..last of a batch, of at most `longest` new tokens each, for one launch of a kernel."""
+
+    kernel: Literal["decode", "prefill"]
+    first: int
+    last: int
+    longest: int
+
+
+# Several programs per SM hide each other's latency: ptxas would take 162 registers, and a fourth would no longer fit
+# (358 us instead of 253, bench/NOTES.md). Where there is little work, deep loads of one program's own do it better.
+FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=2, per_sm=4, max_registers=128)
+LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 
 
 @cache
@@ -38,46 +88,31 @@ def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return Target(num_sms=64, shared_bytes=232448)
     properties = torch.cuda.get_device_properties(device)
-    return Target(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    sms, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    return Target(sms, shared, properties.major >= 9)
 
 
-def attention_config(
-    *,
-    num_seqs: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    head_dim_v: int,
-    itemsize: int,
-    max_query_len: int,
-    max_seq_len: int,
-    target: Target,
-    deterministic: bool = False,
-) -> AttentionConfig:
-    """The configuration for one launch over sequences of at most so many query tokens and keys.
+def launches(num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool) -> list[Work]:
+    """The launches that serve a batch: decodes and the rest want other tiles."""
+    if deterministic or not paged:
+        planned = [Work("prefill", 0, num_seqs, max_query_len)]
+    elif max_query_len <= DECODE_TOKENS:
+        planned = [Work("decode", 0, num_seqs, max_query_len)]
+    else:
+        planned = [Work("decode", 0, num_decodes, 1), Work("prefill", num_decodes, num_seqs, max_query_len)]
+    return [one for one in planned if one.longest and one.last > one.first]
 
-    A deterministic one depends on the heads alone: the tiles of a prompt, whatever the batch, and no split keys.
-    """
-    if deterministic:
-        max_query_len = _MAX_ROWS
-    rows = _power_of_2(max(max_query_len, 1) * group)
-    one_block = rows <= max(_DECODE_ROWS, _power_of_2(group))
+
+@cache
+def attention_config(*, group: int, head_dim: int, head_dim_v: int, itemsize: int, target: Target) -> AttentionConfig:
+    """The configuration of the prefill kernel. It depends on the heads alone, so that a token's result may."""
     hopper = target.shared_bytes > 200_000
-    busy = num_seqs * num_kv_heads >= 2 * target.num_sms
-    if not one_block:
-        # wgmma takes 64 rows per four warps; mma of older GPUs spills there and wants eight warps for 128.
-        block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if hopper else 128, _power_of_2(group))), 64, 2
-    elif busy:  # several programs per SM hide each other's latency
-        block_m, block_n, num_stages = max(16, min(rows, _MAX_ROWS)), 64, 2
-    else:  # a program has an SM to itself: deep loads of its own
-        block_m, block_n, num_stages = max(16, min(rows, _MAX_ROWS)), 128, 3
+    # wgmma takes 64 rows per four warps; mma of older GPUs spills there and wants eight warps for 128.
+    block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if hopper else 128, _power_of_2(group))), 64, 2
     if itemsize == 4:
-        block_m, block_n = max(16, min(block_m, 64)), 32
-    tile = (_power_of_2(head_dim) + _power_of_2(head_dim_v)) * itemsize
-    while block_m * _power_of_2(head_dim) * itemsize + num_stages * block_n * tile + 4096 > target.shared_bytes:
-        if num_stages > 2:
-            num_stages -= 1
-        elif block_n > 32:
+        block_m, block_n = min(block_m, 64), 32
+    while _shared(block_m, block_n, num_stages, head_dim, head_dim_v, itemsize) > target.shared_bytes:
+        if block_n > 32:
             block_n //= 2
         elif block_m > 16:
             block_m //= 2
@@ -87,19 +122,73 @@ def attention_config(
             num_stages -= 1
         else:
             break
+    warps = 8 if block_m * block_n > 64 * 64 else 4
+    return AttentionConfig(block_m, block_n, min(group, block_m), warps, num_stages)
+
+
+@lru_cache(maxsize=4096)
+def decode_config(
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    stored_itemsize: int,
+    max_query_len: int,
+    max_seq_len: int,
+    target: Target,
+    tuning: DecodeTuning | None = None,
+) -> DecodeConfig:
+    """The configuration of a decode launch over sequences of at most so many query tokens and keys.
+
+    itemsize is of the query, stored_itemsize of the cache. `tuning` is taken as it is, but for what does not fit the
+    device's shared memory.
+    """
+    block_m = max(16, min(_power_of_2(max(max_query_len, 1) * group), _DECODE_ROWS))
+    width, shape = max(16, _power_of_2(head_dim_v)), (head_dim, head_dim_v, itemsize)
+    # The output of a query block stays in registers, its queries in shared memory.
+    while block_m > 16 and (block_m * width > 16384 or _shared(block_m, 16, 1, *shape) > target.shared_bytes):
+        block_m //= 2
     heads = min(group, block_m)
-    one_block = one_block and block_m // heads >= max_query_len
-    parts = -(-group // heads)
-    splits = _splits(num_seqs * num_kv_heads * parts, max_seq_len, block_n, target) if one_block else 1
-    warps = 8 if block_m * block_n > 64 * 64 and not one_block else 4
-    # ptxas would take 162 registers, and a fourth program no longer fit an SM: 358 us instead of 253 (bench/NOTES.md).
-    registers = 128 if one_block and busy and block_m == 16 and tile <= 512 else None
-    return AttentionConfig(block_m, block_n, heads, splits, one_block, warps, num_stages, registers)
+    tokens = max(1, min(max_query_len, block_m // heads))
+    items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
+    if tuning is None:
+        tuning = _tuning(items >= 2 * target.num_sms, block_m * width, itemsize, stored_itemsize)
+    # A tile's buffers are free once it has been multiplied, so that one stage needs none.
+    while _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape) > target.shared_bytes:
+        if tuning.num_stages > 2:
+            tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+        elif tuning.block_n > 16:
+            tuning = tuning._replace(block_n=tuning.block_n // 2)
+        else:
+            break
+    room = target.shared_bytes // _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape)
+    tiles = items * max(1, -(-max_seq_len // tuning.block_n))
+    programs = max(1, min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS))
+    rows = _power_of_2(tokens * heads)
+    state = max(2 * rows, 4) + rows * width
+    return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
 
-def _splits(programs: int, max_seq_len: int, block_n: int, target: Target) -> int:
-    """A program per SM where there are fewer, each with a tile of keys at least."""
-    return max(1, min(target.num_sms // max(programs, 1), max_seq_len // block_n, 128))
+def _tuning(busy: bool, outputs: int, itemsize: int, stored_itemsize: int) -> DecodeTuning:
+    """FULL where there are items for every SM twice, else LATENCY, with changed what registers do not hold: large
+    tiles of output, and keys and values that are converted. `outputs`: elements of a query block's output."""
+    tuning = FULL if busy else LATENCY
+    if outputs > 32 * 128:
+        tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
+    elif outputs > 16 * 128:
+        tuning = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+    elif stored_itemsize < itemsize:
+        tuning = tuning._replace(max_registers=168, per_sm=3) if busy else tuning._replace(num_warps=8)
+    return tuning._replace(block_n=32) if itemsize == 4 else tuning
+
+
+def _shared(block_m: int, block_n: int, buffers: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Bytes of shared memory: the query tile, a key and a value tile per buffer, and what reductions need."""
+    keys = buffers * block_n * (_power_of_2(head_dim) + _power_of_2(head_dim_v))
+    return (block_m * _power_of_2(head_dim) + keys) * itemsize + 4096
 
 
 def _power_of_2(n: int) -> int:

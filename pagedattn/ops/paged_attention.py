@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import attention_torch
 from .attention_inputs import AttentionInputs, scale_parts
-from .launch import AttentionConfig, attention_config, target_of
-from .library import choose, kernels, register
+from .attention_replay import AttentionReplay, attention_replay
+from .launch import (
+    COUNTERS,
+    AttentionConfig,
+    DecodeConfig,
+    DecodeTuning,
+    Work,
+    attention_config,
+    decode_config,
+    launches,
+    target_of,
+)
+from .library import choose, expect, kernels, register
+
+if TYPE_CHECKING:
+    from .kernels._launcher import Launch
 
 
 def paged_attention(
@@ -35,7 +49,9 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     mask_mod: attention_torch.MaskMod | None = None,
     deterministic: bool = False,
+    workspace: torch.Tensor | None = None,
     path: str = "auto",
+    replays: list[AttentionReplay] | None = None,
 ) -> torch.Tensor:
     """Attention of B sequences' new tokens over their keys. Source: FlashAttention 2 and PagedAttention (SOSP 2023).
 
@@ -51,6 +67,9 @@ def paged_attention(
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
+        workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
+            at the same time. None: made for this call and what repeats it.
+        replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
         [T, Hq, Dv]; rows past query_start_loc[B] are unspecified.
@@ -63,72 +82,95 @@ def paged_attention(
     k_scale, k_factor = scale_parts("k_scale", k_scale, key.shape[-2], key.device)
     v_scale, v_factor = scale_parts("v_scale", v_scale, key.shape[-2], key.device)
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
-    window, cap = sliding_window or 0, softcap or 0.0
+    window, cap = sliding_window or 0, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
     inputs.check()
     if mask_mod is None:
-        _op(*inputs, path)
+        made = _op(*inputs, workspace, path)
+        if replays is not None:
+            replays += attention_replay(made, inputs, scale)
     elif len(query) and len(seq_lens):
         attention_torch.attend(inputs, mask_mod)
     return out
 
 
-def _run(*args: Any) -> None:
-    inputs, path = AttentionInputs(*args[:-1]), args[-1]
+def _run(*args: Any) -> list[Launch | None]:
+    """What was launched, as far as it can be launched again."""
+    inputs, workspace, path = AttentionInputs(*args[:-2]), args[-2], args[-1]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
-        return
+        return []
     if choose(path, inputs.query.device) == "triton":
-        _triton(inputs)
-    else:
-        attention_torch.attend(inputs)
+        return _triton(inputs, workspace)
+    attention_torch.attend(inputs)
+    return []
 
 
-def _triton(inputs: AttentionInputs) -> None:
-    """Decodes and the rest in a launch each: they want other tiles, and only decodes split their keys."""
-    seqs, decodes, lens = len(inputs.seq_lens), inputs.num_decodes, inputs.seq_lens
-    key_starts = None if inputs.block_table is not None else torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-    if inputs.deterministic:
-        _launch(inputs, key_starts, slice(0, len(inputs.query)), inputs.max_query_len)
-        return
-    for first, last, longest in ((0, decodes, 1), (decodes, seqs, inputs.max_query_len)):
-        if last <= first or longest == 0:
-            continue
-        whole = last - first == seqs
-        part = inputs if whole else inputs.part(first, last)
-        starts = key_starts if whole or key_starts is None else key_starts[first : last + 1]
-        rows = len(inputs.query)
-        _launch(part, starts, slice(first, min(rows, last) if longest == 1 and first == 0 else rows), longest)
+def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None) -> list[Launch | None]:
+    """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, in a launch each."""
+    paged = inputs.block_table is not None
+    key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
+    facts = {"paged": paged, "deterministic": inputs.deterministic}
+    planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
+    return [_launch(work, inputs, key_starts, workspace) for work in planned]
 
 
-def _config(inputs: AttentionInputs, longest: int) -> AttentionConfig:
-    key, value = inputs.key, inputs.value
-    return attention_config(
+def _launch(
+    work: Work, inputs: AttentionInputs, key_starts: torch.Tensor | None, workspace: torch.Tensor | None
+) -> Launch | None:
+    """One launch, and how to make it again."""
+    whole = work.last - work.first == len(inputs.seq_lens)
+    part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
+    if work.kernel == "decode":
+        config = decode_config_of(part)
+        if config.tiles < 2**31:
+            return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
+    return kernels("attention").launch(prefill_config_of(part), part, key_starts)
+
+
+def decode_config_of(inputs: AttentionInputs, tuning: DecodeTuning | None = None) -> DecodeConfig:
+    """How the decode kernel serves a call over a paged cache; `tuning` None is what the library chooses."""
+    return decode_config(
+        **_heads(inputs),
         num_seqs=len(inputs.seq_lens),
-        num_kv_heads=key.shape[-2],
-        group=inputs.query.shape[1] // key.shape[-2],
-        head_dim=key.shape[-1],
-        head_dim_v=value.shape[-1],
-        itemsize=inputs.query.element_size(),
-        max_query_len=longest,
+        num_kv_heads=inputs.key.shape[-2],
+        stored_itemsize=inputs.key.element_size(),
+        max_query_len=inputs.max_query_len,
         max_seq_len=inputs.max_seq_len,
-        target=target_of(inputs.query.device),
-        deterministic=inputs.deterministic,
+        tuning=tuning,
     )
 
 
-def _launch(inputs: AttentionInputs, key_starts: torch.Tensor | None, rows: slice, longest: int) -> None:
-    """One launch, and with split keys a merge of the partial states of `rows`, the others being other sequences'."""
-    config, attention = _config(inputs, longest), kernels("attention")
-    if config.splits == 1:
-        attention.launch(config, inputs, key_starts)
-        return
-    shape, device = (config.splits, rows.stop, inputs.query.shape[1]), inputs.query.device
-    partial = torch.empty(*shape, inputs.value.shape[-1], dtype=torch.float32, device=device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
-    attention.launch(config, inputs._replace(out=partial, lse=partial_lse), key_starts)
-    merged = None if inputs.lse is None else inputs.lse[rows]
-    kernels("merge_states").launch(partial[:, rows], partial_lse[:, rows], inputs.out[rows], merged)
+def prefill_config_of(inputs: AttentionInputs) -> AttentionConfig:
+    """How the prefill kernel serves a call."""
+    return attention_config(**_heads(inputs))
+
+
+def _heads(inputs: AttentionInputs) -> dict[str, Any]:
+    query, key = inputs.query, inputs.key
+    return {
+        "group": query.shape[1] // key.shape[-2],
+        "head_dim": key.shape[-1],
+        "head_dim_v": inputs.value.shape[-1],
+        "itemsize": query.element_size(),
+        "target": target_of(query.device),
+    }
+
+
+def _workspace(config: DecodeConfig, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The caller's workspace, or one for this call."""
+    if given is None:
+        return new_workspace(config.workspace, device)
+    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= config.workspace
+    expect(fits and given.device == device, "workspace", f"int32 [{config.workspace}] or more on {device}", given)
+    return given
+
+
+def new_workspace(elements: int, device: torch.device) -> torch.Tensor:
+    """A workspace of so many int32 elements: counters, zero, then places that are written before they are read."""
+    workspace = torch.empty(max(elements, 3 * COUNTERS), dtype=torch.int32, device=device)
+    workspace[: 3 * COUNTERS].zero_()
+    return workspace
 
 
 def _fake(*args: object) -> None:
@@ -139,7 +181,7 @@ _op = register(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? block_table, Tensor query_start_loc, "
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, bool causal, int window, float softcap, SymInt max_query_len, "
-    "SymInt max_seq_len, int num_decodes, bool deterministic, str path) -> ()",
+    "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, str path) -> ()",
     _run,
     _fake,
 )

@@ -6,9 +6,9 @@ import torch
 
 from ..errors import InvalidInputError
 from .library import choose, csrc_op, expect, kernels, refuse, register
+from .write_replay import SCALES, WriteReplay, call_again, launch_again
 
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
-_SCALES = (2.0**-150, 2.0**128 - 2.0**103)  # what lies between is a positive finite float32 when rounded
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -22,6 +22,7 @@ def reshape_and_cache(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     path: str = "auto",
+    replays: list[WriteReplay] | None = None,
 ) -> None:
     """Write row t of `key` and `value` to slot `slot_mapping[t]`; slots outside the cache are skipped.
 
@@ -34,12 +35,13 @@ def reshape_and_cache(
         key_cache: [P, S, Hkv, D], any strides but a contiguous last dimension. value_cache: [P, S, Hkv, Dv].
         slot_mapping: [n] int64, n <= T'.
         k_scale, v_scale: of fp8 caches: None for 1, a positive float, or float32 [1] or [Hkv] on the cache's device.
+        replays: is given how to make this write again for tensors of the same layout, where that can be.
 
     Raises:
         InvalidInputError: shapes, dtypes, strides or scales that do not fit each other.
     """
     if key.dtype == torch.float64 and key_cache.dtype in FP8:  # fp8 keeps none of the digits that float32 lacks
-        key, value = key.float(), None if value is None else value.float()
+        key, value, replays = key.float(), None if value is None else value.float(), None
     _check(key, key_cache, slot_mapping, "key")
     if (value is None) != (value_cache is None):
         raise InvalidInputError("value", "given exactly where there is a value_cache", "one of them only")
@@ -49,7 +51,9 @@ def reshape_and_cache(
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
     k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
-    _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
+    done = _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
+    if replays is not None and done is not None:
+        replays.append(done)
 
 
 def _check(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -79,7 +83,7 @@ def _scale(
     if rows is None or cache is None or rows.dtype == cache.dtype:
         raise InvalidInputError(name, "None where nothing is converted to fp8", scale, "copies have no scale")
     if not isinstance(scale, torch.Tensor):
-        if not _SCALES[0] < scale < _SCALES[1]:
+        if not SCALES[0] < scale < SCALES[1]:
             raise InvalidInputError(name, "a positive finite number as a float32", scale)
         return None, float(scale)
     heads = cache.shape[2]
@@ -99,26 +103,33 @@ def _run(
     k_scale_value: float,
     v_scale_value: float,
     path: str,
-) -> None:
+) -> WriteReplay | None:
+    """How to do this again for tensors of the same layout."""
     if slot_mapping.numel() == 0:
-        return
+        return None
+    same = slot_mapping.is_contiguous()
     if value_cache is not None and value_cache.numel() == 0:
         value = value_cache = None
+        same = False
     if key_cache.numel() == 0:
         if value is not None and value_cache is not None:
             _run(value, None, value_cache, None, slot_mapping, v_scale, None, v_scale_value, 1.0, path)
-        return
+        return None
     chosen = choose(path, key.device, "reshape_and_cache")
     slots = slot_mapping.contiguous()
     scales = k_scale, v_scale, k_scale_value, v_scale_value
     if chosen == "csrc":
-        csrc_op("reshape_and_cache")(key, value, key_cache, value_cache, slots, *scales)
+        op = csrc_op("reshape_and_cache")
+        op(key, value, key_cache, value_cache, slots, *scales)
+        again = call_again(op, key.shape[1], key.shape[2], 0 if value is None else value.shape[2])
     elif chosen == "triton":
-        kernels("reshape_and_cache").launch(key, value, key_cache, value_cache, slots, *scales)
+        again = launch_again(kernels("reshape_and_cache").launch(key, value, key_cache, value_cache, slots, *scales))
     else:
+        again = None
         _torch(key, key_cache, slots, k_scale, k_scale_value)
         if value is not None and value_cache is not None:
             _torch(value, value_cache, slots, v_scale, v_scale_value)
+    return again if same else None
 
 
 def _torch(

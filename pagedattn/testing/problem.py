@@ -9,7 +9,7 @@ import torch
 from ..backends.base import AttentionBackend
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
-from ..spec import AttentionSpec, Scale
+from ..spec import AttentionSpec
 from .case import Case
 from .oracle import attention_oracle
 from .stored import Stored, stored_as
@@ -40,10 +40,10 @@ class Problem:
     def run(self, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write (where there is a cache and something to write), then attend, by `backend`."""
         impl = backend.impl(self.spec)
-        scales: dict[str, Scale] = {"k_scale": self.stored.k_scale, "v_scale": self.stored.v_scale}
+        scales = self.stored.k_scale, self.stored.v_scale
         metadata = backend.builder(self.spec, self.query.device).build(self.common)
         if self.cache is not None and self.key is not None and self.case.write:
-            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, **scales)
+            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, *scales)
         keys, values = (None, None) if self.cache is not None else (self.key, self.value)
         out = torch.full((*self.query.shape[:2], self.spec.value_dim), torch.nan, dtype=self.case.dtype)
         return impl.forward(
@@ -56,7 +56,8 @@ class Problem:
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
             return_lse=self.case.lse,
-            **scales,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
 
 

@@ -189,6 +189,26 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         return self._run(q, self._pairs(q, self.starts, paged_kv_cache), locals())
 
 
+class BatchAttention(_Paged):
+    def __init__(self, kv_layout="NHD", device="cuda") -> None:
+        self._init(torch.zeros(4096, dtype=torch.uint8, device=device), kv_layout, "holistic")
+
+    # fmt: off
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo,
+             page_size, causal=False, sm_scale=None, logits_soft_cap=None, q_data_type=torch.bfloat16,
+             kv_data_type=torch.bfloat16, use_profiler=False) -> None:
+        # fmt: on
+        self._plan((qo_indptr, kv_indptr, kv_len_arr), causal=causal, heads=num_qo_heads, kv_heads=num_kv_heads,
+                   head_dim=head_dim_qk, window_left=-1, cap=logits_soft_cap, scale=sm_scale, q_dtype=q_data_type,
+                   kv_dtype=kv_data_type)  # fmt: skip
+        self._lists(kv_indptr, kv_indices, (kv_len_arr - 1) % page_size + 1, kv_len_arr, page_size)
+        self.starts = qo_indptr
+
+    def run(self, q, kv_cache, out=None, lse=None, k_scale=None, v_scale=None, logits_soft_cap=0.0) -> Any:
+        options = {**locals(), "return_lse": True, "window_left": None, "q_scale": None}
+        return self._run(q, self._pairs(q, self.starts, kv_cache), options)
+
+
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     # fmt: off
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,

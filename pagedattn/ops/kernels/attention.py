@@ -1,20 +1,23 @@
-"""Triton: attention over a paged cache (or packed keys), one kernel for prefill, decode and mixed batches.
+"""Triton: attention over a paged cache (or packed keys) for sequences of any number of new tokens.
 
 Legend: a program handles BLOCK_M rows = BLOCK_Q query tokens x G of the GROUP query heads that share one KV head
 (all of them where they fit, so that keys and values are read once); `offs_m` rows, `offs_n` keys, `m_i` running
-maximum and `l_i` running sum, `acc` the output. Split over keys by the third grid axis, partial outputs are merged by
-`merge_states`.
+maximum and `l_i` running sum, `acc` the output.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..attention_inputs import AttentionInputs
+from ..attention_replay import VARYING
 from ..launch import AttentionConfig
 from ._device import on_device
+from ._launcher import Launch, Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -156,7 +159,7 @@ def _find_seq(block, query_start_loc, num_seqs, BLOCK_Q: tl.constexpr):
     return seq, block - ((tl.load(query_start_loc + seq) - origin) // BLOCK_Q + seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "max_keys", "s_table"])
 def _paged_attention_kernel(
     query,
     key,
@@ -185,10 +188,8 @@ def _paged_attention_kernel(
     sv_b,
     sv_s,
     sv_h,
-    so_split,
     so_t,
     so_h,
-    sl_split,
     sl_t,
     s_table,
     s_kscale,
@@ -202,7 +203,6 @@ def _paged_attention_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -215,12 +215,7 @@ def _paged_attention_kernel(
     PARTS: tl.constexpr = (GROUP + G - 1) // G
     kv_head = tl.program_id(1) // PARTS
     in_group = tl.program_id(1) % PARTS * G
-    split = tl.program_id(2)
-    if ONE_BLOCK:
-        seq = tl.program_id(0)
-        q_block = 0
-    else:
-        seq, q_block = _find_seq(tl.program_id(0), query_start_loc, num_seqs, BLOCK_Q)
+    seq, q_block = _find_seq(tl.program_id(0), query_start_loc, num_seqs, BLOCK_Q)
     q_start = tl.load(query_start_loc + seq)
     q_len = tl.load(query_start_loc + seq + 1) - q_start
     if q_block * BLOCK_Q >= q_len:
@@ -254,19 +249,13 @@ def _paged_attention_kernel(
         high = tl.minimum(high, last_pos + WINDOW)
     if WINDOW > 0:
         low = tl.maximum(low, first_pos - WINDOW + 1)
-    origin = low // BLOCK_N * BLOCK_N
-    tiles = tl.cdiv(tl.maximum(high - origin, 0), BLOCK_N)
-    # A number at run time: as a constant, every batch size would compile a kernel of its own.
-    per_split = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
-    begin = origin + split * per_split
-    end = tl.minimum(begin + per_split, high)
+    begin = low // BLOCK_N * BLOCK_N
 
     m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        if split == 0:
-            m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * _unit(PRECISION)
-            l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
+        m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * _unit(PRECISION)
+        l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if PAGED:
         table += seq * tl.cast(s_table, tl.int64)
@@ -281,7 +270,7 @@ def _paged_attention_kernel(
     # depends on the chunk a row comes in, and its bits must not.
     middle = begin
     if WINDOW == 0 and not ONE_LOOP:
-        whole = tl.minimum(end, first_pos + 1) if CAUSAL else end
+        whole = tl.minimum(high, first_pos + 1) if CAUSAL else high
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(
             q, acc, m_i, l_i, key, value, table, begin, middle, low, q_pos, slope, qk_scale, softcap, num_blocks,
@@ -289,7 +278,7 @@ def _paged_attention_kernel(
             False, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i = _attend(
-        q, acc, m_i, l_i, key, value, table, middle, end, low, q_pos, slope, qk_scale, softcap, num_blocks,
+        q, acc, m_i, l_i, key, value, table, middle, high, low, q_pos, slope, qk_scale, softcap, num_blocks,
         sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
         True, PRECISION,
     )  # fmt: skip
@@ -298,54 +287,62 @@ def _paged_attention_kernel(
         out_scale *= tl.load(v_scale + kv_head * s_vscale)
     acc = acc * (out_scale / tl.where(l_i == 0, 1.0, l_i))[:, None]
     dim_v = tl.arange(0, BLOCK_DV)
-    o_ptrs = out + split * tl.cast(so_split, tl.int64) + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
+    o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
     if lse_out is not None:
         lse = tl.where(l_i == 0, -float("inf"), m_i / _unit(PRECISION) + tl.log2(l_i) * LN2)
-        tl.store(lse_out + split * tl.cast(sl_split, tl.int64) + token * sl_t + head, lse, mask=mask_m)
+        tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
 
 
-def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> None:
-    """One launch. With config.splits > 1, `inputs.out` [splits, T, Hq, Dv] and `inputs.lse` take partial states.
+_launch = Launcher(_paged_attention_kernel, VARYING)
+
+
+def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> Launch | None:
+    """One launch, and how to make it again.
 
     `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
     """
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     paged, num_seqs = table is not None, len(inputs.seq_lens)
-    heads_kv, dim, dim_v = key.shape[-2], key.shape[-1], value.shape[-1]
-    group = query.shape[1] // heads_kv
-    blocks = num_seqs if config.one_block else len(query) // (config.block_m // config.heads) + num_seqs
-    grid = (blocks, heads_kv * triton.cdiv(group, config.heads), config.splits)
-    outs, lses = (x if x is None or config.splits > 1 else x.unsqueeze(0) for x in (out, lse))
+    blocks = len(query) // (config.block_m // config.heads) + num_seqs
+    arguments = (
+        *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
+        *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
+        *(inputs.scale, inputs.out_scale, inputs.softcap),
+        *query.stride()[:2],
+        *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
+        *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        table.stride(0) if paged else 0,
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+    )
+    constants = {
+        **features(inputs),
+        "S": key.shape[1] if paged else 1,
+        "G": config.heads,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "ONE_LOOP": inputs.deterministic,
+    }
+    grid = (blocks, key.shape[-2] * -(-constants["GROUP"] // config.heads))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     with on_device(query):
-        _paged_attention_kernel[grid](
-            *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
-            *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
-            *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
-            *(inputs.scale, inputs.out_scale, inputs.softcap),
-            *query.stride()[:2],
-            *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
-            *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
-            *(out.stride()[:3] if outs is None else outs.stride()[:3]),
-            *((0, 0) if lses is None else lses.stride()[:2]),
-            table.stride(0) if paged else 0,
-            *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-            S=key.shape[1] if paged else 1,
-            GROUP=group,
-            G=config.heads,
-            D=dim,
-            DV=dim_v,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_DV=max(16, triton.next_power_of_2(dim_v)),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            ONE_BLOCK=config.one_block,
-            CAUSAL=inputs.causal,
-            WINDOW=inputs.window,
-            SOFTCAP=inputs.softcap > 0,
-            ONE_LOOP=inputs.deterministic,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.max_registers,
-        )
+        return _launch(grid, arguments, constants, **options)
+
+
+def features(inputs: AttentionInputs) -> dict[str, Any]:
+    """Constants of both attention kernels: what a call's heads are, and how it masks."""
+    query, (kv_heads, dim), dim_v = inputs.query, inputs.key.shape[-2:], inputs.value.shape[-1]
+    return {
+        "GROUP": query.shape[1] // kv_heads,
+        "D": dim,
+        "DV": dim_v,
+        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
+        "BLOCK_DV": max(16, 1 << (dim_v - 1).bit_length()),
+        "CAUSAL": inputs.causal,
+        "WINDOW": inputs.window,
+        "SOFTCAP": inputs.softcap > 0,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from ._device import on_device
+from ._launcher import Launcher
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["so_n", "sl_n", "num_states"])
 def _merge_states_kernel(
     outputs,
     lses,
@@ -50,22 +51,14 @@ def _merge_states_kernel(
         tl.store(lse_out + row * H + head, tl.where(total == 0, -float("inf"), tl.log(total) + shift))
 
 
+_launch = Launcher(_merge_states_kernel)
+
+
 def launch(outputs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Shapes as in `merge_attn_states`; `lse` [T, Hq] contiguous, or None where nobody wants it."""
     states, tokens, heads, dim = outputs.shape
+    strides = (*outputs.stride()[:3], *lses.stride(), *out.stride()[:2])
+    constants = {"STATES": triton.next_power_of_2(states), "DV": dim, "BLOCK_D": triton.next_power_of_2(dim)}
     with on_device(outputs):
-        _merge_states_kernel[(tokens, heads)](
-            outputs,
-            lses,
-            out,
-            lse,
-            *outputs.stride()[:3],
-            *lses.stride(),
-            *out.stride()[:2],
-            states,
-            heads,
-            STATES=triton.next_power_of_2(states),
-            DV=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
-            num_warps=1 if dim <= 128 else 4,
-        )
+        arguments = (outputs, lses, out, lse, *strides, states, heads)
+        _launch((tokens, heads), arguments, constants, num_warps=1 if dim <= 128 else 4)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ._device import on_device
+from ._launcher import Launch, Launcher
 
 # Mantissa bits and exponent bias of the fp8 formats.
 _FORMATS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
@@ -65,7 +66,7 @@ def _write_row(
     tl.store(cache + block * s_cb + offset * s_cs + head * s_ch + dim, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _reshape_and_cache_kernel(
     key,
     value,
@@ -116,6 +117,13 @@ def _reshape_and_cache_kernel(
             )  # fmt: skip
 
 
+# What differs from layer to layer of a step.
+_launch = Launcher(
+    _reshape_and_cache_kernel,
+    (*("key", "value", "key_cache", "value_cache", "slots", "k_scale", "v_scale"), "k_scale_value", "v_scale_value"),
+)
+
+
 def launch(
     key: torch.Tensor,
     value: torch.Tensor | None,
@@ -126,41 +134,33 @@ def launch(
     v_scale: torch.Tensor | None,
     k_scale_value: float,
     v_scale_value: float,
-) -> None:
+) -> Launch | None:
     """Shapes as in `reshape_and_cache`; both tensors in one launch. A scale tensor, where there is one, is 1-D."""
     blocks, size, heads, dim = key_cache.shape
     v, vc = (key, key_cache) if value is None or value_cache is None else (value, value_cache)
     (k_mantissa, k_bias), (v_mantissa, v_bias) = _conversion(key, key_cache), _conversion(v, vc)
+    arguments = (
+        *(_bits(key), None if value is None else _bits(value)),
+        *(_bits(key_cache), None if value_cache is None else _bits(value_cache)),
+        *(slot_mapping, k_scale, v_scale, k_scale_value, v_scale_value, blocks * size),
+        *(*key.stride()[:2], *v.stride()[:2], *key_cache.stride()[:3], *vc.stride()[:3]),
+    )
+    constants = {
+        "S": size,
+        "H": heads,
+        "D": dim,
+        "DV": v.shape[2],
+        "N": 1 << (heads * dim - 1).bit_length(),
+        "NV": 1 << (heads * v.shape[2] - 1).bit_length(),
+        "K_SCALES": 0 if k_scale is None else len(k_scale),
+        "V_SCALES": 0 if v_scale is None else len(v_scale),
+        "K_MANTISSA": k_mantissa,
+        "K_BIAS": k_bias,
+        "V_MANTISSA": v_mantissa,
+        "V_BIAS": v_bias,
+    }
     with on_device(key):
-        _reshape_and_cache_kernel[(len(slot_mapping),)](
-            _bits(key),
-            None if value is None else _bits(value),
-            _bits(key_cache),
-            None if value_cache is None else _bits(value_cache),
-            slot_mapping,
-            k_scale,
-            v_scale,
-            k_scale_value,
-            v_scale_value,
-            blocks * size,
-            *key.stride()[:2],
-            *v.stride()[:2],
-            *key_cache.stride()[:3],
-            *vc.stride()[:3],
-            S=size,
-            H=heads,
-            D=dim,
-            DV=v.shape[2],
-            N=triton.next_power_of_2(heads * dim),
-            NV=triton.next_power_of_2(heads * v.shape[2]),
-            K_SCALES=0 if k_scale is None else len(k_scale),
-            V_SCALES=0 if v_scale is None else len(v_scale),
-            K_MANTISSA=k_mantissa,
-            K_BIAS=k_bias,
-            V_MANTISSA=v_mantissa,
-            V_BIAS=v_bias,
-            num_warps=4 if heads * dim >= 512 else 1,
-        )
+        return _launch((len(slot_mapping),), arguments, constants, num_warps=4 if heads * dim >= 512 else 1)
 
 
 def _conversion(rows: torch.Tensor, cache: torch.Tensor) -> tuple[int, int]:

@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 
 from ._device import on_device
+from ._launcher import Launcher
 
 _TOKENS = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_slots", "max_blocks", "stride_group", "stride_row"])
 def _slot_mapping_kernel(
     tables,
     query_start_loc,
@@ -58,6 +59,9 @@ def _slot_mapping_kernel(
             tl.store(slots + group * tl.cast(stride_slots, tl.int64) + token, slot, mask=token < end)
 
 
+_launch = Launcher(_slot_mapping_kernel)
+
+
 def launch(
     tables: torch.Tensor,
     sizes: list[int],
@@ -70,23 +74,15 @@ def launch(
     interleave: int,
 ) -> None:
     """One program per sequence and one for the tail."""
+    sizes_and_strides = (len(seq_lens), slots.shape[1], tables.shape[2], *tables.stride()[:2], slots.stride(0))
+    constants = {
+        "SIZES": tuple(sizes),
+        "GROUPS": len(sizes),
+        "WORLD": world,
+        "RANK": rank,
+        "INTERLEAVE": interleave,
+        "TOKENS": _TOKENS,
+    }
     with on_device(slots):
-        _slot_mapping_kernel[(len(seq_lens) + 1,)](
-            tables,
-            query_start_loc,
-            seq_lens,
-            slots,
-            rows,
-            len(seq_lens),
-            slots.shape[1],
-            tables.shape[2],
-            tables.stride(0),
-            tables.stride(1),
-            slots.stride(0),
-            SIZES=tuple(sizes),
-            GROUPS=len(sizes),
-            WORLD=world,
-            RANK=rank,
-            INTERLEAVE=interleave,
-            TOKENS=_TOKENS,
-        )
+        arguments = (tables, query_start_loc, seq_lens, slots, rows, *sizes_and_strides)
+        _launch((len(seq_lens) + 1,), arguments, constants)

@@ -1,0 +1,70 @@
+"""`pagedattn bench`: measure a suite, print a line per row, and write and draw what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from pagedattn.errors import InvalidInputError
+
+from . import cache_ops
+from .contenders import contenders
+from .measure import measure, release
+from .ratios import Row
+from .report import Progress, ResultFile, header, line, summary_lines
+from .table import SUITES, Case, case_of, cases
+from .timing import ceilings
+
+
+def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path | None, plot: bool) -> int:
+    """Measure and report.
+
+    Returns:
+        0; 1 where somebody computed something wrong, or nobody could be timed.
+
+    Raises:
+        InvalidInputError: an unknown suite or contender, a workload of another grammar, or no matplotlib for `plot`.
+    """
+    if suite not in SUITES:
+        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
+    if plot and find_spec("matplotlib") is None:
+        raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
+    gpu = torch.cuda.is_available()
+    chosen = contenders(backends)
+    todo = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
+    with_cache = not workloads and suite in ("cache", "all")
+    progress = Progress(len(todo) + with_cache * len(cache_ops.OPS))
+    progress.tell("ceilings of this machine")
+    result = ResultFile(json, limits := ceilings(), chosen)
+    progress.say(header())
+
+    def told(rows: list[Row]) -> None:
+        progress.done += 1
+        result.add(rows)
+        for row in rows:
+            progress.say(line(row))
+        release()
+
+    for case in todo:
+        told(measure(case, chosen, limits, lambda name, case=case: progress.tell(_title(case, name))))
+    if with_cache:
+        for rows in cache_ops.measure(limits, progress.tell):
+            told(rows)
+    for text in [*(f"{name} {value}" for name, value in limits.items()), *summary_lines(result.meta["summary"])]:
+        progress.say(text)
+    if plot:
+        from .plot import draw_all
+        from .result_file import Result
+
+        folder = (json.parent if json is not None else Path()) / "plots"
+        for path in draw_all(Result(result.meta, result.rows), folder):
+            progress.say(str(path))
+    wrong = any(str(row["refused"]).startswith("wrong") for row in result.rows)
+    return int(wrong or not any(row["us"] for row in result.rows))
+
+
+def _title(case: Case, name: str) -> str:
+    return f"{case.suite} {case.layer} {case.text}: {name}"

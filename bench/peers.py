@@ -1,0 +1,133 @@
+"""FlashAttention-3 and FlashInfer as an engine without this library would call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from pagedattn.backends.flash_attn_versions import FA3, library
+from pagedattn.ops.packing import offsets
+
+from .problem import DEVICE, Problem
+from .run import Run
+
+_WORKSPACE_BYTES = 512 << 20
+_DECODE_SPLITS = 32  # what engines let FA3 use at most in a graph of decodes; the kernel balances up to that many
+
+
+def fa3(problem: Problem) -> Run:
+    """`flash_attn_with_kvcache` over the block table, its tiles scheduled once per step."""
+    case, paged = problem.case, problem.paged()
+    common, calls = paged.common, library(FA3)
+    decodes_only = common.num_decodes == common.num_seqs
+    shared = {"cu_seqlens_q": common.query_start_loc, "causal": True, "num_splits": _DECODE_SPLITS * decodes_only}
+    schedule: list[torch.Tensor] = []
+
+    def plan() -> None:
+        longest = common.block_table.shape[1] * case.block_size
+        sizes = common.num_seqs, common.max_query_len, longest, case.heads, case.kv_heads, case.dim
+        types = {"qkv_dtype": case.torch_dtype, "page_size": case.block_size}
+        schedule[:] = [calls.get_scheduler_metadata(*sizes, common.seq_lens, **types, **shared)]
+
+    def attend(layer: int) -> torch.Tensor:
+        cache = paged.layer(layer)
+        return calls.flash_attn_with_kvcache(
+            *(problem.queries[layer], cache.key, cache.value),
+            cache_seqlens=common.seq_lens,
+            page_table=common.block_table,
+            max_seqlen_q=common.max_query_len,
+            softmax_scale=case.dim**-0.5,
+            scheduler_metadata=schedule[0],
+            **shared,
+        )
+
+    return Run(plan, plan, attend, lambda: "flash_attn_with_kvcache", case.block_size)
+
+
+def flashinfer_wrappers(problem: Problem) -> Run:
+    """One wrapper for the decodes, on tensor cores, and one for the rest; a step that has both runs both."""
+    case, paged = problem.case, problem.paged()
+    common, split = paged.common, paged.common.num_decodes
+    shape = (case.heads, case.kv_heads, case.dim, case.block_size)
+    kinds = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype, "sm_scale": case.dim**-0.5}
+    parts: list[tuple[slice, Any, Callable[[], object]]] = []  # rows, wrapper, its plan
+    if split:
+        wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
+        some = _pages(problem, 0, split)
+        lists = (some.starts, some.pages, some.last, *shape)
+        parts.append((slice(0, split), wrapper, partial(wrapper.plan, *lists, seq_lens=some.lens, **kinds)))
+    if split < common.num_seqs:
+        wrapper = _flashinfer().BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD")
+        some = _pages(problem, split, common.num_seqs)
+        lists = (some.queries, some.starts, some.pages, some.last, *shape)
+        planned = partial(wrapper.plan, *lists, causal=True, seq_lens=some.lens, **kinds)
+        parts.append((slice(split, common.num_tokens), wrapper, planned))
+
+    def plan() -> None:
+        for _, _, planned in parts:
+            planned()
+
+    def attend(layer: int) -> torch.Tensor:
+        cache, query = paged.layer(layer), problem.queries[layer]
+        out = torch.empty_like(query)
+        for rows, wrapper, _ in parts:
+            wrapper.run(query[rows], (cache.key, cache.value), out=out[rows])
+        return out
+
+    return Run(plan, None, attend, lambda: " and ".join(type(one).__name__ for _, one, _ in parts), case.block_size)
+
+
+def flashinfer_persistent(problem: Problem) -> Run:
+    """`BatchAttention`: one persistent kernel for prompts and decodes."""
+    case, paged = problem.case, problem.paged()
+    wrapper = _persistent()
+    some = _pages(problem, 0, paged.common.num_seqs)
+    shape = (case.heads, case.kv_heads, case.dim, case.dim, case.block_size)
+    kinds = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype, "sm_scale": case.dim**-0.5}
+
+    def attend(layer: int) -> torch.Tensor:
+        cache = paged.layer(layer)
+        return wrapper.run(problem.queries[layer], (cache.key, cache.value))[0]
+
+    plan = partial(wrapper.plan, some.queries, some.starts, some.pages, some.lens, *shape, causal=True, **kinds)
+    return Run(plan, None, attend, lambda: "BatchAttention", case.block_size)
+
+
+class _Pages(NamedTuple):
+    """Some sequences' cache as FlashInfer reads it, all int32; on the host, but for `pages`."""
+
+    queries: torch.Tensor  # [n + 1] where each sequence's rows start
+    starts: torch.Tensor  # [n + 1] where its pages start
+    pages: torch.Tensor  # on the device
+    last: torch.Tensor  # [n] keys on its last page
+    lens: torch.Tensor  # [n] keys
+
+
+def _pages(problem: Problem, first: int, end: int) -> _Pages:
+    common, size = problem.paged().common, problem.case.block_size
+    work = problem.case.work
+    lens = torch.tensor(work.seq_lens[first:end], dtype=torch.int32)
+    counts = (lens + size - 1) // size
+    pages = [common.block_table[first + i, :count] for i, count in enumerate(counts.tolist())]
+    queries = torch.tensor(work.query_lens[first:end], dtype=torch.int32)
+    return _Pages(offsets(queries), offsets(counts), torch.cat(pages), (lens - 1) % size + 1, lens)
+
+
+def _flashinfer() -> Any:
+    return import_module("flashinfer")
+
+
+@cache
+def _workspace() -> torch.Tensor:
+    """Of all wrappers: calls of one stream never overlap."""
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
+
+
+@cache
+def _persistent() -> Any:
+    """It owns 400 MB of scratch: one for all cases, planned again by each."""
+    return _flashinfer().BatchAttention("NHD", DEVICE)

@@ -1,0 +1,130 @@
+"""Rows as text and as a file: a line each while they come, and one JSON object that holds what is there so far."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pagedattn
+
+from .contenders import Contender
+from .ratios import Row, library, summarise
+
+_COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "error", "plan us", "host us")
+_WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 9, 8, 8)
+_CASE, _BACKEND = 44, 24
+_DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python"}
+
+
+class ResultFile:
+    """`meta` and `rows`, written again with every case: what ends a run early leaves what was measured."""
+
+    def __init__(self, path: Path | None, ceilings: Mapping[str, float], contenders: Sequence[Contender]) -> None:
+        self.path, self.rows = path, list[Row]()
+        self.meta = _meta([one.name for one in contenders if one.peer]) | dict(ceilings)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Keep rows, and write the file."""
+        self.rows += rows
+        self.meta["summary"] = summarise(self.rows)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_name(f"{self.path.name}.partial")
+            partial.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n")
+            partial.replace(self.path)
+
+
+def _meta(peers: Sequence[str]) -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "pagedattn": pagedattn.__version__,
+        "backends": pagedattn.list_backends(),
+        "peers": {name: _version(_DISTRIBUTIONS.get(name, name)) for name in dict.fromkeys(map(library, peers))},
+        "commit": os.environ.get("COMMIT") or _commit(Path(__file__).parent),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown version"
+
+
+def _commit(folder: Path) -> str:
+    """Of the checkout that this file is part of."""
+    if not (folder.parent / "setup.py").exists():
+        return "unknown"
+    try:
+        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def header() -> str:
+    """The columns' names: `copy`, `read`, `mma` are percent of ceilings, `FA3` and `FlashInfer` ratios to those."""
+    cells = "".join(f"{name:>{width}}" for name, width in zip(_COLUMNS, _WIDTHS, strict=True))
+    return f"{'workload':{_CASE}}{'contender':{_BACKEND}}{cells}"
+
+
+def line(row: Row) -> str:
+    """A row under those names, or why there is no time."""
+    title = f"{row['suite']} {row['case']}"
+    start = f"{title:{_CASE - 1}} {row['backend']:{_BACKEND - 1}} "
+    if row["us"] is None:
+        why = str(row["refused"])
+        return f"{start} {why if why.startswith('wrong: ') else f'refused: {why}'}"
+    ratios = row["ratios"] or {}
+    values = (
+        *(f"{row['us']:.1f}", _number(row["gb_s"], ".0f"), _number(row["tflops"], ".1f")),
+        *(_number(row[f"{name}_percent"], ".0f", "%") for name in ("copy", "read", "matmul")),
+        *(_number(ratios.get(name), ".3f") for name in ("FA3", "FlashInfer")),
+        *(_number(row["error"], ".1e"), _number(row["plan_us"], ".0f"), _number(row["host_us"], ".0f")),
+    )
+    return start + "".join(f"{text:>{width}}" for text, width in zip(values, _WIDTHS, strict=True))
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Geometric means and the worst row of each contender, best peer's time over its own."""
+    lines = []
+    for name, facts in summary.items():
+        means = [f"{phase} {one['ratio']:.3f} ({one['rows']} rows)" for phase, one in facts.items() if phase != "worst"]
+        worst = f"worst {facts['worst']['ratio']:.3f} at {facts['worst']['case']}"
+        lines.append(f"{name} against the best peer: " + ", ".join([*means, worst]))
+    return lines
+
+
+class Progress:
+    """A bar on the terminal's last line, and nothing where the output goes to a file or a pipe."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.shown = total, 0, sys.stdout.isatty()
+
+    def tell(self, text: str) -> None:
+        """Draw the bar again, with what is under way."""
+        if self.shown:
+            filled = 30 * self.done // max(self.total, 1)
+            print(f"\r\x1b[K[{'#' * filled:.<30}] {self.done}/{self.total} {text[:60]}", end="", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line where the bar was."""
+        print(("\r\x1b[K" if self.shown else "") + text, flush=True)

@@ -1,0 +1,99 @@
+"""What is measured: every suite's workloads, with the layer they are of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .workload import Workload, parse
+
+
+class Case(NamedTuple):
+    """One line of the table: a workload and a layer."""
+
+    suite: str
+    text: str
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def work(self) -> Workload:
+        """Lengths of the step's sequences."""
+        return parse(self.text)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of queries and caches."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def layer(self) -> str:
+        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 blocks of 64`."""
+        unusual = [self.dtype] if self.dtype not in ("bfloat16", "float32") else []
+        unusual += [f"blocks of {self.block_size}"] if self.block_size != 16 else []
+        return " ".join([f"{self.heads}/{self.kv_heads}/{self.dim}", *unusual])
+
+
+def _decode() -> list[Case]:
+    equal = ("1q1s1k", "1q1s8k", "1q1s32k", "1q1s128k", "16q1s2k", "64q1s4k", "256q1s1k", "128q1s8k")
+    ragged = ("64q1s128*1.0906", "1q1s64k+31q1s512")
+    return [
+        *(Case("decode", text) for text in equal),
+        *(Case("decode", text, 8, 1) for text in ("1q1s32k", "64q1s8k")),
+        Case("decode", "48q1s3000..4927", 64, 8),
+        Case("decode", "256q1s1k", 16, 8),
+        *(Case("decode", text) for text in ragged),
+    ]
+
+
+def _prefill() -> list[Case]:
+    return [
+        *(Case("prefill", text) for text in ("32q512", "8q2k", "2q8k", "1q16k", "2q2ks16k")),
+        *(Case("prefill", "1q16k", dim=dim) for dim in (64, 256)),
+        Case("prefill", "1q16k", dtype="float16"),
+        *(Case("prefill", "1q16k", block_size=size) for size in (32, 64, 128, 256)),
+    ]
+
+
+def _mixed() -> list[Case]:
+    return [Case("mixed", text) for text in ("1q2ks4k+64q1s2k", "4q256s4k+128q1s3000")]
+
+
+def _sweep() -> list[Case]:
+    """Bandwidth by context and batch, up to a million keys a layer; speed of one prompt by its length."""
+    batches, contexts = (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32, 64, 128)
+    decodes = [f"{b}q1s{k}k" for b in batches for k in contexts if b * k <= 1024]
+    return [Case("sweep", text) for text in (*decodes, "1q512", *(f"1q{k}k" for k in (1, 2, 4, 8, 16, 32)))]
+
+
+_GPU = {"decode": _decode(), "prefill": _prefill(), "mixed": _mixed(), "sweep": _sweep()}
+_SMALL = {
+    "decode": ["4q1s256", "3q1s40..120"],
+    "prefill": ["2q128"],
+    "mixed": ["1q64s128+2q1s100"],
+    "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
+}
+ATTENTION = ("decode", "prefill", "mixed")
+SUITES = (*ATTENTION, "cache", "sweep", "all")
+
+
+def cases(suite: str, gpu: bool) -> list[Case]:
+    """The table of a suite of attention; `all` is decode, prefill and mixed. Without a GPU, tiny ones in float32."""
+    if suite == "all":
+        return [case for one in ATTENTION for case in cases(one, gpu)]
+    if suite == "cache":
+        return []
+    if gpu:
+        return _GPU[suite]
+    return [Case(suite, text, 8, 2, 64, dtype="float32") for text in _SMALL[suite]]
+
+
+def case_of(text: str, gpu: bool) -> Case:
+    """A workload of one's own, of the usual layer."""
+    work = parse(text)
+    suite = "decode" if work.num_decodes == len(work.seq_lens) else "mixed" if work.num_decodes else "prefill"
+    return Case(suite, work.text) if gpu else Case(suite, work.text, 8, 2, 64, dtype="float32")

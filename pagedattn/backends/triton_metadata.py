@@ -1,0 +1,88 @@
+"""What TRITON plans of a step: nothing but the workspace that its decode kernel leaves partial results in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..metadata import CommonAttentionMetadata
+from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
+from ..ops.paged_attention import new_workspace
+from ..spec import AttentionSpec, GraphLevel
+from .base import AttentionMetadata
+from .op_backend import OpMetadataBuilder
+
+
+@dataclass(slots=True)
+class TritonMetadata(AttentionMetadata):
+    """A step, and the workspace of its decode launches (None where it has none): every layer's call uses it in turn.
+
+    Metadata share it with those built on the same stream, and captured ones with each other: what was built on one
+    stream must not run at the same time as anything else of it on another, nor two captured steps.
+    """
+
+    spec: AttentionSpec
+    workspace: torch.Tensor | None
+
+    def describe(self) -> str:
+        parts = [self._describe(work) for work in _launches(self.spec, self.common)]
+        return ", ".join(parts) or "nothing to do"
+
+    def _describe(self, work: Work) -> str:
+        text = f"{work.kernel} kernel: {work.last - work.first} sequences"
+        if work.kernel != "decode":
+            return text
+        config = _config(self.spec, self.common, work)
+        return f"{text} ({config.programs} programs, tiles of {config.tuning.block_n} keys)"
+
+
+class TritonMetadataBuilder(OpMetadataBuilder):
+    """Owns a workspace per stream, and one for all that is captured; grown when a step needs more. Captured metadata
+    keep the one they were captured with."""
+
+    graph_level = GraphLevel.ALWAYS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rooms: dict[object, torch.Tensor] = {}
+
+    def build(
+        self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
+    ) -> AttentionMetadata:
+        built = super().build(common, into, capture)
+        if into is not None:
+            return built
+        return TritonMetadata(built.common, self.spec, self._room(built.common, capture))
+
+    def _room(self, common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
+        decodes = [one for one in _launches(self.spec, common) if one.kernel == "decode"]
+        if not decodes:
+            return None
+        device = common.seq_lens.device
+        owner = "captured" if capture else torch.cuda.current_stream(device) if device.type == "cuda" else device
+        needed = max(_config(self.spec, common, one).workspace for one in decodes)
+        room = self._rooms.get(owner)
+        if room is None or room.numel() < needed:
+            room = self._rooms[owner] = new_workspace(needed, device)
+        return room
+
+
+def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work]:
+    facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic}
+    return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
+
+
+def _config(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work) -> DecodeConfig:
+    shape: dict[str, Any] = {
+        "num_kv_heads": spec.kv_heads,
+        "group": spec.gqa_ratio,
+        "head_dim": spec.head_dim,
+        "head_dim_v": spec.value_dim,
+        "itemsize": spec.dtype.itemsize,
+        "stored_itemsize": spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
+        "target": target_of(common.seq_lens.device),
+    }
+    bounds = {"max_query_len": work.longest, "max_seq_len": common.max_seq_len}
+    return decode_config(num_seqs=work.last - work.first, **shape, **bounds)

@@ -1,0 +1,165 @@
+"""Launches of Triton kernels without Triton's own dispatch, which looks at each argument anew (11 us for 45 of them).
+
+`Launcher` finds the compiled kernel of a launch by one dictionary lookup. What it returns, a `Launch`, is made again
+with other tensors of the same layout by `Replay`, which looks nothing up at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+# The version whose compiled kernels take the arguments that `_entry` makes (`CudaLauncher.__call__`).
+_KNOWN = triton.__version__.startswith("3.6.")
+_MOST_KERNELS = 4096
+_LONG = 1 << 31  # from here on an integer is an int64 to Triton
+_runtime = knobs.runtime
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # without the latter's 0.2 us
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to see every launch."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Launch(NamedTuple):
+    """A launch that was made. `line` is what the compiled kernel was called with: the grid, the stream, ..., and from
+    `first` on the kernel's arguments, tensors as addresses."""
+
+    device: int
+    call: Callable[..., Any]
+    line: list[Any]
+    first: int
+    args: Sequence[Any]
+    varying: Sequence[tuple[int, int]]  # positions in args, and in the values that `Replay` is given
+
+    def repeatable(self) -> bool:
+        """Whether the kernel was compiled for aligned tensors, as `Replay` gives it."""
+        tensors = [at for at, _ in self.varying if isinstance(self.args[at], torch.Tensor)]
+        return bool(tensors) and not any(self.line[self.first + at] & 15 for at in tensors)
+
+
+class Launcher:
+    """A Triton kernel, and what it was compiled to for every kind of launch so far.
+
+    A kind is every integer's value (its size alone where the kernel says `do_not_specialize`), every tensor's dtype and
+    alignment, constants, options and device: finer than what Triton specialises on, so that what is found is what
+    Triton would choose. Triton itself serves the first launch of a kind, and every launch in the interpreter, under a
+    profiler's hooks or of a version not known here.
+
+    Args:
+        varying: names of tensor and float parameters that a `Launch` can be given anew.
+    """
+
+    def __init__(self, kernel: Any, varying: Sequence[str] = ()) -> None:
+        self._kernel = kernel
+        self._names: list[str] = kernel.arg_names
+        self._varying = [(self._names.index(name), index) for index, name in enumerate(varying)]
+        self._direct = _KNOWN and isinstance(kernel, JITFunction)
+        self._any_value = {param.num for param in kernel.params if param.do_not_specialize} if self._direct else set()
+        self._entries: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+
+    def __call__(
+        self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], **options: Any
+    ) -> Launch | None:
+        """Launch on the current device, which must be that of the tensors, and its current stream.
+
+        Args:
+            args: the kernel's parameters before the constants: tensors (the first of all is one), tensor descriptors,
+                numbers and None.
+            constants: the tl.constexpr parameters, always in one order.
+
+        Returns:
+            How to do so again with other varying arguments, or None where that cannot be.
+        """
+        if not self._direct or hooked() or self._kernel.pre_run_hooks:
+            self._kernel[tuple(grid)](*args, **constants, **options)
+            return None
+        device = args[0].device.index or 0
+        kind: list[Any] = [device, *constants.values(), *options.values()]
+        values: list[Any] = []
+        for at, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor):
+                address = arg.data_ptr()
+                values.append(address)
+                kind += (arg.dtype, not address & 15)
+                continue
+            values.append(arg)
+            if type(arg) is float:  # not specialised on
+                kind.append(float)
+            elif type(arg) is int:
+                kind.append(-_LONG <= arg < _LONG if at in self._any_value else arg)
+            elif hasattr(arg, "block_shape"):  # a TensorDescriptor
+                kind.append((type(arg), arg.base.dtype, *arg.block_shape, repr(getattr(arg, "layout", None))))
+            else:  # with its type: True would equal 1
+                kind.append((type(arg), arg))
+        key = tuple(kind)
+        entry, stream = self._entries.get(key), driver.active.get_current_stream(device)
+        sizes, unread = (*grid, 1, 1)[:3], (None,) * (len(self._names) - len(args))  # constants are compiled in
+        if entry is not None:
+            call, head = entry
+            line = [*sizes, stream, *head, *values, *unread]
+            call(*line)
+            return Launch(device, call, line, len(head) + 4, args, self._varying)
+        compiled = self._kernel[tuple(grid)](*args, **constants, **options)
+        if compiled is None or compiled.metadata.target.backend != "cuda":
+            return None
+        call, head = entry = _entry(compiled)
+        if len(self._entries) >= _MOST_KERNELS:
+            self._entries.clear()
+        self._entries[key] = entry
+        return Launch(device, call, [*sizes, stream, *head, *values, *unread], len(head) + 4, args, self._varying)
+
+
+class Replay:
+    """Launches made in a row, to be made again for other tensors of the same dtypes, shapes, strides and device."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._device = launches[0].device
+        self._stream = driver.active.get_current_stream
+        self._lines: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]]]] = []
+        self._kept: list[Any] = []  # tensors whose addresses do not vary
+        for launch in launches:
+            vary = [(at, index) for at, index in launch.varying if launch.args[at] is not None]
+            varied = {at for at, _ in vary}
+            self._kept += [x for at, x in enumerate(launch.args) if at not in varied and isinstance(x, torch.Tensor)]
+            self._lines.append((launch.call, launch.line, [(launch.first + at, index) for at, index in vary]))
+
+    def __call__(self, addresses: int, values: Sequence[Any]) -> bool:
+        """Launch with these values in the order of `varying`; `addresses` is all of theirs or-ed together.
+
+        Returns:
+            False, and nothing is launched, where the kernels were not compiled for these or a profiler is watching.
+        """
+        if addresses & 15 or hooked():
+            return False
+        if current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self(addresses, values)
+        stream = self._stream(self._device)
+        for call, line, vary in self._lines:
+            made = line.copy()
+            made[3] = stream
+            for at, index in vary:
+                made[at] = values[index]
+            call(*made)
+        return True
+
+
+def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments between the stream and the kernel's own.
+
+    The launcher's C function where the kernel needs no scratch memory; no launch metadata, and no hooks.
+    """
+    run = compiled.run
+    if run.global_scratch_size or run.profile_scratch_size:
+        return run, (compiled.function, compiled.packed_metadata, None, None, None)
+    flags = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return run.launch, (compiled.function, *flags, compiled.packed_metadata, None, None, None)

@@ -1,0 +1,64 @@
+"""What TRITON builds for a step: which kernels it names, and whose workspace its calls use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedattn import AttentionSpec, CommonAttentionMetadata
+from pagedattn.backends.base import AttentionMetadata
+from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.ops.launch import COUNTERS
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16, block_size=16)
+
+
+def step(*query_lens: int, keys: int = 400) -> CommonAttentionMetadata:
+    table = torch.zeros(len(query_lens), 512, dtype=torch.int32)
+    return CommonAttentionMetadata.from_lengths(query_lens, [keys] * len(query_lens), table)
+
+
+def workspace(metadata: AttentionMetadata) -> torch.Tensor | None:
+    assert isinstance(metadata, TritonMetadata)
+    return metadata.workspace
+
+
+@pytest.mark.parametrize(
+    ("lens", "text"),
+    [
+        ((1, 1), "decode kernel: 2 sequences (16 programs, tiles of 128 keys)"),
+        ((1, 5, 16), "decode kernel: 3 sequences (42 programs, tiles of 64 keys)"),
+        ((1, 1, 40), "decode kernel: 2 sequences (16 programs, tiles of 128 keys), prefill kernel: 1 sequences"),
+        ((40, 1), "prefill kernel: 2 sequences"),
+        ((0, 0), "nothing to do"),
+    ],
+)
+def test_it_says_which_kernels_run(lens: tuple[int, ...], text: str) -> None:
+    assert TritonMetadataBuilder(SPEC, CPU).build(step(*lens)).describe() == text
+
+
+def test_a_deterministic_step_has_no_workspace() -> None:
+    metadata = TritonMetadataBuilder(SPEC.replace(deterministic=True), CPU).build(step(1, 1))
+    assert workspace(metadata) is None and metadata.describe() == "prefill kernel: 2 sequences"
+
+
+def test_one_workspace_that_grows() -> None:
+    builder = TritonMetadataBuilder(SPEC, CPU)
+    first, again, small = (workspace(builder.build(step(*lens))) for lens in ((1, 1), (1, 1), (1,)))
+    assert first is not None and first is again is small
+    assert not first[: 3 * COUNTERS].any()
+    large = workspace(builder.build(step(*[1] * 8, keys=8000)))
+    assert large is not None and large.numel() > first.numel()
+    assert workspace(builder.build(step(1, 1))) is large
+    assert workspace(builder.build(step(40))) is None
+
+
+def test_a_captured_step_keeps_its_own() -> None:
+    builder = TritonMetadataBuilder(SPEC, CPU)
+    eager = workspace(builder.build(step(1, 1)))
+    captured = builder.build(step(1, 1), capture=True)
+    mine = workspace(captured)
+    assert mine is not None and mine is not eager
+    builder.build(step(*[1] * 8, keys=8000), capture=True)
+    assert builder.build(step(1, 1, keys=90), into=captured) is captured and workspace(captured) is mine

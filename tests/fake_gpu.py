@@ -1,0 +1,82 @@
+"""A GPU that is not there: Triton compiles for sm_90a and 'launches' into a list, so that host code runs without one.
+
+Tensors stay on the CPU. What is real: the JIT, its specialisation, the compiled kernels and their launchers' arguments;
+what is not: the driver below `cuLaunchKernelEx`. To be used in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+
+from pagedattn.backends import triton as backend
+from pagedattn.capabilities import Capabilities
+from pagedattn.ops import launch, library
+from pagedattn.ops.kernels import _launcher
+
+HOPPER = launch.Target(num_sms=132, shared_bytes=232448, chained=True)
+
+
+class Launched(list[tuple[Any, ...]]):
+    """Arguments of every launch: (gridX, gridY, gridZ, stream, function, ..., *kernel arguments)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = True
+
+    def __call__(self, *args: Any) -> None:
+        if self.keep:
+            self.append(args)
+
+
+launched = Launched()
+
+
+class _Launcher(CudaLauncher):
+    def __init__(self, src: Any, metadata: Any) -> None:  # without the C code that the real one compiles
+        self.num_ctas = metadata.num_ctas
+        self.launch = launched
+        self.global_scratch_size, self.global_scratch_align = metadata.global_scratch_size, 128
+        self.profile_scratch_size, self.profile_scratch_align = metadata.profile_scratch_size, 128
+        self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+
+
+class _Driver:
+    launcher_cls = _Launcher
+
+    def __init__(self) -> None:
+        functions = iter(range(1, 1 << 30))
+        self.utils = SimpleNamespace(
+            load_binary=lambda *args: (object(), next(functions), 64, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": HOPPER.shared_bytes},
+        )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def install() -> None:
+    """Make Triton and the library believe that CPU tensors can be launched on."""
+    triton.runtime.driver.set_active(_Driver())  # type: ignore[arg-type]
+    _launcher.current_device = lambda: 0
+    for name in ("ops.paged_attention", "backends.triton_metadata"):
+        vars(sys.modules[f"pagedattn.{name}"])["target_of"] = lambda device: HOPPER
+    refusal = library._refusal
+    library._refusal = lambda path, *rest: "" if path == "triton" else refusal(path, *rest)
+    known = backend.TritonBackend.capabilities()
+    values = {name: getattr(known, name) for name in Capabilities.__dataclass_fields__}
+    facts = Capabilities(**{**values, "devices": ("cuda", "cpu")})
+    backend.TritonBackend.capabilities = classmethod(lambda cls: facts)  # type: ignore[method-assign, assignment]
+    torch.set_num_threads(1)

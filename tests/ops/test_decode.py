@@ -1,0 +1,210 @@
+"""The decode kernel: keys shared out evenly over programs, whatever the lengths, and partial states combined once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import ops
+from pagedattn.errors import InvalidInputError
+from pagedattn.ops.attention_inputs import AttentionInputs, scale_parts
+from pagedattn.ops.launch import COUNTERS, DecodeConfig, DecodeTuning, decode_config, target_of
+from pagedattn.ops.paged_attention import new_workspace
+from pagedattn.testing.case import Case
+from pagedattn.testing.compare import assert_close, assert_lse_close
+from pagedattn.testing.problem import Problem, make_problem
+
+RAGGED = {"query_lens": (1, 1, 0, 1, 1, 1), "seq_lens": (5, 90, 0, 0, 33, 16), "head_dim": 16, "write": False}
+LONG = {"query_lens": (1,), "seq_lens": (700,), "heads": (2, 1), "head_dim": 16, "write": False}
+TOKENS = {"query_lens": (3, 0, 16, 1, 8), "seq_lens": (40, 7, 16, 70, 3), "head_dim": 16, "write": False}
+
+
+def inputs_of(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> AttentionInputs:
+    """The op's arguments, as `ops.paged_attention` makes them."""
+    spec, cache, common = problem.spec, problem.cache, problem.common
+    assert cache is not None
+    scales = [
+        scale_parts(name, scale, spec.kv_heads, out.device)
+        for name, scale in (("k_scale", problem.stored.k_scale), ("v_scale", problem.stored.v_scale))
+    ]
+    (k_scale, k_factor), (v_scale, v_factor) = scales
+    tensors = (problem.query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens)
+    extras = (problem.sinks, problem.alibi_slopes, k_scale, v_scale, out, lse)
+    shape = (spec.softmax_scale * k_factor, v_factor, bool(spec.causal), spec.sliding_window or 0, spec.softcap or 0.0)
+    bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
+    return AttentionInputs(*tensors, *extras, *shape, *bounds)
+
+
+def config_of(problem: Problem, programs: int, **tuning: Any) -> DecodeConfig:
+    spec, common = problem.spec, problem.common
+    config = decode_config(
+        num_seqs=common.num_seqs,
+        num_kv_heads=spec.kv_heads,
+        group=spec.gqa_ratio,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.value_dim,
+        itemsize=spec.dtype.itemsize,
+        stored_itemsize=problem.stored.dtype.itemsize,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        target=target_of(problem.query.device),
+        tuning=DecodeTuning(**{"block_n": 16, "num_warps": 4, "num_stages": 2, "per_sm": 1, **tuning}),
+    )
+    return config._replace(programs=programs)
+
+
+def check(case: Case, programs: int, device: torch.device, workspace: torch.Tensor | None = None, **tuning: Any):
+    """One launch against the oracle; rows that belong to nobody keep what they held, and counters return to zero."""
+    problem = make_problem(case, device)
+    rows, spare = len(problem.query), 3
+    query = torch.cat((problem.query, problem.query.new_full((spare, *problem.query.shape[1:]), torch.nan)))
+    problem.query = query.repeat(1, 1, 2)[..., : query.shape[2]]
+    wide = torch.full((rows + spare, case.heads[0], 2 * problem.spec.value_dim), 7.0, dtype=case.dtype, device=device)
+    out = wide[..., : problem.spec.value_dim]
+    lse = torch.full(out.shape[:2], 7.0, device=device) if case.lse else None
+    config = config_of(problem, programs, **tuning)
+    room = new_workspace(config.workspace, device) if workspace is None else workspace
+    import_module("pagedattn.ops.kernels.decode").launch(config, inputs_of(problem, out, lse), room)
+    name = f"{case.id}, {programs} programs, {tuning}"
+    assert_close(name, out[:rows], problem.expected, problem.naive, softcap=case.softcap is not None)
+    assert bool((out[rows:] == 7).all()) and bool((wide[..., out.shape[2] :] == 7).all()), "rows of nobody"
+    if lse is not None:
+        assert_lse_close(name, lse[:rows], problem.expected_lse, case.dtype)
+        assert bool((lse[rows:] == 7).all())
+    assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
+    return out[:rows]
+
+
+def parts(case: Case, programs: int, block_n: int = 16) -> list[int]:
+    """How many programs share each item, by definition: the items in order, cut in equal ranges."""
+    items = []
+    for queries, keys in zip(case.query_lens, case.seq_lens, strict=True):
+        low = max(keys - queries - case.sliding_window + 1, 0) if case.sliding_window else 0
+        tiles = max(-(-keys // block_n) - low // block_n, 1)
+        items += [tiles] * case.heads[1] if queries else []
+    share = -(-sum(items) // programs)
+    starts = [sum(items[:i]) for i in range(len(items))]
+    return [(start + n - 1) // share - start // share + 1 for start, n in zip(starts, items, strict=True)]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_ragged_lengths(dtype: torch.dtype, programs: int, device: torch.device) -> None:
+    check(Case(**RAGGED, dtype=dtype), programs, device)
+
+
+def test_the_splits_differ() -> None:
+    """Else the cases above would not show what they are for."""
+    seen = {programs: parts(Case(**RAGGED), programs) for programs in (1, 2, 7, 16, 40)}
+    assert set(seen[1]) == {1} and set(seen[2]) == {1, 2} and set(seen[7]) == {1, 2} and max(seen[40]) == 6
+    assert parts(Case(**LONG), 44) == [44] and parts(Case(**LONG), 13) == [11]
+
+
+@pytest.mark.parametrize(("programs", "fan_in"), [(44, 44), (44, 16), (44, 7), (44, 2), (13, 3), (44, 43)])
+def test_many_programs_to_an_item(programs: int, fan_in: int, device: torch.device) -> None:
+    check(Case(**LONG), programs, device, fan_in=fan_in)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 24])
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1), (10, 2), (8, 1)], ids=str)
+def test_several_tokens(heads: tuple[int, int], programs: int, device: torch.device) -> None:
+    check(Case(**TOKENS, heads=heads), programs, device, fan_in=2)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 20, "poison_behind": True},
+    "window of one": {"sliding_window": 1},
+    "sinks": {"sinks": 0.5},
+    "alibi": {"alibi": True},
+    "cap": {"softcap": 5.0, "magnitude": 3.0},
+    "not causal": {"causal": False},
+    "window both ways": {"causal": False, "sliding_window": 9},
+    "all": {"sliding_window": 33, "sinks": 0.5, "alibi": True, "softcap": 5.0},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
+    "fp8 and a float": {"kv_cache_dtype": "fp8_e5m2", "kv_scale": "float"},
+    "other strides": {"layout": "HND"},
+    "values of another width": {"head_dim_v": 48},
+    "no LSE": {"lse": False},
+    "small blocks": {"block_size": 3},
+    "infinite poison": {"poison": float("inf")},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FEATURES))
+@pytest.mark.parametrize("shape", [RAGGED, TOKENS], ids=["one token", "more"])
+def test_features(shape: dict[str, Any], name: str, device: torch.device) -> None:
+    check(Case(**{**shape, **FEATURES[name]}), 9, device, fan_in=2)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_block_ids_loaded_when_they_are_needed(window: int | None, device: torch.device) -> None:
+    check(Case(**RAGGED, sliding_window=window), 9, device, ahead=False)
+
+
+def test_more_sequences_than_are_read_at_once(device: torch.device) -> None:
+    queries = tuple(int(i % 9 == 3 or i > 590) for i in range(600))
+    keys = tuple((i * 37) % 50 if i % 5 else 0 for i in range(600))
+    case = Case(query_lens=queries, seq_lens=keys, heads=(1, 1), head_dim=16, write=False)
+    assert len(case.query_lens) > 2 * 256
+    check(case, 11, device, block_n=32)
+    check(case, 60, device, block_n=32)
+
+
+def test_one_workspace_for_many_shapes(device: torch.device) -> None:
+    room = new_workspace(1 << 20, device)
+    for case, programs in ((LONG, 44), (TOKENS, 7), (RAGGED, 30), (LONG, 13), (TOKENS, 40)):
+        check(Case(**case), programs, device, workspace=room, fan_in=3)
+
+
+def test_the_same_bits_again(device: torch.device) -> None:
+    """Whoever arrives last adds in the same order."""
+    first, second = (check(Case(**LONG), 44, device, fan_in=5) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def call(device: torch.device, **options: Any) -> torch.Tensor:
+    problem = make_problem(Case(**LONG), device)
+    common, cache = problem.common, problem.cache
+    assert cache is not None
+    return ops.paged_attention(
+        problem.query,
+        cache.key,
+        cache.value,
+        common.block_table,
+        common.query_start_loc,
+        common.seq_lens,
+        max_query_len=1,
+        max_seq_len=700,
+        scale=problem.spec.softmax_scale,
+        path="triton",
+        **options,
+    )
+
+
+def test_a_callers_workspace(device: torch.device) -> None:
+    room = new_workspace(1 << 20, device)
+    before = room.clone()
+    assert torch.equal(call(device, workspace=room), call(device))
+    assert not torch.equal(room, before) and not room[: 3 * COUNTERS].any()
+
+
+def test_a_workspace_that_does_not_fit(device: torch.device) -> None:
+    for wrong in (new_workspace(0, device), new_workspace(1 << 20, device).float()):
+        with pytest.raises(InvalidInputError, match=r"workspace must be int32 \[\d+\] or more"):
+            call(device, workspace=wrong)
+
+
+def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
+    """Memory-safe: keys beyond the table are left out, also where the window lies there."""
+    for window in (0, 20):
+        problem = make_problem(Case(**LONG), device)
+        problem.common = problem.common.replace(block_table=problem.common.block_table[:, :3].contiguous())
+        out = torch.empty_like(problem.query)
+        inputs = inputs_of(problem, out, None)._replace(window=window)
+        config = config_of(problem, 5)
+        room = new_workspace(config.workspace, device)
+        import_module("pagedattn.ops.kernels.decode").launch(config, inputs, room)
+        assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window == 0)

@@ -1,0 +1,73 @@
+"""The launcher passes on what Triton's dispatch would; calls that a layer repeats are those it would make with care."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pagedattn
+from pagedattn.ops.library import has_triton
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+SCRIPT = Path(__file__).parent / "launch_kernels.py"
+
+
+@cache
+def found() -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(Path(pagedattn.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_the_kernel_and_arguments_are_those_that_triton_takes() -> None:
+    toys = found()["toys"]
+    assert len(toys) == 12
+    for name, toy in toys.items():
+        assert toy["same"] and toy["values"] and toy["grid"], name
+
+
+def test_what_triton_specialises_on_is_told_apart() -> None:
+    function = {name: toy["function"] for name, toy in found()["toys"].items()}
+    for name in ("unaligned", "None", "stride 1", "stride 16", "count int64", "dtype", "True for 1"):
+        assert function[name] != function["plain"], name
+    # What does not matter to the kernel compiles none: other addresses, multiples of 16, numbers not specialised on.
+    assert function["stride 32"] == function["stride 16"] != function["stride 1"]
+    assert function["plain"] == function["other tensors"] == function["count 1"] == function["count 16"]
+
+
+def test_a_launch_is_made_again_with_other_values_only_where_it_may_be() -> None:
+    assert found()["replays"] == {
+        "repeatable": [True, False],  # the second of an unaligned tensor
+        "done": True,
+        "values": True,
+        "rest": True,
+        "refused": False,
+        "hooked": True,
+        "launches": 2,
+    }
+
+
+def test_a_repeated_call_is_what_a_checked_call_does() -> None:
+    layers = found()["layers"]
+    assert len(layers) >= 28
+    for name, layer in layers.items():
+        # The decode kernel may overlap what runs before it, and is repeated with another beside it too.
+        chained = [False] if "deterministic" in name else [True] if "decodes" in name else [True, False]
+        assert layer == {"same": True, "careful": [0, 0, 0], "kept": 1, "chained": chained}, name
+
+
+def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:
+    wrong = found()["wrong"]
+    assert len(wrong) == 17
+    for name, (kept, first) in wrong.items():
+        assert kept == first != "nothing", name
+        assert kept.startswith("InvalidInputError: "), name
