@@ -165,7 +165,9 @@ def decode_config(
             break
     room = target.shared_bytes // _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape)
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
-    programs = max(1, min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS))
+    parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
+    programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
+    programs = max(1, programs // parts) * parts
     rows = _power_of_2(tokens * heads)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)

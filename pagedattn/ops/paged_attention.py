@@ -96,7 +96,7 @@ def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None) -> None:
         part = inputs if last - first == seqs else inputs.part(first, last)
         part = part._replace(max_query_len=longest)
         config = decode_config(**_heads(part), **_bounds(part)) if decode else None
-        if config is not None and config.tiles < 2**31:
+        if config is not None and config.tiles < 2**31 and config.programs <= COUNTERS:
             kernels("decode").launch(config, part, _workspace(config, workspace, inputs.query.device))
         else:
             kernels("attention").launch(attention_config(**_heads(part)), part, key_starts)
