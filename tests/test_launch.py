@@ -98,9 +98,9 @@ def test_no_program_is_without_work_by_the_bounds(seqs: int, keys: int) -> None:
 def test_busy_or_not() -> None:
     target = TARGETS["227 KB"]
     assert configure_decode(target, num_seqs=1, max_seq_len=131072).programs == 132
-    assert configure_decode(target, num_seqs=131, max_seq_len=131072).tuning == LATENCY
-    assert configure_decode(target, num_seqs=132, max_seq_len=131072).tuning == FULL
-    assert configure_decode(target, num_seqs=132, max_seq_len=131072).programs == 4 * 132
+    assert configure_decode(target, num_seqs=98, max_seq_len=131072).tuning == LATENCY
+    assert configure_decode(target, num_seqs=99, max_seq_len=131072).tuning == FULL
+    assert configure_decode(target, num_seqs=132, max_seq_len=131072).programs == 2 * 132
     assert configure_decode(target, num_seqs=1, max_seq_len=256).programs == 4
     mine = DecodeTuning(block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, ahead=False)
     assert configure_decode(target, tuning=mine).tuning == mine

@@ -76,9 +76,9 @@ class Work(NamedTuple):
     longest: int
 
 
-# Several programs per SM hide each other's latency: ptxas would take 162 registers, and a fourth would no longer fit
-# (358 us instead of 253, bench/NOTES.md). Where there is little work, deep loads of one program's own do it better.
-FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=2, per_sm=4, max_registers=128)
+# Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better
+# (bench/results/h200/tune_decode.json).
+FULL = DecodeTuning(block_n=128, num_warps=4, num_stages=2, per_sm=2)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 
 
@@ -155,7 +155,7 @@ def decode_config(
     tokens = max(1, min(max_query_len, block_m // heads))
     items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
     if tuning is None:
-        tuning = _tuning(items >= 2 * target.num_sms, block_m * width, itemsize, stored_itemsize)
+        tuning = _tuning(2 * items >= 3 * target.num_sms, block_m * width, itemsize, stored_itemsize)
     # A tile's buffers are free once it has been multiplied, so that one stage needs none.
     while _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape) > target.shared_bytes:
         if tuning.num_stages > 2:
@@ -166,14 +166,16 @@ def decode_config(
             break
     room = target.shared_bytes // _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape)
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
-    programs = max(1, min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS))
+    parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
+    programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
+    programs = max(1, programs // parts) * parts
     rows = _power_of_2(tokens * heads)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
 
 def _tuning(busy: bool, outputs: int, itemsize: int, stored_itemsize: int) -> DecodeTuning:
-    """FULL where there are items for every SM twice, else LATENCY, with changed what registers do not hold: large
+    """FULL where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
     tiles of output, and keys and values that are converted. `outputs`: elements of a query block's output."""
     tuning = FULL if busy else LATENCY
     if outputs > 32 * 128:
@@ -181,7 +183,8 @@ def _tuning(busy: bool, outputs: int, itemsize: int, stored_itemsize: int) -> De
     elif outputs > 16 * 128:
         tuning = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
     elif stored_itemsize < itemsize:
-        tuning = tuning._replace(max_registers=168, per_sm=3) if busy else tuning._replace(num_warps=8)
+        converting = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+        tuning = converting if busy else LATENCY._replace(num_warps=8)
     return tuning._replace(block_n=32) if itemsize == 4 else tuning
 
 

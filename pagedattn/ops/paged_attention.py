@@ -123,7 +123,7 @@ def _launch(
     part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
     if work.kernel == "decode":
         config = decode_config_of(part)
-        if config.tiles < 2**31:
+        if config.tiles < 2**31 and config.programs <= COUNTERS:
             return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
     return kernels("attention").launch(prefill_config_of(part), part, key_starts)
 

@@ -39,6 +39,7 @@ def inputs_of(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> 
 
 
 def config_of(problem: Problem, programs: int, **tuning: Any) -> DecodeConfig:
+    """A launch of so many programs for each KV head."""
     spec, common = problem.spec, problem.common
     config = decode_config(
         num_seqs=common.num_seqs,
@@ -53,7 +54,7 @@ def config_of(problem: Problem, programs: int, **tuning: Any) -> DecodeConfig:
         target=target_of(problem.query.device),
         tuning=DecodeTuning(**{"block_n": 16, "num_warps": 4, "num_stages": 2, "per_sm": 1, **tuning}),
     )
-    return config._replace(programs=programs)
+    return config._replace(programs=programs * spec.kv_heads * -(-spec.gqa_ratio // config.heads))
 
 
 def check(case: Case, programs: int, device: torch.device, workspace: torch.Tensor | None = None, **tuning: Any):
@@ -79,12 +80,12 @@ def check(case: Case, programs: int, device: torch.device, workspace: torch.Tens
 
 
 def parts(case: Case, programs: int, block_n: int = 16) -> list[int]:
-    """How many programs share each item, by definition: the items in order, cut in equal ranges."""
+    """How many programs share each item of a head, by definition: the items in order, cut in equal ranges."""
     items = []
     for queries, keys in zip(case.query_lens, case.seq_lens, strict=True):
         low = max(keys - queries - case.sliding_window + 1, 0) if case.sliding_window else 0
         tiles = max(-(-keys // block_n) - low // block_n, 1)
-        items += [tiles] * case.heads[1] if queries else []
+        items += [tiles] if queries else []
     share = -(-sum(items) // programs)
     starts = [sum(items[:i]) for i in range(len(items))]
     return [(start + n - 1) // share - start // share + 1 for start, n in zip(starts, items, strict=True)]
@@ -99,7 +100,7 @@ def test_ragged_lengths(dtype: torch.dtype, programs: int, device: torch.device)
 def test_the_splits_differ() -> None:
     """Else the cases above would not show what they are for."""
     seen = {programs: parts(Case(**RAGGED), programs) for programs in (1, 2, 7, 16, 40)}
-    assert set(seen[1]) == {1} and set(seen[2]) == {1, 2} and set(seen[7]) == {1, 2} and max(seen[40]) == 6
+    assert set(seen[1]) == {1} and set(seen[2]) == {1, 2} and set(seen[7]) == {1, 2, 4} and max(seen[40]) == 6
     assert parts(Case(**LONG), 44) == [44] and parts(Case(**LONG), 13) == [11]
 
 

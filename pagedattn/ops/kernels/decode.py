@@ -1,12 +1,14 @@
 """Triton: attention of a few new tokens per sequence over a paged cache, the keys shared out evenly, in one launch.
 
-An item is the work of one (sequence, KV head, query block): its keys in tiles of BLOCK_N. All tiles of all items, in
-the order of the sequences, are cut into equal ranges, one for each program of a grid that no length changes; each
-program finds its range from the lengths on the device. An item that ranges cut leaves partial states in the workspace,
-and whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023), LeanAttention (2024).
+An item is the work of one (sequence, query block) for one KV head: its keys in tiles of BLOCK_N. A head's tiles, in the
+order of the sequences, are cut into equal ranges, as many for each head as a grid that no length changes has programs;
+each program finds its range from the lengths on the device. The programs of all heads over one range are neighbours:
+they read the same blocks at the same time, which DRAM serves faster. An item that ranges cut leaves partial states in
+the workspace, and whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023),
+LeanAttention (2024).
 
-Legend: `at` a tile's number among all, `base` that of the sequence's first, `origin` of the item's; a program handles
-tiles at..end. `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
+Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin` of the item's; a program
+handles tiles at..end. `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ def _key_tiles(q_len, seq_len, max_keys, WINDOW: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def _tiles_of(
-    first, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
+    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of all items of each of CHUNK sequences from `first` on, [CHUNK]."""
+    """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
     seq = first + tl.arange(0, CHUNK)
     live = seq < num_seqs
     start = tl.load(query_start_loc + seq, mask=live, other=0)
     q_len = tl.load(query_start_loc + seq + 1, mask=live, other=0) - start
     seq_len = tl.load(seq_lens + seq, mask=live, other=0)
     _, _, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N)
-    return tiles * tl.cdiv(q_len, BLOCK_Q) * PARTS
+    return tiles * tl.cdiv(q_len, BLOCK_Q)
 
 
 @triton.jit
@@ -183,19 +185,22 @@ def _decode_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     HEAD_PARTS: tl.constexpr = (GROUP + G - 1) // G
     PARTS: tl.constexpr = KV_HEADS * HEAD_PARTS
-    program = tl.program_id(0)
+    part = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS  # among those of its head
+    kv_head = part // HEAD_PARTS
+    in_group = part % HEAD_PARTS * G
 
     first = 0
-    work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK)
+    work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, CHUNK)
     here = tl.sum(work, 0)
     total = here
     if MANY_SEQS:
         for more in range(CHUNK, num_seqs, CHUNK):
             total += tl.sum(
-                _tiles_of(more, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK),
+                _tiles_of(more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, CHUNK),
                 0,
             )
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0) // PARTS), 1)
     at = program * share
     end = tl.minimum(at + share, total)
     if at >= end:
@@ -205,9 +210,7 @@ def _decode_kernel(
         while base + here <= at:
             base += here
             first += CHUNK
-            work = _tiles_of(
-                first, query_start_loc, seq_lens, num_seqs, max_keys, PARTS, BLOCK_Q, WINDOW, BLOCK_N, CHUNK
-            )
+            work = _tiles_of(first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, CHUNK)
             here = tl.sum(work, 0)
     before = tl.cumsum(work, 0) + base <= at
     seq = first + tl.sum(before.to(tl.int32), 0)
@@ -221,19 +224,14 @@ def _decode_kernel(
         seq_len = tl.load(seq_lens + seq)
         low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N)
         q_blocks = tl.cdiv(q_len, BLOCK_Q)
-        past = base + tiles * q_blocks * PARTS
+        past = base + tiles * q_blocks
         if at >= past:
             base = past
             seq += 1
         else:
-            item = (at - base) // tiles
-            origin = base + item * tiles
+            q_block = (at - base) // tiles
+            origin = base + q_block * tiles
             stop = tl.minimum(origin + tiles, end)
-            q_block = item % q_blocks
-            part = item // q_blocks
-            kv_head = part // HEAD_PARTS
-            in_group = part % HEAD_PARTS * G
-
             q_row, head, mask_m = _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP, G, BLOCK_Q)
             token = (q_start + q_row).to(tl.int64)
             q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
@@ -274,8 +272,9 @@ def _decode_kernel(
                 )  # fmt: skip
             else:
                 complete, all_acc, all_m, all_l = combine(
-                    acc, m_i, l_i, workspace, program, starts, ends, BLOCK_M, ROWS, BLOCK_DV, FAN_IN, PRECISION
-                )
+                    acc, m_i, l_i, workspace, part, program, starts, ends, PARTS, BLOCK_M, ROWS, BLOCK_DV, FAN_IN,
+                    PRECISION,
+                )  # fmt: skip
                 if complete:
                     _finish(
                         all_acc, all_m, all_l, tl.arange(0, ROWS), out, lse_out, q_start, q_len, q_block, kv_head,

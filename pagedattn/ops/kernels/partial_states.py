@@ -21,9 +21,9 @@ _PLACES = tl.constexpr(COUNTERS)
 
 @triton.constexpr_function
 def _at_once(elements):
-    """Partial states that a combining program loads at once: what 32 registers a thread hold. With 64, ptxas spilled
-    inside the loop over keys."""
-    return max(1, min(32, 4096 // elements))
+    """Partial states whose loads are in flight together: what 32 registers a thread hold. With 64, ptxas spilled inside
+    the loop over keys."""
+    return max(1, min(16, 4096 // elements))
 
 
 @triton.constexpr_function
@@ -33,10 +33,10 @@ def _header(rows):
 
 
 @triton.jit
-def _state_at(states, program, first, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+def _state_at(states, part, program, first, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Where a program's state of an item is that starts in program `first`. It has two places, since it may end in the
     middle of one item and have started in the middle of another."""
-    place = 2 * program + tl.where(program == first, 1, 0)
+    place = 2 * (program * PARTS + part) + tl.where(program == first, 1, 0)
     return states + place.to(tl.int64) * (_header(ROWS) + ROWS * BLOCK_DV)
 
 
@@ -62,8 +62,13 @@ def _is_last(counter, arrivals):
 
 
 @triton.jit
-def _union(states, first, start, stride, count, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
-    """The state of `count` programs' partial states together, from program `start` on, every `stride`."""
+def _union(
+    states, part, first, start, stride, count,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of `count` programs' partial states together, from program `start` on, every `stride`.
+
+    A thread adds up the same elements of all states, so that nothing but their loads takes time."""
     POST: tl.constexpr = LOG2E / _unit(PRECISION)
     MANY: tl.constexpr = _at_once(ROWS * BLOCK_DV)
     row = tl.arange(0, ROWS)
@@ -72,31 +77,27 @@ def _union(states, first, start, stride, count, ROWS: tl.constexpr, BLOCK_DV: tl
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for done in range(0, count, MANY):
-        index = done + tl.arange(0, MANY)
-        state = _state_at(states, start + index * stride, first, ROWS, BLOCK_DV)  # [MANY]
-        live = index < count
-        m = tl.load(state[:, None] + row[None, :], mask=live[:, None], other=0, cache_modifier=".cg")
-        l_s = tl.load(state[:, None] + ROWS + row[None, :], mask=live[:, None], other=0, cache_modifier=".cg")
-        # [MANY, ROWS, BLOCK_DV]
-        a = tl.load(
-            state[:, None, None] + _header(ROWS) + place[None, :, :], mask=live[:, None, None], other=0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        m = tl.where(live[:, None], m.to(tl.float32, bitcast=True), -float("inf"))
-        m_new = tl.maximum(m_i, tl.max(m, 0))
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        weight = tl.exp2((m - shift[None, :]) * POST)  # [MANY, ROWS]
-        alpha = tl.exp2((m_i - shift) * POST)
-        l_i = l_i * alpha + tl.sum(l_s.to(tl.float32, bitcast=True) * weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(a.to(tl.float32, bitcast=True) * weight[:, :, None], 0)
-        m_i = m_new
+        for i in tl.static_range(MANY):
+            live = done + i < count
+            state = _state_at(states, part, start + (done + i) * stride, first, PARTS, ROWS, BLOCK_DV)
+            m = tl.load(state + row, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+            l_s = tl.load(state + ROWS + row, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+            a = tl.load(state + _header(ROWS) + place, mask=live, other=0, cache_modifier=".cg")
+            m_new = tl.maximum(m_i, tl.where(live, m, -float("inf")))
+            shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+            weight = tl.where(live, tl.exp2((m - shift) * POST), 0.0)
+            alpha = tl.exp2((m_i - shift) * POST)
+            l_i = l_i * alpha + l_s * weight
+            acc = acc * alpha[:, None] + a.to(tl.float32, bitcast=True) * weight[:, None]
+            m_i = m_new
     return acc, m_i, l_i
 
 
 @triton.jit
 def combine(
-    acc, m_i, l_i, workspace, program, first, last,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, FAN_IN: tl.constexpr, PRECISION: tl.constexpr,
+    acc, m_i, l_i, workspace, part, program, first, last,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, FAN_IN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Publish this program's part of an item that programs first..last share. Whether it is the one that has all of
     them, and their union if so, [ROWS].
@@ -109,19 +110,22 @@ def combine(
     group = (program - first) // size
     head = first + group * size
     groups = tl.cdiv(parts, size)
-    head_state = _state_at(states, head, first, ROWS, BLOCK_DV)
-    _publish(_state_at(states, program, first, ROWS, BLOCK_DV), acc, m_i, l_i, BLOCK_M, ROWS, BLOCK_DV)
+    head_state = _state_at(states, part, head, first, PARTS, ROWS, BLOCK_DV)
+    mine = _state_at(states, part, program, first, PARTS, ROWS, BLOCK_DV)
+    _publish(mine, acc, m_i, l_i, BLOCK_M, ROWS, BLOCK_DV)
     members = tl.minimum(size, last + 1 - head)
-    complete = _is_last(workspace + 2 * head + tl.where(group == 0, 1, 0), members)
+    complete = _is_last(workspace + 2 * (head * PARTS + part) + tl.where(group == 0, 1, 0), members)
     all_acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     all_m = tl.zeros([ROWS], tl.float32)
     all_l = tl.zeros([ROWS], tl.float32)
     if complete:
-        all_acc, all_m, all_l = _union(states, first, head, 1, members, ROWS, BLOCK_DV, PRECISION)
+        all_acc, all_m, all_l = _union(states, part, first, head, 1, members, PARTS, ROWS, BLOCK_DV, PRECISION)
         if groups > 1:
             tl.debug_barrier()  # every thread has read the head's state before it is replaced
             _publish(head_state, all_acc, all_m, all_l, ROWS, ROWS, BLOCK_DV)
-            complete = _is_last(workspace + 2 * _PLACES + first, groups)
+            complete = _is_last(workspace + 2 * _PLACES + first * PARTS + part, groups)
             if complete:
-                all_acc, all_m, all_l = _union(states, first, first, size, groups, ROWS, BLOCK_DV, PRECISION)
+                all_acc, all_m, all_l = _union(
+                    states, part, first, first, size, groups, PARTS, ROWS, BLOCK_DV, PRECISION
+                )
     return complete, all_acc, all_m, all_l
