@@ -47,6 +47,10 @@ class OpAttentionImpl(AttentionImpl):
         """What the metadata hold for the op's partial results; nothing by default."""
         return None
 
+    def items(self, metadata: AttentionMetadata) -> torch.Tensor | None:
+        """The metadata's list of work items; none by default."""
+        return None
+
     def forward(
         self,
         query: torch.Tensor,
@@ -127,6 +131,7 @@ class OpAttentionImpl(AttentionImpl):
             mask_mod=spec.mask_mod,
             deterministic=spec.deterministic,
             workspace=self.workspace(metadata),
+            items=self.items(metadata),
             path=self.path,
             replays=replays,
         )

@@ -22,9 +22,13 @@ class TritonImpl(OpAttentionImpl):
     def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
         return metadata.workspace if isinstance(metadata, TritonMetadata) else None
 
+    def items(self, metadata: AttentionMetadata) -> torch.Tensor | None:
+        return metadata.items if isinstance(metadata, TritonMetadata) else None
+
 
 class TritonBackend(AttentionBackend):
-    """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for all others."""
+    """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for all others, which on
+    Hopper is written in Gluon."""
 
     name = "TRITON"
     builder = TritonMetadataBuilder

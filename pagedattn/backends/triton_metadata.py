@@ -1,4 +1,5 @@
-"""What TRITON plans of a step: nothing but the workspace that its decode kernel leaves partial results in."""
+"""What TRITON plans of a step: the workspace that its decode kernel leaves partial results in, and on Hopper the list of
+work items that its prefill kernel hands out."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ..cache_spec import stored_dtype
 from ..metadata import CommonAttentionMetadata
+from ..ops import hopper
 from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
 from ..ops.paged_attention import new_workspace
 from ..spec import AttentionSpec, GraphLevel
@@ -25,6 +28,7 @@ class TritonMetadata(AttentionMetadata):
 
     spec: AttentionSpec
     workspace: torch.Tensor | None
+    items: torch.Tensor | None  # for the sequences that are no decodes; counters in it come back to zero
 
     def describe(self) -> str:
         parts = [self._describe(work) for work in _launches(self.spec, self.common)]
@@ -33,7 +37,8 @@ class TritonMetadata(AttentionMetadata):
     def _describe(self, work: Work) -> str:
         text = f"{work.kernel} kernel: {work.last - work.first} sequences"
         if work.kernel != "decode":
-            return text
+            refused = _why_not_hopper(self.spec, self.common)
+            return f"{text} ({f'the portable one: {refused}' if refused else 'for Hopper'})"
         config = _config(self.spec, self.common, work)
         return f"{text} ({config.programs} programs, tiles of {config.tuning.block_n} keys)"
 
@@ -52,9 +57,18 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
-        if into is not None:
-            return built
-        return TritonMetadata(built.common, self.spec, self._room(built.common, capture))
+        if into is None:
+            built = TritonMetadata(built.common, self.spec, self._room(built.common, capture), self._list(built.common))
+        if isinstance(built, TritonMetadata) and built.items is not None:
+            _fill(built.items, self.spec, built.common)
+        return built
+
+    def _list(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        prefill = _prefill(self.spec, common)
+        if prefill is None or _why_not_hopper(self.spec, common):
+            return None
+        num_seqs = prefill.last - prefill.first
+        return hopper.new_items(common.num_tokens, num_seqs, self.spec.gqa_ratio, common.seq_lens.device)
 
     def _room(self, common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
         decodes = [one for one in _launches(self.spec, common) if one.kernel == "decode"]
@@ -72,6 +86,27 @@ class TritonMetadataBuilder(OpMetadataBuilder):
 def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work]:
     facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic}
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
+
+
+def _prefill(spec: AttentionSpec, common: CommonAttentionMetadata) -> Work | None:
+    return next((work for work in _launches(spec, common) if work.kernel == "prefill"), None)
+
+
+def _fill(items: torch.Tensor, spec: AttentionSpec, common: CommonAttentionMetadata) -> None:
+    prefill = _prefill(spec, common)
+    if prefill is not None:
+        starts, lens = common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]
+        hopper.list_items(items, starts, lens, common.block_table.shape[1] * (spec.block_size or 0), spec.gqa_ratio)
+
+
+def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:
+    """Why the list for Hopper's prefill kernel is not made once for all layers; "" where it is."""
+    if not spec.uses_cache or spec.deterministic or spec.block_size is None:
+        return "no paged cache, one of unknown blocks, or deterministic"
+    stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
+    dims = spec.head_dim, spec.value_dim
+    kind = hopper.why_not_shape(spec.dtype, stored, *dims, spec.block_size, spec.has_alibi)
+    return hopper.why_not_here(common.seq_lens.device) or kind
 
 
 def _config(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work) -> DecodeConfig:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .attention_inputs import AttentionInputs
-from .library import interpreted
+from .library import interpreted, kernels
 
 HEAD_DIMS = (64, 128, 256)
 _ROWS = 128  # packed query rows of an item
@@ -85,6 +85,23 @@ def tokens_of(group: int) -> int:
     return _ROWS // pack_of(group)
 
 
-def slots_of(tokens: int, num_seqs: int, group: int) -> int:
-    """Items per head that a step of `tokens` query tokens has at most."""
-    return tokens // tokens_of(group) + num_seqs
+def new_items(tokens: int, num_seqs: int, group: int, device: torch.device) -> torch.Tensor:
+    """An empty list for a step of `tokens` query tokens, int32 [2 + items at most, 8]: counters, number, items."""
+    return torch.zeros(2 + tokens // tokens_of(group) + num_seqs, 8, dtype=torch.int32, device=device)
+
+
+def list_items(
+    items: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_keys: int, group: int
+) -> None:
+    """Fill `items` for sequences [B] on the device; no length is read by the host. `max_keys`: the table's room."""
+    kernels("work_list").launch(query_start_loc, seq_lens, items, max_keys, tokens_of(group))
+
+
+def items_of(inputs: AttentionInputs) -> torch.Tensor:
+    """The list of one call, where no step's metadata brings it."""
+    query, key, table, lens = inputs.query, inputs.key, inputs.block_table, inputs.seq_lens
+    group = query.shape[1] // key.shape[2]
+    items = new_items(len(query), len(lens), group, query.device)
+    max_keys = 0 if table is None else table.shape[1] * key.shape[1]
+    list_items(items, inputs.query_start_loc, lens, max_keys, group)
+    return items

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import attention_torch
+from . import attention_torch, hopper
 from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
@@ -50,6 +50,7 @@ def paged_attention(
     mask_mod: attention_torch.MaskMod | None = None,
     deterministic: bool = False,
     workspace: torch.Tensor | None = None,
+    items: torch.Tensor | None = None,
     path: str = "auto",
     replays: list[AttentionReplay] | None = None,
 ) -> torch.Tensor:
@@ -69,6 +70,7 @@ def paged_attention(
             then never split over programs, which costs speed where few sequences are long.
         workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
             at the same time. None: made for this call and what repeats it.
+        items: int32 [n, 8], of `hopper.list_items`, for the sequences that are no decodes. None: made for this call.
         replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
@@ -87,7 +89,7 @@ def paged_attention(
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
     inputs.check()
     if mask_mod is None:
-        made = _op(*inputs, workspace, path)
+        made = _op(*inputs, workspace, items, path)
         if replays is not None:
             replays += attention_replay(made, inputs, scale)
     elif len(query) and len(seq_lens):
@@ -97,26 +99,30 @@ def paged_attention(
 
 def _run(*args: Any) -> list[Launch | None]:
     """What was launched, as far as it can be launched again."""
-    inputs, workspace, path = AttentionInputs(*args[:-2]), args[-2], args[-1]
+    inputs, workspace, items, path = AttentionInputs(*args[:-3]), *args[-3:]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
         return []
     if choose(path, inputs.query.device) == "triton":
-        return _triton(inputs, workspace)
+        return _triton(inputs, workspace, items)
     attention_torch.attend(inputs)
     return []
 
 
-def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None) -> list[Launch | None]:
+def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None, items: torch.Tensor | None) -> list[Launch | None]:
     """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, in a launch each."""
     paged = inputs.block_table is not None
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic}
     planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
-    return [_launch(work, inputs, key_starts, workspace) for work in planned]
+    return [_launch(work, inputs, key_starts, workspace, items) for work in planned]
 
 
 def _launch(
-    work: Work, inputs: AttentionInputs, key_starts: torch.Tensor | None, workspace: torch.Tensor | None
+    work: Work,
+    inputs: AttentionInputs,
+    key_starts: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    items: torch.Tensor | None,
 ) -> Launch | None:
     """One launch, and how to make it again."""
     whole = work.last - work.first == len(inputs.seq_lens)
@@ -125,6 +131,9 @@ def _launch(
         config = decode_config_of(part)
         if config.tiles < 2**31 and config.programs <= COUNTERS:
             return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
+    elif not hopper.why_not(part):
+        kernels("prefill_hopper").launch(part, hopper.items_of(part) if items is None else items)
+        return None
     return kernels("attention").launch(prefill_config_of(part), part, key_starts)
 
 
@@ -181,7 +190,7 @@ _op = register(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? block_table, Tensor query_start_loc, "
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, bool causal, int window, float softcap, SymInt max_query_len, "
-    "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, str path) -> ()",
+    "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, Tensor(d!)? items, str path) -> ()",
     _run,
     _fake,
 )
