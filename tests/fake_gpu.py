@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaLauncher
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 
 from pagedattn.backends import triton as backend
 from pagedattn.capabilities import Capabilities
@@ -41,7 +41,7 @@ launched = Launched()
 class _Launcher(CudaLauncher):
     def __init__(self, src: Any, metadata: Any) -> None:  # without the C code that the real one compiles
         self.num_ctas = metadata.num_ctas
-        self.launch = launched
+        self.launch = wrap_handle_tensordesc(launched, dict(src.signature), getattr(metadata, "tensordesc_meta", None))
         self.global_scratch_size, self.global_scratch_align = metadata.global_scratch_size, 128
         self.profile_scratch_size, self.profile_scratch_align = metadata.profile_scratch_size, 128
         self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
@@ -54,6 +54,7 @@ class _Driver:
         functions = iter(range(1, 1 << 30))
         self.utils = SimpleNamespace(
             load_binary=lambda *args: (object(), next(functions), 64, 0, 1024),
+            fill_tma_descriptor=lambda address, *layout: (address, str(layout)),
             get_device_properties=lambda device: {"max_shared_mem": HOPPER.shared_bytes},
         )
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, StepMetadata, plan_step
 from pagedattn.ops import library
@@ -32,6 +33,11 @@ def _toy(x, y, count, stride, scale, WIDTH: tl.constexpr):
     if y is not None:
         tl.store(y + index, value, mask=index < count)
     tl.store(x + index * stride, value, mask=index < count)
+
+
+@triton.jit
+def _described(y, x, WIDTH: tl.constexpr):
+    tl.store(y + tl.arange(0, WIDTH), x.load([0]))
 
 
 BUFFER = torch.zeros(1 << 12)
@@ -104,6 +110,22 @@ def replays() -> dict[str, Any]:
         "hooked": hooked == (False, None),
         "launches": len(launched),  # the replay, and what Triton launched under the hook
     }
+
+
+def described() -> dict[str, bool]:
+    """A launch with a tensor descriptor, made again for another tensor, beside one that Triton makes for that."""
+    launcher, lines = Launcher(_described, ("y", "x")), []
+    x, other = (TensorDescriptor.from_tensor(one, [16]) for one in (ALIGNED, OTHER))
+    for made in (x, x, other):
+        launched.clear()
+        launch = launcher((1,), (OTHER, made), {"WIDTH": 16})
+        lines.append(launched[-1])
+    assert isinstance(launch, Launch) and launch.repeatable()
+    launched.clear()
+    replay = Replay([launch])
+    replay(0, (OTHER.data_ptr(), ALIGNED.data_ptr()))
+    replay(0, (OTHER.data_ptr(), OTHER.data_ptr()))
+    return {"same": launched == lines[1:], "differ": lines[1] != lines[2]}
 
 
 HEADS, KV_HEADS, DIM, SIZE, SEQS = 8, 2, 64, 16, 4
@@ -243,7 +265,9 @@ def main() -> None:
         for kind, queries in steps.items()
         for writer in writers
     }
-    print(json.dumps({"toys": toys(), "replays": replays(), "layers": found, "wrong": wrong()}))
+    print(
+        json.dumps({"toys": toys(), "replays": replays(), "described": described(), "layers": found, "wrong": wrong()})
+    )
 
 
 if __name__ == "__main__":

@@ -220,6 +220,8 @@ _REPEATED = (
           "tests/test_launcher.py only_where_it_may_be"),
     fault("a repeated launch with the first layer's tensors", LAUNCHER, "made[at] = values[index]", "pass",
           "tests/test_launcher.py a_checked_call_does"),
+    fault("a repeated launch with the first layer's descriptor", LAUNCHER, "_Placed(line[at], values[index])",
+          "line[at]", "tests/test_launcher.py tensor_descriptor"),
     fault("the layout without the query's dtype", LAYER_CALL, "query.dtype, query.device]", "query.device]",
           "tests/test_launcher.py after_a_right_call"),
     fault("the layout without the cache's", LAYER_CALL, "about = [kind, cache,", "about = [kind,",

@@ -23,7 +23,8 @@ from pathlib import Path
 from mutant_list import MUTANTS, Mutant
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("pagedattn", "engine", "tests", "pyproject.toml")
+INNER = ("engine", "bench")  # which tests import as pagedattn.engine and pagedattn.bench
+PARTS = ("pagedattn", *INNER, "tests", "pyproject.toml")
 SECONDS = 180
 
 
@@ -45,9 +46,10 @@ def copy_tree(target: Path) -> None:
             shutil.copytree(source, target / part, symlinks=True, ignore=skip)
         else:
             shutil.copy(source, target / part)
-    inner = target / "pagedattn" / "engine"  # the copy's engine, where another one is installed
-    if not inner.is_symlink():
-        inner.symlink_to(Path("..") / "engine")
+    for part in INNER:  # the copy's own, where another one is installed
+        inner = target / "pagedattn" / part
+        if not inner.is_symlink():
+            inner.symlink_to(Path("..") / part)
 
 
 def python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -56,6 +56,10 @@ def test_a_launch_is_made_again_with_other_values_only_where_it_may_be() -> None
     }
 
 
+def test_a_tensor_descriptor_is_made_again_for_another_tensor() -> None:
+    assert found()["described"] == {"same": True, "differ": True}
+
+
 def test_a_repeated_call_is_what_a_checked_call_does() -> None:
     layers = found()["layers"]
     assert len(layers) >= 28

@@ -55,7 +55,7 @@ class Launcher:
     profiler's hooks or of a version not known here.
 
     Args:
-        varying: names of tensor and float parameters that a `Launch` can be given anew.
+        varying: names of tensor, tensor descriptor and float parameters that a `Launch` can be given anew.
     """
 
     def __init__(self, kernel: Any, varying: Sequence[str] = ()) -> None:
@@ -96,7 +96,7 @@ class Launcher:
                 kind.append(float)
             elif type(arg) is int:
                 kind.append(-_LONG <= arg < _LONG if at in self._any_value else arg)
-            elif hasattr(arg, "block_shape"):  # a TensorDescriptor
+            elif _is_descriptor(arg):
                 kind.append((type(arg), arg.base.dtype, *arg.block_shape, repr(getattr(arg, "layout", None))))
             else:  # with its type: True would equal 1
                 kind.append((type(arg), arg))
@@ -118,19 +118,38 @@ class Launcher:
         return Launch(device, call, [*sizes, stream, *head, *values, *unread], len(head) + 4, args, self._varying)
 
 
+class _Placed:
+    """A tensor descriptor at another address: as much of one as Triton's launcher reads."""
+
+    __slots__ = ("address", "padding", "shape", "strides")
+
+    def __init__(self, like: Any, address: int) -> None:
+        self.address, self.shape, self.strides, self.padding = address, like.shape, like.strides, like.padding
+
+    @property
+    def base(self) -> _Placed:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class Replay:
     """Launches made in a row, to be made again for other tensors of the same dtypes, shapes, strides and device."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         self._device = launches[0].device
         self._stream = driver.active.get_current_stream
-        self._lines: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]]]] = []
+        # What is called with what, and where values go: as they are, and as addresses of tensor descriptors.
+        self._lines: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]], list[tuple[int, int]]]] = []
         self._kept: list[Any] = []  # tensors whose addresses do not vary
         for launch in launches:
             vary = [(at, index) for at, index in launch.varying if launch.args[at] is not None]
             varied = {at for at, _ in vary}
             self._kept += [x for at, x in enumerate(launch.args) if at not in varied and isinstance(x, torch.Tensor)]
-            self._lines.append((launch.call, launch.line, [(launch.first + at, index) for at, index in vary]))
+            described = [(launch.first + at, i) for at, i in vary if _is_descriptor(launch.args[at])]
+            given = [(launch.first + at, i) for at, i in vary if not _is_descriptor(launch.args[at])]
+            self._lines.append((launch.call, launch.line, given, described))
 
     def __call__(self, addresses: int, values: Sequence[Any]) -> bool:
         """Launch with these values in the order of `varying`; `addresses` is all of theirs or-ed together.
@@ -144,13 +163,20 @@ class Replay:
             with torch.cuda.device(self._device):
                 return self(addresses, values)
         stream = self._stream(self._device)
-        for call, line, vary in self._lines:
+        for call, line, given, described in self._lines:
             made = line.copy()
             made[3] = stream
-            for at, index in vary:
+            for at, index in given:
                 made[at] = values[index]
+            for at, index in described:
+                made[at] = _Placed(line[at], values[index])
             call(*made)
         return True
+
+
+def _is_descriptor(arg: Any) -> bool:
+    """Whether it is a TensorDescriptor, Triton's or Gluon's; its base stands where the varying tensor starts."""
+    return hasattr(arg, "block_shape")
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
