@@ -26,7 +26,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "capabilities": ("spec",),
     "cache_spec": ("errors", "spec"),
     "ops": ("errors", "ops"),
-    "ops.kernels": ("ops.attention_inputs", "ops.attention_replay", "ops.launch", "ops.library", "ops.kernels"),
+    "ops.kernels": (
+        *(
+            "env",
+            "ops.attention_inputs",
+            "ops.attention_replay",
+            "ops.hopper",
+            "ops.launch",
+            "ops.library",
+            "ops.kernels",
+        ),
+    ),
     "metadata": (*LEAVES, "ops"),
     "block_table": (*LEAVES, "ops"),
     "kv_cache": (*LEAVES, "ops"),

@@ -22,7 +22,11 @@ SCRIPT = Path(__file__).parent / "launch_kernels.py"
 @cache
 def found() -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(Path(pagedattn.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {
+        "PYTHONPATH": str(Path(pagedattn.__file__).parent.parent),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PAGEDATTN_REPLAY": "1",
+    }
     done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

@@ -27,8 +27,8 @@ class TritonImpl(OpAttentionImpl):
 
 
 class TritonBackend(AttentionBackend):
-    """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for all others, which on
-    Hopper is written in Gluon."""
+    """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for the others, a
+    different one on Hopper."""
 
     name = "TRITON"
     builder = TritonMetadataBuilder

@@ -1,5 +1,5 @@
-"""What TRITON plans of a step: the workspace that its decode kernel leaves partial results in, and on Hopper the list of
-work items that its prefill kernel hands out."""
+"""What TRITON plans of a step: a workspace for the decode kernel's partial results, and on Hopper the prefill kernel's
+list of work items."""
 
 from __future__ import annotations
 
@@ -101,12 +101,11 @@ def _fill(items: torch.Tensor, spec: AttentionSpec, common: CommonAttentionMetad
 
 def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:
     """Why the list for Hopper's prefill kernel is not made once for all layers; "" where it is."""
-    if not spec.uses_cache or spec.deterministic or spec.block_size is None:
-        return "no paged cache, one of unknown blocks, or deterministic"
     stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
-    dims = spec.head_dim, spec.value_dim
-    kind = hopper.why_not_shape(spec.dtype, stored, *dims, spec.block_size, spec.has_alibi)
-    return hopper.why_not_here(common.seq_lens.device) or kind
+    facts = (spec.dtype, stored, spec.head_dim, spec.value_dim, spec.block_size or 0, spec.has_alibi)
+    if not spec.uses_cache or spec.deterministic:
+        return "deterministic" if spec.deterministic else "no paged cache"
+    return hopper.why_not_here(common.seq_lens.device) or hopper.why_not_shape(*facts)
 
 
 def _config(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work) -> DecodeConfig:

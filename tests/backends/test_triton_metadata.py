@@ -29,8 +29,12 @@ def workspace(metadata: AttentionMetadata) -> torch.Tensor | None:
     [
         ((1, 1), "decode kernel: 2 sequences (16 programs, tiles of 128 keys)"),
         ((1, 5, 16), "decode kernel: 3 sequences (42 programs, tiles of 64 keys)"),
-        ((1, 1, 40), "decode kernel: 2 sequences (16 programs, tiles of 128 keys), prefill kernel: 1 sequences"),
-        ((40, 1), "prefill kernel: 2 sequences"),
+        (
+            (1, 1, 40),
+            "decode kernel: 2 sequences (16 programs, tiles of 128 keys), "
+            "prefill kernel: 1 sequences (the portable one: no Hopper GPU)",
+        ),
+        ((40, 1), "prefill kernel: 2 sequences (the portable one: no Hopper GPU)"),
         ((0, 0), "nothing to do"),
     ],
 )
@@ -40,7 +44,10 @@ def test_it_says_which_kernels_run(lens: tuple[int, ...], text: str) -> None:
 
 def test_a_deterministic_step_has_no_workspace() -> None:
     metadata = TritonMetadataBuilder(SPEC.replace(deterministic=True), CPU).build(step(1, 1))
-    assert workspace(metadata) is None and metadata.describe() == "prefill kernel: 2 sequences"
+    assert (
+        workspace(metadata) is None
+        and metadata.describe() == "prefill kernel: 2 sequences (the portable one: deterministic)"
+    )
 
 
 def test_one_workspace_that_grows() -> None:
