@@ -1,0 +1,132 @@
+"""TRITON's prefill kernel for Hopper against the oracle, on one; few kinds, for each compiles anew."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
+from pagedattn.backends.registry import get_backend
+from pagedattn.ops import hopper
+from pagedattn.testing.case import Case
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+HERE = torch.cuda.is_available() and not hopper.why_not_here(torch.device("cuda", 0))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
+DEVICE = torch.device("cuda", 0)
+LENS = [
+    ((40,), (40,)),
+    ((128,), (200,)),
+    ((5, 0, 130, 1, 64), (700, 3, 130, 1, 64)),
+    ((40, 3), (10, 0)),
+    ((300,), (4000,)),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"dtype": torch.float16},
+    "D64": {"head_dim": 64},
+    "D256": {"head_dim": 256},
+    "blocks of 32": {"block_size": 32},
+    "blocks of 64": {"block_size": 64},
+    "blocks of 256": {"block_size": 256},
+    "HND": {"layout": "HND"},
+    "one KV head": {"heads": (8, 1)},
+    "one head": {"heads": (1, 1)},
+    "group of 5": {"heads": (10, 2)},
+    "group of 6": {"heads": (12, 2)},
+    "group of 64": {"heads": (64, 1)},
+    "window of 1": {"sliding_window": 1},
+    "window of 16": {"sliding_window": 16},
+    "window of 129": {"sliding_window": 129},
+    "bidirectional": {"causal": False},
+    "bidirectional window": {"causal": False, "sliding_window": 50},
+    "soft cap": {"softcap": 5.0},
+    "sinks": {"sinks": 1.0},
+    "fused QKV, shared blocks, padding": {"fused_qkv": True, "share_blocks": True, "padding_rows": 5},
+}
+
+
+def case_of(**changes: Any) -> Case:
+    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **changes})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_oracle(kind: str) -> None:
+    for queries, keys in LENS:
+        case = case_of(query_lens=queries, seq_lens=keys, **KINDS[kind])
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_problems(seed: int) -> None:
+    draw = random.Random(seed)
+    kind = draw.choice(list(KINDS.values()))
+    for _ in range(10):
+        lengths = (draw.choice((0, 1, 17, 31, 33, 64, 127, 129, 260)) for _ in range(draw.randint(1, 12)))
+        queries = (*lengths, 20)
+        keys = tuple(n + draw.choice((0, 0, 1, 15, 113, 128, 900)) for n in queries)
+        case = case_of(query_lens=queries, seq_lens=keys, **kind)
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{seed}, {case.id}")
+
+
+def layer_and_step(query_lens: list[int], seq_lens: list[int]) -> tuple[Any, ...]:
+    """A layer, its cache of random data, queries, and a step."""
+    kind = {"dtype": torch.bfloat16, "device": DEVICE}
+    layer = Attention(8, 128, 2, block_size=16, backend="TRITON", **kind)
+    blocks = [-(-n // 16) for n in seq_lens]
+    cache = PagedKVCache(1, sum(blocks) + 1, 16, 2, 128, **kind)
+    cache.slabs.view(torch.bfloat16).normal_()
+    table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+    ids = (torch.randperm(sum(blocks)) + 1).int().split(blocks)
+    for row, some in zip(table, ids, strict=True):
+        row[: len(some)] = some
+    common = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table.to(DEVICE))
+    query = torch.randn(sum(query_lens), 8, 128, **kind)
+    return layer, cache.layer(0), query, common
+
+
+def test_the_metadata_say_so_and_make_the_list_once() -> None:
+    layer, cache, query, common = layer_and_step([1, 1, 300], [500, 20, 900])
+    built = layer.build(common)
+    assert "decode kernel: 2" in built.describe() and "prefill kernel: 1 sequences (for Hopper)" in built.describe()
+    first = layer(query, None, None, cache, built)
+    assert torch.equal(layer(query, None, None, cache, built), first)
+    assert not built.items[0].any(), "counters that hand out items were not left zero"
+
+
+def test_the_same_bits_a_thousand_times_under_load() -> None:
+    layer, cache, query, common = layer_and_step([300, 700, 33, 1], [900, 700, 5000, 40])
+    plan = plan_step([layer], common)
+    want = layer(query, None, None, cache, plan)
+    side, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
+    differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for turn in range(1000):
+        if turn % 10 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(noise, noise)
+        differing += (layer(query, None, None, cache, plan) != want).sum()
+    assert int(differing) == 0
+
+
+def test_replays_with_other_lengths() -> None:
+    layer, cache, query, common = layer_and_step([200, 40, 60], [900, 400, 600])
+    captured = plan_step([layer], common, capture=True)
+    layer(query, None, None, cache, captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(query, None, None, cache, captured)
+    for queries, keys in (
+        ([200, 40, 60], [900, 400, 600]),
+        ([20, 200, 17], [300, 380, 590]),
+        ([300, 0, 0], [900, 0, 0]),
+    ):
+        step = CommonAttentionMetadata.from_lengths(queries, keys, common.block_table)
+        plan_step([layer], step, into=captured)
+        graph.replay()
+        want = layer(query[: sum(queries)], None, None, cache, plan_step([layer], step))
+        assert torch.equal(out[: sum(queries)], want)

@@ -1,0 +1,134 @@
+"""Which calls go to Hopper's prefill kernel, decided without a GPU; what it computes is in tests/gpu/test_hopper.py."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import PagedKVCache, ops
+from pagedattn.ops import hopper
+from pagedattn.ops.attention_inputs import AttentionInputs
+
+HEADS, KV_HEADS, DIM, BLOCKS, SIZE = 8, 2, 128, 5, 16
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+
+
+def call(**changes: Any) -> AttentionInputs:
+    dtype = changes.pop("dtype", torch.bfloat16)
+    cache = torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM, dtype=changes.pop("stored", dtype))
+    starts, lens = torch.tensor([0, 1, 40], dtype=torch.int32), torch.tensor([30, 60], dtype=torch.int32)
+    given = {
+        "query": torch.zeros(40, HEADS, DIM, dtype=dtype),
+        "key": cache,
+        "value": cache.clone(),
+        "block_table": torch.zeros(2, 4, dtype=torch.int32),
+        "query_start_loc": starts,
+        "seq_lens": lens,
+        **dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale", "lse")),
+        "out": torch.zeros(40, HEADS, DIM, dtype=dtype),
+        **{"scale": 0.1, "out_scale": 1.0, "causal": True, "window": 0, "softcap": 0.0},
+        **{"max_query_len": 39, "max_seq_len": 60, "num_decodes": 1, "deterministic": False},
+    }
+    return AttentionInputs(**{**given, **changes})
+
+
+def caches(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's keys and values as the library allocates them."""
+    pool = PagedKVCache(2, BLOCKS, SIZE, KV_HEADS, DIM, dtype=torch.bfloat16, device="cpu", layout=layout)
+    layer = pool.layer(1)
+    return layer.key, layer.value
+
+
+def test_the_usual_call_is_served() -> None:
+    assert hopper.why_not(call()) == ""
+    fused = torch.zeros(40, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
+    assert hopper.why_not(call(query=fused[:, :HEADS])) == ""
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_our_own_caches_are_served(layout: str) -> None:
+    key, value = caches(layout)
+    assert hopper.why_not(call(key=key, value=value)) == ""
+
+
+REFUSED = {
+    "no paged cache": {"block_table": None},
+    "deterministic": {"deterministic": True},
+    "an empty cache": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
+    "a scale that is not positive": {"scale": -0.1},
+    "queries of torch.float32": {"dtype": torch.float32},
+    "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn},
+    "head dims 128 and 64": {"value": torch.zeros(BLOCKS, SIZE, KV_HEADS, 64, dtype=torch.bfloat16)},
+    "blocks of 48": dict.fromkeys(("key", "value"), torch.zeros(BLOCKS, 48, KV_HEADS, DIM, dtype=torch.bfloat16)),
+    "blocks of 8": dict.fromkeys(("key", "value"), torch.zeros(BLOCKS, 8, KV_HEADS, DIM, dtype=torch.bfloat16)),
+    "ALiBi": {"alibi_slopes": torch.zeros(HEADS)},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_others_are_refused_with_a_reason(reason: str) -> None:
+    assert reason in hopper.why_not(call(**REFUSED[reason]))
+
+
+def strided(*stride: int) -> torch.Tensor:
+    size = 1 + sum((n - 1) * step for n, step in zip((BLOCKS, SIZE, KV_HEADS, DIM), stride, strict=True))
+    return torch.zeros(size, dtype=torch.bfloat16).as_strided((BLOCKS, SIZE, KV_HEADS, DIM), stride)
+
+
+@pytest.mark.parametrize(
+    ("stride", "served"),
+    [
+        ((SIZE * 256, 256, 128, 1), True),
+        ((2 * SIZE * 256, 256, 128, 1), True),  # keys and values of a block beside each other
+        ((SIZE * 256 + 128, 256, 128, 1), False),  # blocks not a whole number of slots apart
+        ((SIZE * 256, 128, SIZE * 128, 1), True),  # HND
+        ((SIZE * 384, 128, SIZE * 128 + 64, 1), False),
+        ((SIZE * 260, 260, 130, 1), False),  # rows that do not begin at 16 bytes
+        ((0, 256, 128, 1), False),  # an expanded cache
+    ],
+)
+def test_strides(stride: tuple[int, ...], served: bool) -> None:
+    assert (hopper.why_not(call(key=strided(*stride))) == "") == served
+
+
+@pytest.mark.parametrize(
+    ("group", "pack", "tokens"),
+    [(1, 1, 128), (4, 4, 32), (5, 1, 128), (6, 2, 64), (8, 8, 16), (96, 32, 4), (128, 64, 2)],
+)
+def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
+    assert hopper.pack_of(group) == pack and hopper.tokens_of(group) == tokens
+
+
+def test_prompts_go_there_and_decodes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixed batch: the list is of the sequences that are no decodes, and covers their rows alone."""
+    pytest.importorskip("triton")
+    seen: dict[str, Any] = {}
+    module = import_module("pagedattn.ops.paged_attention")
+    real = module.kernels
+
+    def kernels(name: str) -> Any:
+        if name == "prefill_hopper":
+            return SimpleNamespace(launch=lambda inputs, items: seen.update(inputs=inputs, items=items))
+        return SimpleNamespace(launch=lambda *args: seen.update({name: args})) if name == "decode" else real(name)
+
+    monkeypatch.setattr(module, "kernels", kernels)
+    inputs = call(dtype=torch.float16)
+    ops.paged_attention(*inputs[:6], max_query_len=39, max_seq_len=60, scale=0.1, num_decodes=1, path="triton")
+    assert "decode" in seen
+    assert seen["inputs"].seq_lens.tolist() == [60] and seen["inputs"].query_start_loc.tolist() == [1, 40]
+    entries = seen["items"][2 : 2 + int(seen["items"][1, 0]), :5].tolist()
+    assert entries == [[33, 7, 53, 60, 0], [1, 32, 21, 60, 0]]
+    seen.clear()
+    mine = hopper.new_items(40, 1, HEADS // KV_HEADS, inputs.query.device)
+    ops.paged_attention(
+        *inputs[:6], max_query_len=39, max_seq_len=60, scale=0.1, num_decodes=1, items=mine, path="triton"
+    )
+    assert seen["items"] is mine
