@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -16,6 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
+from uniform_registers import unwritten_reads
 
 from pagedattn.ops.kernels.prefill_hopper import _prefill_kernel, constants_of
 
@@ -47,8 +49,11 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        cubin = f"{file.name}.cubin"
+        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", cubin]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        sass = subprocess.run([knobs.nvidia.nvdisasm.path, cubin], capture_output=True, text=True, check=True).stdout
+        Path(cubin).unlink()
     facts = {
         "name": name,
         "shared": compiled.metadata.shared,
@@ -57,6 +62,7 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
         "warp_groups": ptx.count("setmaxnreg.dec"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor"),
+        "unwritten": unwritten_reads(sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe8"),  # a consumer begins so
     }
     print(json.dumps(facts))
 
@@ -65,6 +71,7 @@ def main() -> None:
     plain = {"causal": True, "window": 0, "softcap": False}
     compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
     compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, causal=False, window=0, softcap=True)
+    compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, causal=True, window=4096, softcap=False)
     compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, causal=True, window=100, softcap=False)
 
 

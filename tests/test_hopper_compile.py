@@ -16,13 +16,18 @@ import pagedattn
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 SCRIPT = Path(__file__).parent / "compile_hopper.py"
-SPILLS = {"bf16-D128-G4-S16": 128, "fp16-D64-G1-S64-softcap": 64, "bf16-D256-G8-S256-window-sinks": 400}
+SPILLS = {
+    "bf16-D128-G4-S16": 128,
+    "fp16-D64-G1-S64-softcap": 64,
+    "bf16-D128-G5-S32-window": 300,
+    "bf16-D256-G8-S256-window-sinks": 420,
+}
 
 
 @cache
 def compiled() -> dict[str, dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(pagedattn.__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join((str(Path(pagedattn.__file__).parent.parent), str(SCRIPT.parent)))
     done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -36,5 +41,6 @@ def test_it_compiles_as_it_was_measured(name: str) -> None:
     assert found["warp_groups"] >= 3, "two consumers and a producer give registers away or take them"
     assert found["wgmma"] and found["tma"]
     assert not found["serialized"], "ptxas waits for each product, which costs half of the speed"
+    assert not found["unwritten"], "ptxas sets up an address on a path that may be skipped (uniform_registers.py)"
     # What is spilled are two sums and some addresses; a tile would be thousands of bytes.
     assert found["spills"] and max(found["spills"]) <= SPILLS[name]

@@ -59,11 +59,16 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         built = super().build(common, into, capture)
         if into is None:
             built = TritonMetadata(built.common, self.spec, self._room(built.common, capture), self._list(built.common))
-        if isinstance(built, TritonMetadata) and built.items is not None:
-            _fill(built.items, self.spec, built.common)
+        self.device_update(built)
         return built
 
+    def device_update(self, metadata: AttentionMetadata) -> None:
+        if isinstance(metadata, TritonMetadata) and metadata.items is not None:
+            _fill(metadata.items, self.spec, metadata.common)
+
     def _list(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        if torch.compiler.is_dynamo_compiling():  # the op makes it itself
+            return None
         prefill = _prefill(self.spec, common)
         if prefill is None or _why_not_hopper(self.spec, common):
             return None
@@ -96,13 +101,13 @@ def _fill(items: torch.Tensor, spec: AttentionSpec, common: CommonAttentionMetad
     prefill = _prefill(spec, common)
     if prefill is not None:
         starts, lens = common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]
-        hopper.list_items(items, starts, lens, common.block_table.shape[1] * (spec.block_size or 0), spec.gqa_ratio)
+        hopper.list_items(items, starts, lens, spec.gqa_ratio)
 
 
 def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:
     """Why the list for Hopper's prefill kernel is not made once for all layers; "" where it is."""
     stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
-    facts = (spec.dtype, stored, spec.head_dim, spec.value_dim, spec.block_size or 0, spec.has_alibi)
+    facts = (spec.dtype, stored, spec.head_dim, spec.value_dim, spec.block_size, spec.has_alibi)
     if not spec.uses_cache or spec.deterministic:
         return "deterministic" if spec.deterministic else "no paged cache"
     return hopper.why_not_here(common.seq_lens.device) or hopper.why_not_shape(*facts)

@@ -8,10 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .attention_inputs import AttentionInputs
-from .library import interpreted, kernels
+from .library import expect, interpreted, kernels
 
 HEAD_DIMS = (64, 128, 256)
 _ROWS = 128  # packed query rows of an item
+_FIELDS = 8  # int32 of an item
 _TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
 
 
@@ -30,14 +31,14 @@ def why_not_here(device: torch.device) -> str:
 
 
 def why_not_shape(
-    dtype: torch.dtype, stored: torch.dtype, head_dim: int, head_dim_v: int, block_size: int, alibi: bool
+    dtype: torch.dtype, stored: torch.dtype, head_dim: int, head_dim_v: int, block_size: int | None, alibi: bool
 ) -> str:
-    """Why the kernel does not serve heads, caches or features of this kind; "" where it does."""
+    """Why the kernel does not serve heads, caches (of unknown blocks where None) or features of this kind, or ""."""
     if dtype not in (torch.bfloat16, torch.float16) or stored != dtype:
         return f"queries of {dtype} over a cache of {stored}"
     if head_dim not in HEAD_DIMS or head_dim_v != head_dim:
         return f"head dims {head_dim} and {head_dim_v}, not {', '.join(map(str, HEAD_DIMS))}"
-    if block_size < 16 or block_size & (block_size - 1):
+    if block_size is not None and (block_size < 16 or block_size & (block_size - 1)):
         return f"blocks of {block_size}, not of a power of two from 16 on"
     return "ALiBi" if alibi else ""
 
@@ -49,6 +50,8 @@ def why_not(inputs: AttentionInputs) -> str:
         return "no paged cache" if table is None else "deterministic"
     if not table.shape[1] or not len(key) or inputs.scale <= 0:
         return "an empty cache, or a scale that is not positive"
+    if inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0:
+        return "scales of a cache that is not fp8"
     facts = (query.dtype, key.dtype, query.shape[2], value.shape[3], key.shape[1], inputs.alibi_slopes is not None)
     reason = why_not_here(query.device) or why_not_shape(*facts)
     if reason:
@@ -86,22 +89,23 @@ def tokens_of(group: int) -> int:
 
 
 def new_items(tokens: int, num_seqs: int, group: int, device: torch.device) -> torch.Tensor:
-    """An empty list for a step of `tokens` query tokens, int32 [2 + items at most, 8]: counters, number, items."""
-    return torch.zeros(2 + tokens // tokens_of(group) + num_seqs, 8, dtype=torch.int32, device=device)
+    """Room for the list of a step of `tokens` query tokens, int32 [2 + items at most, 8]: counters, number, items."""
+    return torch.empty(2 + tokens // tokens_of(group) + num_seqs, _FIELDS, dtype=torch.int32, device=device)
 
 
-def list_items(
-    items: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_keys: int, group: int
-) -> None:
-    """Fill `items` for sequences [B] on the device; no length is read by the host. `max_keys`: the table's room."""
-    kernels("work_list").launch(query_start_loc, seq_lens, items, max_keys, tokens_of(group))
+def list_items(items: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, group: int) -> None:
+    """Fill `items` for sequences [B] on the device; no length is read by the host."""
+    kernels("work_list").launch(query_start_loc, seq_lens, items, tokens_of(group))
 
 
-def items_of(inputs: AttentionInputs) -> torch.Tensor:
-    """The list of one call, where no step's metadata brings it."""
-    query, key, table, lens = inputs.query, inputs.key, inputs.block_table, inputs.seq_lens
-    group = query.shape[1] // key.shape[2]
+def items_of(inputs: AttentionInputs, given: torch.Tensor | None) -> torch.Tensor:
+    """The list that a step's metadata bring, or one for this call."""
+    query, lens = inputs.query, inputs.seq_lens
+    if given is not None:
+        fits = given.dtype == torch.int32 and given.is_contiguous() and given.dim() == 2 and given.shape[1] == _FIELDS
+        expect(fits and given.device == query.device, "items", f"int32 [n, {_FIELDS}] of hopper.new_items", given)
+        return given
+    group = query.shape[1] // inputs.key.shape[2]
     items = new_items(len(query), len(lens), group, query.device)
-    max_keys = 0 if table is None else table.shape[1] * key.shape[1]
-    list_items(items, inputs.query_start_loc, lens, max_keys, group)
+    list_items(items, inputs.query_start_loc, lens, group)
     return items

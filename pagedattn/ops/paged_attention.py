@@ -70,7 +70,8 @@ def paged_attention(
             then never split over programs, which costs speed where few sequences are long.
         workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
             at the same time. None: made for this call and what repeats it.
-        items: int32 [n, 8], of `hopper.list_items`, for the sequences that are no decodes. None: made for this call.
+        items: int32 [n, 8], of `hopper.list_items`, for the sequences that are no decodes; as with a workspace, calls
+            that share one must not run at the same time. None: made for this call.
         replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
@@ -132,7 +133,7 @@ def _launch(
         if config.tiles < 2**31 and config.programs <= COUNTERS:
             return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
     elif not hopper.why_not(part):
-        kernels("prefill_hopper").launch(part, hopper.items_of(part) if items is None else items)
+        kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
         return None
     return kernels("attention").launch(prefill_config_of(part), part, key_starts)
 

@@ -69,6 +69,8 @@ REFUSED = {
     "head dims 128 and 64": {"value": torch.zeros(BLOCKS, SIZE, KV_HEADS, 64, dtype=torch.bfloat16)},
     "blocks of 48": dict.fromkeys(("key", "value"), torch.zeros(BLOCKS, 48, KV_HEADS, DIM, dtype=torch.bfloat16)),
     "blocks of 8": dict.fromkeys(("key", "value"), torch.zeros(BLOCKS, 8, KV_HEADS, DIM, dtype=torch.bfloat16)),
+    "scales of a cache that is not fp8": {"v_scale": torch.ones(2)},
+    "scales of": {"out_scale": 2.0},
     "ALiBi": {"alibi_slopes": torch.zeros(HEADS)},
 }
 
@@ -128,6 +130,7 @@ def test_prompts_go_there_and_decodes_do_not(monkeypatch: pytest.MonkeyPatch) ->
     assert entries == [[33, 7, 53, 60, 0], [1, 32, 21, 60, 0]]
     seen.clear()
     mine = hopper.new_items(40, 1, HEADS // KV_HEADS, inputs.query.device)
+    hopper.list_items(mine, inputs.query_start_loc[1:], inputs.seq_lens[1:], HEADS // KV_HEADS)
     ops.paged_attention(
         *inputs[:6], max_query_len=39, max_seq_len=60, scale=0.1, num_decodes=1, items=mine, path="triton"
     )

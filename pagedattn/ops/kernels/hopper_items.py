@@ -34,14 +34,15 @@ class Shape:
 
 @aggregate
 class Items:
-    """The list on the device, and how many heads (blocks of PACK) go over it."""
+    """The list on the device, how many heads (blocks of PACK) go over it, and the keys that a table has room for."""
 
     entries: gl.tensor
     heads: gl.tensor
+    max_keys: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, entries, heads):
-        self.entries, self.heads = entries, heads
+    def __init__(self, entries, heads, max_keys):
+        self.entries, self.heads, self.max_keys = entries, heads, max_keys
 
     @gluon.jit
     def total(self):
@@ -51,7 +52,8 @@ class Items:
     def look_up(self, index):
         """First token, tokens, position of the first, keys of the sequence, head."""
         entry = self.entries + (2 + index // self.heads) * FIELDS
-        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), index % self.heads
+        keys = gl.minimum(gl.load(entry + 3), self.max_keys)
+        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), keys, index % self.heads
 
     @gluon.jit
     def sequence(self, index):

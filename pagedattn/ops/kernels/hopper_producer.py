@@ -31,15 +31,16 @@ def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
 
 
 @gluon.jit
-def _zero_rows(tile, valid, shape):
-    """Rows past `valid` of a value tile become 0: their weights are 0, but 0 * NaN would reach the output."""
+def _zero_rows(tile, begin, end, shape):
+    """Rows outside begin..end of a value tile become 0: their weights are 0, but 0 * NaN would reach the output."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [1, 1], [1, 0])
     for r in gl.static_range(shape.BLOCK_N // 8):
-        if r * 8 + 8 > valid:
+        if (r * 8 + 8 > end) | (r * 8 < begin):
             rows = tile.slice(r * 8, 8)
             index = r * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
             values = rows.load(LAYOUT)
-            rows.store(gl.where(gl.expand_dims(index < valid, 1), values, gl.zeros_like(values)))
+            kept = gl.expand_dims((index >= begin) & (index < end), 1)
+            rows.store(gl.where(kept, values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -59,7 +60,7 @@ def produce(desc_q, desc_k, desc_v, table, s_table, k_place, v_place, items, cha
     index = gl.program_id(0)
     n = 0  # items handed out
     c = 0  # tiles loaded
-    t = 0  # of them with rows past the end of their sequence
+    t = 0  # of them with rows that nobody sees
     while index < total:
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         _hand_out(channels.items, n, index)
@@ -82,13 +83,16 @@ def produce(desc_q, desc_k, desc_v, table, s_table, k_place, v_place, items, cha
             channels.k.wait_empty(c)
             _load(desc_k, blocks, key, kv_head, k_place, channels.k.barrier(c), channels.k.tile(c), shape)
             channels.v.wait_empty(c)
-            if key + shape.BLOCK_N <= keys:
+            behind = 0  # rows whose blocks the window may have left to others
+            if shape.WINDOW > 0:
+                behind = first - shape.WINDOW + 1 - key
+            if (key + shape.BLOCK_N <= keys) & (behind <= 0):
                 _load(desc_v, blocks, key, kv_head, v_place, channels.v.barrier(c), channels.v.tile(c), shape)
             else:
                 _load(desc_v, blocks, key, kv_head, v_place, channels.tail.index(0), channels.v.tile(c), shape)
                 mbarrier.wait(channels.tail.index(0), t & 1)
                 t += 1
-                _zero_rows(channels.v.tile(c), keys - key, shape)
+                _zero_rows(channels.v.tile(c), behind, keys - key, shape)
                 fence_async_shared()
                 mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1

@@ -29,8 +29,8 @@ _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2
 _QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
-# An argument that is 1 would else be a constant, which an aggregate does not take.
-@gluon.jit(do_not_specialize=["heads", "sl_t"])
+# As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
+@gluon.jit(do_not_specialize=["heads", "max_keys", "sl_t", "s_table"], do_not_specialize_on_alignment=["table"])
 def _prefill_kernel(
     desc_q,
     desc_k,
@@ -41,6 +41,7 @@ def _prefill_kernel(
     entries,
     sinks,
     heads,
+    max_keys,
     qk_scale,
     softcap,
     s_table,
@@ -81,7 +82,7 @@ def _prefill_kernel(
         tail,
     )
     fence_async_shared()
-    items = Items(entries, heads)
+    items = Items(entries, heads, max_keys)
     output = Output(out, so_t, so_h, sl_t)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
@@ -126,7 +127,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor) -> None:
     (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)
     with on_device(query):
         _prefill_kernel[(min(target_of(query.device).num_sms, (len(entries) - 2) * heads),)](
-            *(rows, keys, values, table, out, lse, entries, inputs.sinks, heads),
+            *(rows, keys, values, table, out, lse, entries, inputs.sinks, heads, table.shape[1] * key.shape[1]),
             *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
             *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
             **constants,

@@ -23,7 +23,6 @@ def _look_up(
     seq_lens,
     num_seqs,
     steps,
-    max_keys,
     BLOCK_Q: tl.constexpr,
 ):
     """Slots number the query blocks of all sequences, with gaps: sequence b's start at start_b // BLOCK_Q + b."""
@@ -43,12 +42,14 @@ def _look_up(
     seq_len = tl.load(seq_lens + seq)
     done = (slot - (start - origin) // BLOCK_Q - seq) * BLOCK_Q
     tokens = tl.minimum(q_len - done, BLOCK_Q)
-    keys = tl.minimum(seq_len, max_keys)
     position = seq_len - q_len + done
-    return tl.where(tokens > 0, keys, -1), start + done, tokens, position, seq
+    return tl.where(tokens > 0, seq_len, -1), start + done, tokens, position, seq
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "steps", "slots"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+)
 def _work_list_kernel(
     query_start_loc,
     seq_lens,
@@ -56,19 +57,18 @@ def _work_list_kernel(
     num_seqs,
     steps,
     slots,
-    max_keys,
     BLOCK_Q: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     """Each program ranks CHUNK slots, and writes them to their ranks."""
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    keys, token, tokens, position, seq = _look_up(mine, query_start_loc, seq_lens, num_seqs, steps, max_keys, BLOCK_Q)
+    keys, token, tokens, position, seq = _look_up(mine, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
     rank = tl.zeros([CHUNK], tl.int32)
     count = 0
     for start in range(0, slots, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        theirs, _, _, _, whose = _look_up(other, query_start_loc, seq_lens, num_seqs, steps, max_keys, BLOCK_Q)
+        theirs, _, _, _, whose = _look_up(other, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
         theirs = tl.where(other < slots, theirs, -1)
         count += tl.sum((theirs >= 0).to(tl.int32), 0)
         same_keys = theirs[None, :] == keys[:, None]
@@ -76,6 +76,8 @@ def _work_list_kernel(
         before |= same_keys & (whose[None, :] == seq[:, None]) & (other[None, :] > mine[:, None])
         rank += tl.sum(before.to(tl.int32), 1)
     if tl.program_id(0) == 0:
+        tl.store(items, 0)
+        tl.store(items + 1, 0)
         tl.store(items + FIELDS, count)
     entry = items + (2 + rank) * FIELDS
     listed = (keys >= 0) & (mine < slots)
@@ -86,9 +88,7 @@ def _work_list_kernel(
     tl.store(entry + 4, seq, mask=listed)
 
 
-def launch(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, max_keys: int, block_q: int
-) -> None:
+def launch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, block_q: int) -> None:
     """Fill `items` [2 + slots, 8] int32 for sequences [B] whose query blocks take at most `slots` slots."""
     num_seqs, slots = len(seq_lens), len(items) - 2
     with on_device(items):
@@ -99,7 +99,6 @@ def launch(
             num_seqs,
             num_seqs.bit_length() + 1,
             slots,
-            max_keys,
             BLOCK_Q=block_q,
             CHUNK=_CHUNK,
             FIELDS=FIELDS,
