@@ -73,6 +73,12 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
     size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
     if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
         raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
+    bounds = common.max_query_len, common.max_seq_len
+    longest = tuple(int(x.max()) if len(x) else 0 for x in (query_lens, lens))
+    if longest[0] > bounds[0] or longest[1] > bounds[1]:
+        raise InvalidInputError("max_query_len, max_seq_len", f"at least {longest}", bounds)
+    if bool((query_lens[: common.num_decodes] > 1).any()):
+        raise InvalidInputError("num_decodes", "leading sequences with one new token each", common.num_decodes)
     live = torch.arange(table.shape[1]) * size < lens[:, None]
     bad = (live & ((table < 0) | (table >= blocks))).nonzero()
     if len(bad):

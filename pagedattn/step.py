@@ -61,7 +61,8 @@ def plan_step(
     Args:
         layers: the model's attention layers.
         commons: one CommonAttentionMetadata per KV group, or one for group 0 alone.
-        capture: make static buffers that a CUDA graph may record. into: such a plan of the same layers, rewritten in
+        capture: make static buffers that a CUDA graph may record. A backend's workspace is shared by what was planned on
+            one stream, and by captured plans: run those one after another. into: such a plan of the same layers, rewritten in
             place for a replay.
 
     Raises:

@@ -93,6 +93,9 @@ BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "starts fall": ({"query_start_loc": i32(0, 7, 6)}, "query_start_loc", "never decreasing"),
     "short": ({"seq_lens": i32(20, 4)}, "seq_lens", "at least the new tokens"),
     "long": ({"seq_lens": i32(33, 5)}, "seq_lens", "at most 32, got 33"),
+    "longest query": ({"max_query_len": 1}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(1, 20\)"),
+    "longest sequence": ({"max_seq_len": 19}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(5, 19\)"),
+    "decodes": ({"num_decodes": 2}, "num_decodes", "one new token each, got 2"),
 }
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from .. import env
 from ..capabilities import Capabilities, IntRange, Rejection
 from ..ops.library import interpreted
 from ..spec import AttentionSpec, AttentionType, GraphLevel
@@ -17,7 +18,7 @@ from .triton_metadata import TritonMetadata, TritonMetadataBuilder
 
 class TritonImpl(OpAttentionImpl):
     path = "triton"
-    records = True
+    records = env.replay()
 
     def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
         return metadata.workspace if isinstance(metadata, TritonMetadata) else None

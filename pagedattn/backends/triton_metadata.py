@@ -77,15 +77,22 @@ class TritonMetadataBuilder(OpMetadataBuilder):
 
     def _room(self, common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
         decodes = [one for one in _launches(self.spec, common) if one.kernel == "decode"]
-        if not decodes:
+        if not decodes or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
             return None
         device = common.seq_lens.device
-        owner = "captured" if capture else torch.cuda.current_stream(device) if device.type == "cuda" else device
+        on_gpu = device.type == "cuda"
         needed = max(_config(self.spec, common, one).workspace for one in decodes)
+        if _is_being_captured(device):  # its zeros are written when this graph is replayed
+            return new_workspace(needed, device)
+        owner = "captured" if capture else torch.cuda.current_stream(device).cuda_stream if on_gpu else "host"
         room = self._rooms.get(owner)
         if room is None or room.numel() < needed:
             room = self._rooms[owner] = new_workspace(needed, device)
         return room
+
+
+def _is_being_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work]:

@@ -53,13 +53,18 @@ class AttentionInputs(NamedTuple):
             refuse("key and value", f"{query.dtype} as the query, or fp8", key)
         if query.shape[1] % key.shape[-2]:
             raise InvalidInputError("query", f"a multiple of {key.shape[-2]} heads", query.shape[1])
-        if lens.dtype != torch.int32 or lens.dim() != 1:
-            refuse("seq_lens", "int32 [B]", lens)
-        count = lens.shape[0]
-        if self.query_start_loc.dtype != torch.int32 or len(self.query_start_loc) != count + 1:
-            refuse("query_start_loc", f"int32 [{count + 1}]", self.query_start_loc)
+        if lens.dtype != torch.int32 or lens.dim() != 1 or not lens.is_contiguous():
+            refuse("seq_lens", "int32 [B], contiguous", lens)
+        count, starts = lens.shape[0], self.query_start_loc
+        if starts.dtype != torch.int32 or len(starts) != count + 1 or not starts.is_contiguous():
+            refuse("query_start_loc", f"int32 [{count + 1}], contiguous", starts)
         if self.block_table is not None:
             _check_table(self.block_table, count)
+            if len(key) == 0 and self.block_table.numel():
+                refuse("key", "one block at least", key)
+        for name, of_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            if of_head is not None and (of_head.shape != query.shape[1:2] or not of_head.is_contiguous()):
+                refuse(name, f"[{query.shape[1]}], contiguous", of_head)
         out, lse = self.out, self.lse
         if out.shape != (*query.shape[:2], value.shape[-1]) or out.stride(2) != 1:
             refuse("out", "[T, Hq, Dv]", out)

@@ -19,6 +19,11 @@ _SCORES = 1 << 25  # logits held at once; bounds memory, not what is served
 
 def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
     """Fill `inputs.out` [T, Hq, Dv] and `inputs.lse` [T, Hq]. No value reaches the host."""
+    kind = inputs.query.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            attend(inputs, mask_mod)
+        return
     if mask_mod is None and attention_varlen.serves(inputs):
         attention_varlen.attend(inputs)
         return

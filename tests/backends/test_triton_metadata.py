@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata
+from pagedattn.backends import triton_metadata
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.ops import hopper
 from pagedattn.ops.launch import COUNTERS
 
 CPU = torch.device("cpu")
@@ -69,3 +71,41 @@ def test_a_captured_step_keeps_its_own() -> None:
     assert mine is not None and mine is not eager
     builder.build(step(*[1] * 8, keys=8000), capture=True)
     assert builder.build(step(1, 1, keys=90), into=captured) is captured and workspace(captured) is mine
+
+
+def test_a_step_first_built_inside_a_capture_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What zeroes its counters is only recorded then, and runs when that one graph does."""
+    builder = TritonMetadataBuilder(SPEC, CPU)
+    monkeypatch.setattr(triton_metadata, "_is_being_captured", lambda device: True)
+    first, second = (workspace(builder.build(step(1, 1))) for _ in range(2))
+    assert first is not None and second is not None and first is not second
+    monkeypatch.undo()
+    later = workspace(builder.build(step(1, 1)))
+    assert later is not first and later is not second
+
+
+def listed(metadata: AttentionMetadata) -> list[list[int]]:
+    """First token, tokens and sequence of each item."""
+    assert isinstance(metadata, TritonMetadata) and metadata.items is not None
+    entries = metadata.items[2 : 2 + int(metadata.items[1, 0])]
+    return entries[:, [0, 1, 4]].tolist()
+
+
+def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
+    builder = TritonMetadataBuilder(spec, CPU)
+    metadata = builder.build(step(1, 1, 400, 33))
+    assert "prefill kernel: 2 sequences (for Hopper)" in metadata.describe()
+    tokens = hopper.tokens_of(spec.gqa_ratio)
+    expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
+    expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
+    assert sorted(listed(metadata)) == sorted(expected)
+    assert hopper.why_not_shape(spec.dtype, spec.dtype, 64, 64, None, False) == ""
+    captured = builder.build(step(40, 33), capture=True)
+    builder.build(step(20), into=captured)
+    assert sum(count for _, count, _ in listed(captured)) == 20
+    assert isinstance(captured, TritonMetadata)
+    captured.common.query_start_loc[1:] += 7
+    builder.device_update(captured)
+    assert sum(count for _, count, _ in listed(captured)) == 27

@@ -209,3 +209,24 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
         room = new_workspace(config.workspace, device)
         import_module("pagedattn.ops.kernels.decode").launch(config, inputs, room)
         assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window == 0)
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "seq_lens", "query_start_loc"])
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_columns_are_refused(name: str, path: str, device: torch.device) -> None:
+    """The kernels read these without strides."""
+    problem = make_problem(Case(**TOKENS), device)
+    common = problem.common
+    given: dict[str, Any] = {
+        "block_table": common.block_table,
+        "query_start_loc": common.query_start_loc,
+        "seq_lens": common.seq_lens,
+        "sinks": torch.zeros(problem.spec.num_heads, device=device),
+        "alibi_slopes": None,
+    }
+    given[name] = torch.stack([given["sinks"] if name == "alibi_slopes" else given[name]] * 2, 1)[:, 0]
+    bounds = {"max_query_len": common.max_query_len, "max_seq_len": common.max_seq_len, "scale": 1.0, "path": path}
+    cache = problem.cache
+    assert cache is not None
+    with pytest.raises(InvalidInputError, match=f"^{name} must be .*contiguous"):
+        ops.paged_attention(problem.query, cache.key, cache.value, **given, **bounds)

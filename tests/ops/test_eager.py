@@ -42,10 +42,18 @@ def test_plain_tensors_and_parameters_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "arg", [Subclass(), torch.ones(1, device="meta"), [torch.ones(1)]], ids=["subclass", "meta", "list"]
+    "arg",
+    [Subclass(), torch.ones(1, device="meta"), [torch.ones(1)], torch._neg_view(torch.ones(1))],
+    ids=["subclass", "meta", "list", "negated view"],
 )
 def test_what_only_torch_can_judge_is_not(arg: object) -> None:
     assert not plain((*STATES, arg))
+
+
+def test_a_profiler_sees_the_op() -> None:
+    with torch.profiler.profile() as profile:
+        merge(*STATES)
+    assert any(event.key == "pagedattn::merge_attn_states" for event in profile.key_averages())
 
 
 def test_no_mode_is_gone_past() -> None:

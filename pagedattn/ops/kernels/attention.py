@@ -225,7 +225,7 @@ def _paged_attention_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     q_row = q_block * BLOCK_Q + offs_m // G
-    head = kv_head * GROUP + in_group + offs_m % G
+    head = (kv_head * GROUP + in_group + offs_m % G).to(tl.int64)  # heads may be further apart than int32 counts
     mask_m = (offs_m < BLOCK_Q * G) & (q_row < q_len) & (in_group + offs_m % G < GROUP)
     q_pos = context + q_row
     dim = tl.arange(0, BLOCK_D)

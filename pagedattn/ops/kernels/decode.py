@@ -162,7 +162,12 @@ def _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.
     """Query token in the sequence, query head, and whether there is one, of an item's rows."""
     q_row = q_block * BLOCK_Q + offs_m // G
     of_group = in_group + offs_m % G
-    return q_row, kv_head * GROUP + of_group, (offs_m < BLOCK_Q * G) & (q_row < q_len) & (of_group < GROUP)
+    # int64: heads may be further apart than int32 counts.
+    return (
+        q_row,
+        (kv_head * GROUP + of_group).to(tl.int64),
+        (offs_m < BLOCK_Q * G) & (q_row < q_len) & (of_group < GROUP),
+    )
 
 
 @triton.jit(
@@ -181,7 +186,6 @@ def _decode_kernel(
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     HEAD_PARTS: tl.constexpr = (GROUP + G - 1) // G
     PARTS: tl.constexpr = KV_HEADS * HEAD_PARTS

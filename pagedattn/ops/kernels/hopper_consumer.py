@@ -107,7 +107,7 @@ def _finish(acc, m_i, l_i, token, tokens, head, w: gl.constexpr, output, lse_out
         gl.store(lse_out + place, lse, mask=row // shape.PACK < tokens)
     norm = gl.convert_layout(1.0 / gl.where(l_i == 0, 1.0, l_i), O_ROWS)
     row = w * ROWS + gl.arange(0, ROWS, O_ROWS)
-    at = head * shape.PACK + row % shape.PACK
+    at = (head * shape.PACK + row % shape.PACK).to(gl.int64)
     place = (token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
     dim = gl.arange(0, shape.D, gl.SliceLayout(0, O_LAYOUT))
     result = (acc * gl.expand_dims(norm, 1)).to(shape.DTYPE)
