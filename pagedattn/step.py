@@ -61,9 +61,11 @@ def plan_step(
     Args:
         layers: the model's attention layers.
         commons: one CommonAttentionMetadata per KV group, or one for group 0 alone.
-        capture: make static buffers that a CUDA graph may record. A backend's workspace is shared by what was planned on
-            one stream, and by captured plans: run those one after another. into: such a plan of the same layers, rewritten in
-            place for a replay.
+        capture: make static buffers that a CUDA graph may record.
+        into: such a plan of the same layers, rewritten in place for a replay.
+
+    A backend may share a workspace between what was planned on one stream, and between captured plans: run those one
+    after another.
 
     Raises:
         InvalidInputError: a layer's KV group is not in `commons`.
