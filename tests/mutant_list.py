@@ -125,9 +125,9 @@ _SHARED_OUT = (
     fault("short sequences first", "pagedattn/ops/kernels/work_list.py", "theirs[None, :] > keys[:, None]",
           "theirs[None, :] < keys[:, None]", "tests/ops/test_work_list.py in_order[1]"),
     fault("scales that Hopper's kernel does not read", "pagedattn/ops/hopper.py", " or inputs.out_scale != 1.0", "",
-          "tests/ops/test_hopper.py refused"),
+          "tests/ops/test_hopper_calls.py refused"),
     fault("strides that no matrix has", "pagedattn/ops/hopper.py", " or per_block % per_slot", "",
-          "tests/ops/test_hopper.py test_strides"),
+          "tests/ops/test_hopper_calls.py test_strides"),
     fault("a path without a write unseen", "tests/uniform_registers.py", "leaves & written[after]", "leaves",
           "tests/test_uniform_registers.py skips"),
 )  # fmt: skip
