@@ -1,4 +1,4 @@
-"""Which calls go to Hopper's prefill kernel, decided without a GPU; what it computes is in tests/backends/test_hopper.py."""
+"""Which calls go to the prefill kernel for Hopper; what it computes on one is in tests/backends/test_hopper.py."""
 
 from __future__ import annotations
 
