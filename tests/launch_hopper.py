@@ -1,0 +1,65 @@
+"""Layer calls on a Hopper GPU that is not there (see fake_gpu.py): which kernels they launch, printed as JSON.
+
+To be run without TRITON_INTERPRET, which is read when kernels are imported.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import fake_gpu
+import torch
+from fake_gpu import launched
+
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
+from pagedattn.ops import hopper
+from pagedattn.ops.kernels import prefill_hopper
+
+CASES: dict[str, dict[str, Any]] = {
+    "prompts": {"query_lens": [300, 40]},
+    "prompts and decodes": {"query_lens": [1, 1, 300]},
+    "blocks of unknown size": {"query_lens": [300], "block_size": None},
+    "HND": {"query_lens": [300], "cache_layout": "HND"},
+    "one head": {"query_lens": [300], "heads": (1, 1)},
+    "D 80": {"query_lens": [300], "dim": 80},
+}
+
+
+def run(
+    query_lens: list[int], heads: tuple[int, int] = (8, 2), dim: int = 128, block_size: int | None = 16, **options: Any
+) -> dict[str, Any]:
+    """How many launches a step's plan makes, a layer's call, a captured plan and its rewriting; and what is described."""
+    dtype, layout = torch.bfloat16, options.get("cache_layout", "NHD")
+    layer = Attention(heads[0], dim, heads[1], block_size=block_size, backend="TRITON", dtype=dtype, **options)
+    keys = [500 + n for n in query_lens]
+    table = torch.zeros(len(keys), 64, dtype=torch.int32)
+    cache = PagedKVCache(1, 90, 16, heads[1], dim, dtype=dtype, layout=layout).layer(0)
+    common = CommonAttentionMetadata.from_lengths(query_lens, keys, table)
+    fused = torch.zeros(sum(query_lens), heads[0] + 2 * heads[1], dim, dtype=dtype)
+    counts = [len(launched)]
+    plan = plan_step([layer], common)
+    counts.append(len(launched))
+    layer(fused[:, : heads[0]], None, None, cache, plan)
+    counts.append(len(launched))
+    last = [text for text in map(str, launched[-1]) if text.startswith("(")]
+    captured = plan_step([layer], common, capture=True)
+    counts.append(len(launched))
+    plan_step([layer], common, into=captured)
+    counts.append(len(launched))
+    text = plan.of(layer.plan_key).describe()
+    made = [after - before for before, after in pairwise(counts)]
+    return {"launches": made, "describe": text, "grid": launched[counts[2] - 1][0], "descriptors": last}
+
+
+def main() -> None:
+    fake_gpu.install()
+    hopper.why_not_here = lambda device: ""  # type: ignore[assignment]
+    prefill_hopper.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
+    with torch.no_grad():
+        print(json.dumps({name: run(**case) for name, case in CASES.items()}))
+
+
+if __name__ == "__main__":
+    main()

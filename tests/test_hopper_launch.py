@@ -1,0 +1,50 @@
+"""A layer's way to Hopper's prefill kernel, through Triton's own JIT, with a driver that only takes notes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pagedattn
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+SCRIPT = Path(__file__).parent / "launch_hopper.py"
+
+
+@cache
+def calls() -> dict[str, dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(Path(pagedattn.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["prompts", "blocks of unknown size", "HND", "one head"])
+def test_a_step_lists_its_items_once_and_a_layer_launches_once(name: str) -> None:
+    made = calls()[name]
+    assert made["launches"] == [1, 1, 1, 1] and "(for Hopper)" in made["describe"]
+    assert len(made["descriptors"]) >= 3, "queries, keys and values come by TMA"
+
+
+def test_decodes_have_a_launch_of_their_own() -> None:
+    made = calls()["prompts and decodes"]
+    assert made["launches"] == [1, 2, 1, 1]
+    assert "decode kernel: 2 sequences" in made["describe"] and "1 sequences (for Hopper)" in made["describe"]
+
+
+def test_programs_are_as_many_as_items_or_sms() -> None:
+    assert calls()["prompts"]["grid"] == (340 // 32 + 2) * 2  # heads in packs of 4: 32 tokens an item
+    assert calls()["one head"]["grid"] == 300 // 128 + 1
+
+
+def test_other_heads_go_to_the_portable_kernel() -> None:
+    made = calls()["D 80"]
+    assert made["launches"] == [0, 1, 0, 0] and "the portable one: head dims 80 and 80" in made["describe"]
