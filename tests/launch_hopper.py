@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 def run(
     query_lens: list[int], heads: tuple[int, int] = (8, 2), dim: int = 128, block_size: int | None = 16, **options: Any
 ) -> dict[str, Any]:
-    """How many launches a step's plan makes, a layer's call, a captured plan and its rewriting; and what is described."""
+    """Launches of a step's plan, of a layer's call, of a captured plan and of its rewriting; and what is described."""
     dtype, layout = torch.bfloat16, options.get("cache_layout", "NHD")
     layer = Attention(heads[0], dim, heads[1], block_size=block_size, backend="TRITON", dtype=dtype, **options)
     keys = [500 + n for n in query_lens]
