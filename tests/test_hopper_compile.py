@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-import pagedattn
+from uninterpreted import output_of
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-SCRIPT = Path(__file__).parent / "compile_hopper.py"
 SPILLS = {
     "bf16-D128-G4-S16": 128,
     "fp16-D64-G1-S64-softcap": 64,
@@ -26,11 +20,7 @@ SPILLS = {
 
 @cache
 def compiled() -> dict[str, dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(Path(pagedattn.__file__).parent.parent), str(SCRIPT.parent)))
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in output_of("compile_hopper.py")]
     return {line["name"]: line for line in lines}
 
 

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-import pagedattn
+from uninterpreted import output_of
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-SCRIPT = Path(__file__).parent / "launch_hopper.py"
 
 
 @cache
 def calls() -> dict[str, dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(Path(pagedattn.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of("launch_hopper.py", CUDA_VISIBLE_DEVICES="")[-1])
 
 
 @pytest.mark.parametrize("name", ["prompts", "blocks of unknown size", "HND", "one head"])

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from uninterpreted import output_of
 
-import pagedattn
-
-SCRIPT = Path(__file__).parent / "compile_kernels.py"
 EXPECTED = {
     "attention-sm90-bf16-D128-G4",
     "attention-sm80-bf16-D128-G4",
@@ -36,11 +30,7 @@ EXPECTED = {
 
 @cache
 def compiled() -> dict[str, dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(pagedattn.__file__).parent.parent)
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in output_of("compile_kernels.py")]
     return {line["name"]: line for line in lines}
 
 

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from uninterpreted import output_of
 
-import pagedattn
 from pagedattn.ops.library import has_triton
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
-SCRIPT = Path(__file__).parent / "launch_kernels.py"
 
 
 @cache
 def found() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "PYTHONPATH": str(Path(pagedattn.__file__).parent.parent),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PAGEDATTN_REPLAY": "1",
-    }
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads("".join(output_of("launch_kernels.py", CUDA_VISIBLE_DEVICES="", PAGEDATTN_REPLAY="1")))
 
 
 def test_the_kernel_and_arguments_are_those_that_triton_takes() -> None:

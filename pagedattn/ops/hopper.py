@@ -12,7 +12,7 @@ from .library import expect, interpreted, kernels
 
 HEAD_DIMS = (64, 128, 256)
 _ROWS = 128  # packed query rows of an item
-_FIELDS = 8  # int32 of an item
+FIELDS = 8  # int32 per entry of a list; the first's counters hand out items, the second says how many there are
 _TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
 
 
@@ -90,7 +90,7 @@ def tokens_of(group: int) -> int:
 
 def new_items(tokens: int, num_seqs: int, group: int, device: torch.device) -> torch.Tensor:
     """Room for the list of a step of `tokens` query tokens, int32 [2 + items at most, 8]: counters, number, items."""
-    return torch.empty(2 + tokens // tokens_of(group) + num_seqs, _FIELDS, dtype=torch.int32, device=device)
+    return torch.empty(2 + tokens // tokens_of(group) + num_seqs, FIELDS, dtype=torch.int32, device=device)
 
 
 def list_items(items: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, group: int) -> None:
@@ -102,8 +102,8 @@ def items_of(inputs: AttentionInputs, given: torch.Tensor | None) -> torch.Tenso
     """The list that a step's metadata bring, or one for this call."""
     query, lens = inputs.query, inputs.seq_lens
     if given is not None:
-        fits = given.dtype == torch.int32 and given.is_contiguous() and given.dim() == 2 and given.shape[1] == _FIELDS
-        expect(fits and given.device == query.device, "items", f"int32 [n, {_FIELDS}] of hopper.new_items", given)
+        fits = given.dtype == torch.int32 and given.is_contiguous() and given.dim() == 2 and given.shape[1] == FIELDS
+        expect(fits and given.device == query.device, "items", f"int32 [n, {FIELDS}] of hopper.new_items", given)
         return given
     group = query.shape[1] // inputs.key.shape[2]
     items = new_items(len(query), len(lens), group, query.device)

@@ -42,6 +42,35 @@ def _tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def _logits(
+    s, distance, slope, qk_scale, softcap,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of queries and keys, scaled, capped and biased, in the unit that logits are held in."""
+    PRE: tl.constexpr = _unit(PRECISION)
+    if SOFTCAP:
+        s = (softcap * PRE) * _tanh(s * (qk_scale / softcap), PRECISE=PRECISION == "ieee")
+    else:
+        s = s * (qk_scale * PRE)
+    if ALIBI:
+        bias = distance if CAUSAL else -tl.abs(distance)
+        s += (slope * PRE)[:, None] * bias.to(tl.float32)
+    return s
+
+
+@triton.jit
+def _in_reach(visible, distance, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """What of `visible` is not past a token, nor behind its window; `distance` is key minus query position."""
+    if CAUSAL:
+        visible = visible & (distance <= 0)
+    if WINDOW > 0:
+        visible = visible & (distance > -WINDOW)
+        if not CAUSAL:
+            visible = visible & (distance < WINDOW)
+    return visible
+
+
+@triton.jit
 def _attend(
     q,
     acc,
@@ -107,23 +136,11 @@ def _attend(
         else:
             k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if SOFTCAP:
-            s = (softcap * PRE) * _tanh(s * (qk_scale / softcap), PRECISE=PRECISION == "ieee")
-        else:
-            s = s * (qk_scale * PRE)
         distance = offs_n[None, :] - q_pos[:, None]
-        if ALIBI:
-            bias = distance if CAUSAL else -tl.abs(distance)
-            s += (slope * PRE)[:, None] * bias.to(tl.float32)
+        s = _logits(s, distance, slope, qk_scale, softcap, CAUSAL, SOFTCAP, ALIBI, PRECISION)
         visible = known[None, :]
         if MASKED:
-            visible = visible & seen[None, :]
-            if CAUSAL:
-                visible = visible & (distance <= 0)
-            if WINDOW > 0:
-                visible = visible & (distance > -WINDOW)
-                if not CAUSAL:
-                    visible = visible & (distance < WINDOW)
+            visible = _in_reach(visible & seen[None, :], distance, CAUSAL, WINDOW)
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)

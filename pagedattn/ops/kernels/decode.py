@@ -22,7 +22,7 @@ from ..attention_replay import VARYING
 from ..launch import DecodeConfig
 from ._device import on_device
 from ._launcher import Launch, Launcher
-from .attention import LN2, LOG2E, _tanh, _unit, features
+from .attention import LN2, LOG2E, _in_reach, _logits, _unit, features
 from .partial_states import combine
 
 
@@ -106,22 +106,11 @@ def _attend(
         # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
         k = tl.load(k_ptrs) if D == BLOCK_D else tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if SOFTCAP:
-            s = (softcap * PRE) * _tanh(s * (qk_scale / softcap), PRECISE=PRECISION == "ieee")
-        else:
-            s = s * (qk_scale * PRE)
         distance = offs_n[None, :] - q_pos[:, None]
-        if ALIBI:
-            bias = distance if CAUSAL else -tl.abs(distance)
-            s += (slope * PRE)[:, None] * bias.to(tl.float32)
+        s = _logits(s, distance, slope, qk_scale, softcap, CAUSAL, SOFTCAP, ALIBI, PRECISION)
         visible = (known & (near.to(tl.int32) == offs_n))[None, :]
         if not ONE_TOKEN:  # a sequence's only row sees all of low..end
-            if CAUSAL:
-                visible = visible & (distance <= 0)
-            if WINDOW > 0:
-                visible = visible & (distance > -WINDOW)
-                if not CAUSAL:
-                    visible = visible & (distance < WINDOW)
+            visible = _in_reach(visible, distance, CAUSAL, WINDOW)
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from .work_list import FIELDS as _FIELDS
+from ..hopper import FIELDS as _FIELDS
 
 FIELDS = gl.constexpr(_FIELDS)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..hopper import FIELDS
 from ._device import on_device
 
-FIELDS = 8  # int32 per entry; the first entry's counters hand out items, the second's says how many there are
 _CHUNK = 128
 
 
