@@ -188,9 +188,15 @@ def _given(
         return torch.cat(keys), torch.cat(values)
     if not case.write:
         return None, None
-    new = [rows[len(rows) - n :] for rows, n in zip(keys, case.query_lens, strict=True)]
-    new_v = [rows[len(rows) - n :] for rows, n in zip(values, case.query_lens, strict=True)]
+    new = [_last(rows, n) for rows, n in zip(keys, case.query_lens, strict=True)]
+    new_v = [_last(rows, n) for rows, n in zip(values, case.query_lens, strict=True)]
     return torch.cat(new), torch.cat(new_v)
+
+
+def _last(rows: torch.Tensor, n: int) -> torch.Tensor:
+    """The last n, after NaN for the positions before a sequence's first: those have no slot."""
+    missing = max(n - len(rows), 0)
+    return torch.cat((rows.new_full((missing, *rows.shape[1:]), torch.nan), rows[max(len(rows) - n, 0) :]))
 
 
 def _written(
@@ -205,6 +211,8 @@ def _written(
     if key is None or value is None:
         return after
     for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
         at = slot // case.block_size, slot % case.block_size
         after[0][at], after[1][at] = stored.write_key(key[row]), stored.write_value(value[row])
     return after

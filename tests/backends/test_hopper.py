@@ -116,7 +116,7 @@ def test_the_same_bits_a_thousand_times_under_load() -> None:
 
 def test_replays_with_other_lengths() -> None:
     layer, cache, query, common = layer_and_step([200, 40, 60], [900, 400, 600])
-    captured = plan_step([layer], common, capture=True)
+    captured = plan_step([layer], common.replace(max_query_len=300), capture=True)
     layer(query, None, None, cache, captured)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
