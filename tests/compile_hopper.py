@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from softmax_overlap import softmax_beside_products
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
-from pagedattn.ops.kernels.prefill_hopper import _prefill_kernel, constants_of
+from pagedattn.ops.kernels.prefill_hopper import LOADERS, _prefill_kernel, constants_of
 
 POINTERS = {"table": "*i32", "entries": "*i32", "lse_out": "*fp32", "qk_scale": "fp32", "softcap": "fp32"}
 
@@ -33,7 +34,7 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
     kernel, names = _prefill_kernel, _prefill_kernel.arg_names
     fixed = constants_of(dim, group, page, **flags)
     constants = {**fixed, **({} if sinks else {"sinks": None})}
-    part, pack = min(page, fixed["BLOCK_N"]), fixed["PACK"]
+    part, pack = min(page, fixed["BLOCK_N"] // LOADERS), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "desc_q": descriptor(kind, 64 // pack, pack, dim)}
     types |= dict.fromkeys(("desc_k", "desc_v"), descriptor(kind, part, dim))
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
@@ -62,7 +63,8 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
         "warp_groups": ptx.count("setmaxnreg.dec"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor"),
-        "unwritten": unwritten_reads(sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe8"),  # a consumer begins so
+        "beside": softmax_beside_products(sass),
+        "unwritten": unwritten_reads(sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),  # a consumer begins so
     }
     print(json.dumps(facts))
 

@@ -20,6 +20,7 @@ from pagedattn.ops.kernels import prefill_hopper
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
+    "prompts and long decodes": {"query_lens": [1, 1, 300], "keys": 3000},
     "blocks of unknown size": {"query_lens": [300], "block_size": None},
     "HND": {"query_lens": [300], "cache_layout": "HND"},
     "one head": {"query_lens": [300], "heads": (1, 1)},
@@ -28,15 +29,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(
-    query_lens: list[int], heads: tuple[int, int] = (8, 2), dim: int = 128, block_size: int | None = 16, **options: Any
+    query_lens: list[int],
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 128,
+    block_size: int | None = 16,
+    keys: int = 500,
+    **options: Any,
 ) -> dict[str, Any]:
     """Launches of a step's plan, of a layer's call, of a captured plan and of its rewriting; and what is described."""
     dtype, layout = torch.bfloat16, options.get("cache_layout", "NHD")
     layer = Attention(heads[0], dim, heads[1], block_size=block_size, backend="TRITON", dtype=dtype, **options)
-    keys = [500 + n for n in query_lens]
-    table = torch.zeros(len(keys), 64, dtype=torch.int32)
+    lens = [keys + n for n in query_lens]
+    table = torch.zeros(len(lens), 256, dtype=torch.int32)
     cache = PagedKVCache(1, 90, 16, heads[1], dim, dtype=dtype, layout=layout).layer(0)
-    common = CommonAttentionMetadata.from_lengths(query_lens, keys, table)
+    common = CommonAttentionMetadata.from_lengths(query_lens, lens, table)
     fused = torch.zeros(sum(query_lens), heads[0] + 2 * heads[1], dim, dtype=dtype)
     counts = [len(launched)]
     plan = plan_step([layer], common)

@@ -10,11 +10,11 @@ import pytest
 from uninterpreted import output_of
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-SPILLS = {
-    "bf16-D128-G4-S16": 128,
-    "fp16-D64-G1-S64-softcap": 64,
-    "bf16-D128-G5-S32-window": 300,
-    "bf16-D256-G8-S256-window-sinks": 420,
+SPILLS = {  # bytes; of D 256, where a loader of values zeroes rows
+    "bf16-D128-G4-S16": 64,
+    "fp16-D64-G1-S64-softcap": 32,
+    "bf16-D128-G5-S32-window": 100,
+    "bf16-D256-G8-S256-window-sinks": 1400,
 }
 
 
@@ -28,9 +28,10 @@ def compiled() -> dict[str, dict[str, Any]]:
 def test_it_compiles_as_it_was_measured(name: str) -> None:
     found = compiled()[name]
     assert found["shared"] <= 232448
-    assert found["warp_groups"] >= 3, "two consumers and a producer give registers away or take them"
+    assert found["warp_groups"] >= 3, "two consumers and the loaders give registers away or take them"
     assert found["wgmma"] and found["tma"]
     assert not found["serialized"], "ptxas waits for each product, which costs half of the speed"
     assert not found["unwritten"], "ptxas sets up an address on a path that may be skipped (uniform_registers.py)"
-    # What is spilled are two sums and some addresses; a tile would be thousands of bytes.
+    assert len(found["beside"]) >= 4 and min(found["beside"]) > 0.9, "a softmax waits for products it should run beside"
+    # What is spilled are addresses; a tile would be thousands of bytes.
     assert found["spills"] and max(found["spills"]) <= SPILLS[name]

@@ -24,8 +24,13 @@ def test_a_step_lists_its_items_once_and_a_layer_launches_once(name: str) -> Non
     assert len(made["descriptors"]) >= 3, "queries, keys and values come by TMA"
 
 
-def test_decodes_have_a_launch_of_their_own() -> None:
+def test_decodes_are_items_among_those_of_prompts() -> None:
     made = calls()["prompts and decodes"]
+    assert made["launches"] == [1, 1, 1, 1] and made["describe"] == "prefill kernel: 3 sequences (for Hopper)"
+
+
+def test_long_decodes_have_a_launch_of_their_own() -> None:
+    made = calls()["prompts and long decodes"]
     assert made["launches"] == [1, 2, 1, 1]
     assert "decode kernel: 2 sequences" in made["describe"] and "1 sequences (for Hopper)" in made["describe"]
 

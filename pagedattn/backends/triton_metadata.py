@@ -96,7 +96,10 @@ def _is_being_captured(device: torch.device) -> bool:
 
 
 def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work]:
-    facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic}
+    target = target_of(common.seq_lens.device)
+    heads = (common.num_decodes, spec.kv_heads, spec.gqa_ratio)
+    joined = hopper.joins(*heads, common.max_seq_len, target.num_sms) and not _why_not_hopper(spec, common)
+    facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic, "joined": joined}
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 
 

@@ -13,6 +13,8 @@ from .library import expect, interpreted, kernels
 HEAD_DIMS = (64, 128, 256)
 _ROWS = 128  # packed query rows of an item
 FIELDS = 8  # int32 per entry of a list; the first's counters hand out items, the second says how many there are
+_SHORT = 1024  # keys of a decode that may be one item in any step
+_KEYS_PER_SM_ITEM = 2048  # of longer ones, for each that an SM has
 _TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
 
 
@@ -76,6 +78,14 @@ def _is_matrix(cache: torch.Tensor) -> bool:
         return False
     within = (heads - 1) * per_head + dim <= per_slot
     return heads == 1 or within or (per_head >= per_slot and per_head % per_slot == 0)
+
+
+def joins(num_decodes: int, kv_heads: int, group: int, max_seq_len: int, num_sms: int) -> bool:
+    """Whether the decodes of a step that also has prompts are items among theirs: decodes wait for memory while prompts
+    compute. Not where so few are so long that some SMs would be left with one while others are done: a launch of their
+    own shares their keys out. Nor for heads that do not fit one item, which would read their keys several times."""
+    room = max(_SHORT, _KEYS_PER_SM_ITEM * num_decodes * kv_heads // num_sms)
+    return num_decodes > 0 and pack_of(group) == group and max_seq_len <= room
 
 
 def pack_of(group: int) -> int:

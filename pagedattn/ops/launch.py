@@ -92,9 +92,11 @@ def target_of(device: torch.device) -> Target:
     return Target(sms, shared, properties.major >= 9)
 
 
-def launches(num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool) -> list[Work]:
-    """The launches that serve a batch: decodes and the rest want other tiles."""
-    if deterministic or not paged:
+def launches(
+    num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool, joined: bool = False
+) -> list[Work]:
+    """The launches that serve a batch: decodes and the rest want other tiles, but where they are `joined`."""
+    if deterministic or not paged or (joined and max_query_len > DECODE_TOKENS):
         planned = [Work("prefill", 0, num_seqs, max_query_len)]
     elif max_query_len <= DECODE_TOKENS:
         planned = [Work("decode", 0, num_seqs, max_query_len)]

@@ -113,9 +113,15 @@ def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None, items: torc
     """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, in a launch each."""
     paged = inputs.block_table is not None
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
-    facts = {"paged": paged, "deterministic": inputs.deterministic}
+    facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": _joined(inputs)}
     planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
     return [_launch(work, inputs, key_starts, workspace, items) for work in planned]
+
+
+def _joined(inputs: AttentionInputs) -> bool:
+    kv_heads, device = inputs.key.shape[-2], inputs.query.device
+    facts = (inputs.num_decodes, kv_heads, inputs.query.shape[1] // kv_heads, inputs.max_seq_len)
+    return hopper.joins(*facts, target_of(device).num_sms) and not hopper.why_not(inputs)
 
 
 def _launch(

@@ -95,12 +95,14 @@ def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
     builder = TritonMetadataBuilder(spec, CPU)
-    metadata = builder.build(step(1, 1, 400, 33))
+    metadata = builder.build(step(1, 1, 400, 33, keys=4000))
     assert "prefill kernel: 2 sequences (for Hopper)" in metadata.describe()
     tokens = hopper.tokens_of(spec.gqa_ratio)
     expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
     expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
     assert sorted(listed(metadata)) == sorted(expected)
+    joined = builder.build(step(1, 1, 400))
+    assert joined.describe() == "prefill kernel: 3 sequences (for Hopper)" and [0, 1, 0] in listed(joined)
     assert hopper.why_not_shape(spec.dtype, spec.dtype, 64, 64, None, False) == ""
     captured = builder.build(step(40, 33), capture=True)
     builder.build(step(20), into=captured)

@@ -21,6 +21,17 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
+def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
+    return hopper.joins(num_decodes, kv_heads, group, max_seq_len, 132)
+
+
+def test_decodes_that_join_prompts() -> None:
+    assert joined() and joined(128, max_seq_len=3000) and joined(1, max_seq_len=1000)
+    assert not joined(0), "no decodes"
+    assert not joined(32) and not joined(16, max_seq_len=8000), "two long ones for an SM, and then none"
+    assert not joined(group=6), "three items a head, which would read the same keys"
+
+
 def call(**changes: Any) -> AttentionInputs:
     dtype = changes.pop("dtype", torch.bfloat16)
     cache = torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM, dtype=changes.pop("stored", dtype))
@@ -123,7 +134,7 @@ def test_prompts_go_there_and_decodes_do_not(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(module, "kernels", kernels)
     inputs = call(dtype=torch.float16)
-    ops.paged_attention(*inputs[:6], max_query_len=39, max_seq_len=60, scale=0.1, num_decodes=1, path="triton")
+    ops.paged_attention(*inputs[:6], max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, path="triton")
     assert "decode" in seen
     assert seen["inputs"].seq_lens.tolist() == [60] and seen["inputs"].query_start_loc.tolist() == [1, 40]
     entries = seen["items"][2 : 2 + int(seen["items"][1, 0]), :5].tolist()
@@ -132,6 +143,6 @@ def test_prompts_go_there_and_decodes_do_not(monkeypatch: pytest.MonkeyPatch) ->
     mine = hopper.new_items(40, 1, HEADS // KV_HEADS, inputs.query.device)
     hopper.list_items(mine, inputs.query_start_loc[1:], inputs.seq_lens[1:], HEADS // KV_HEADS)
     ops.paged_attention(
-        *inputs[:6], max_query_len=39, max_seq_len=60, scale=0.1, num_decodes=1, items=mine, path="triton"
+        *inputs[:6], max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, items=mine, path="triton"
     )
     assert seen["items"] is mine

@@ -1,4 +1,5 @@
-"""The work list of prefill on Hopper: every query block of a step once, sequences of more keys and later rows first."""
+"""The work list of prefill on Hopper: every query block of a step once, sequences of more keys and later rows first,
+those of one token in turns with the others."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def expected(query_lens: list[int], seq_lens: list[int], block_q: int) -> list[t
         for done in range(0, queries, block_q):
             entries.append((start + done, min(block_q, queries - done), keys - queries + done, keys, seq))
         start += queries
-    return sorted(entries, key=lambda entry: (-entry[3], entry[4], -entry[0]))
+    entries.sort(key=lambda entry: (-entry[3], entry[4], -entry[0]))
+    light = [entry for entry in entries if entry[1] == 1]
+    heavy = [entry for entry in entries if entry[1] > 1]
+    turns = [entry for pair in zip(heavy, light, strict=False) for entry in pair]
+    both = len(turns) // 2
+    return turns + heavy[both:] + light[both:]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -2,24 +2,29 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from ..hopper import FIELDS as _FIELDS
 
 FIELDS = gl.constexpr(_FIELDS)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
+LOADERS = 2  # warps that load the keys of a tile, and as many its values
 
 
 @aggregate
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
-    PARTS such blocks per KV head, PAGE slots a cache block."""
+    PARTS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, PART of them at a
+    time."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
     PACK: gl.constexpr
     PARTS: gl.constexpr
     PAGE: gl.constexpr
+    LOAD: gl.constexpr
+    PART: gl.constexpr
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
     SOFTCAP: gl.constexpr
@@ -27,9 +32,30 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(self, BLOCK_N, D, PACK, PARTS, PAGE, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+        self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
+        self.PART = gl.constexpr(min(PAGE, BLOCK_N // LOADERS))
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
         self.PARTS, self.PAGE, self.CAUSAL = gl.constexpr(PARTS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
+
+
+@aggregate
+class Item:
+    """A work item: its first token, how many, the position of the first; keys and number of the sequence; a head
+    (block of PACK). `live` 0: there are no more."""
+
+    token: gl.tensor
+    tokens: gl.tensor
+    first: gl.tensor
+    keys: gl.tensor
+    seq: gl.tensor
+    head: gl.tensor
+    live: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, token, tokens, first, keys, seq, head, live):
+        self.token, self.tokens, self.first, self.keys = token, tokens, first, keys
+        self.seq, self.head, self.live = seq, head, live
 
 
 @aggregate
@@ -45,27 +71,69 @@ class Items:
         self.entries, self.heads, self.max_keys = entries, heads, max_keys
 
     @gluon.jit
-    def total(self):
-        return gl.load(self.entries + FIELDS) * self.heads
+    def draw(self):
+        """The next item that no program has."""
+        return gl.atomic_add(self.entries, 1) + gl.num_programs(0)
+
+    @gluon.jit
+    def leave(self):
+        """A program is done; the last one leaves the counters as it found them."""
+        if gl.atomic_add(self.entries + 1, 1) == gl.num_programs(0) - 1:
+            gl.store(self.entries, 0)
+            gl.store(self.entries + 1, 0)
 
     @gluon.jit
     def look_up(self, index):
-        """First token, tokens, position of the first, keys of the sequence, head."""
-        entry = self.entries + (2 + index // self.heads) * FIELDS
+        live = index < gl.load(self.entries + FIELDS) * self.heads
+        entry = self.entries + (2 + gl.where(live, index // self.heads, 0)) * FIELDS
         keys = gl.minimum(gl.load(entry + 3), self.max_keys)
-        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), keys, index % self.heads
-
-    @gluon.jit
-    def sequence(self, index):
-        return gl.load(self.entries + (2 + index // self.heads) * FIELDS + 4)
+        return Item(
+            gl.load(entry),
+            gl.load(entry + 1),
+            gl.load(entry + 2),
+            keys,
+            gl.load(entry + 4),
+            index % self.heads,
+            live.to(gl.int32),
+        )
 
 
 @gluon.jit
-def tiles_of(first, tokens, keys, shape):
+def hand_out(ring, n, item):
+    """Pass an item on, from one warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    field = gl.arange(0, FIELDS, LANES)
+    fields = gl.where(field == 0, item.token, item.tokens)
+    fields = gl.where(field == 2, item.first, fields)
+    fields = gl.where(field == 3, item.keys, fields)
+    fields = gl.where(field == 4, item.seq, fields)
+    fields = gl.where(field == 5, item.head, fields)
+    fields = gl.where(field == 6, item.live, fields)
+    ring.wait_empty(n)
+    ring.tile(n).store(fields)
+    mbarrier.arrive(ring.barrier(n), count=1)
+
+
+@gluon.jit
+def take(ring, n, WARPS: gl.constexpr):
+    """The n-th item that was handed out, taken by WARPS warps."""
+    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    ring.wait_full(n)
+    fields = ()
+    for i in gl.static_range(7):
+        fields = fields + (gl.max(ring.tile(n).slice(i, 1).load(SCALAR), 0),)  # noqa: RUF005 - no stars in a kernel
+    gl.thread_barrier()
+    ring.release(n)
+    return Item(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6])
+
+
+@gluon.jit
+def tiles_of(item, shape):
     """Tiles low..high of an item, one at least, of which whole_low..whole_high are seen whole by every row."""
-    last = first + tokens - 1
-    end = keys
-    whole = keys
+    first = item.first
+    last = first + item.tokens - 1
+    end = item.keys
+    whole = item.keys
     if shape.CAUSAL:
         end = gl.minimum(end, last + 1)
         whole = gl.minimum(whole, first + 1)

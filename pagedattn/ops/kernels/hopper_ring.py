@@ -46,30 +46,47 @@ class Ring:
 
 @gluon.jit
 def make_ring(
-    DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr
+    DTYPE: gl.constexpr,
+    SHAPE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr,
+    RELEASES: gl.constexpr,
+    FILLS: gl.constexpr = 1,
 ):
-    """A ring of STAGES tiles of SHAPE, each empty again after RELEASES releases."""
+    """A ring of STAGES tiles of SHAPE, each full after FILLS arrivals and empty again after RELEASES releases."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + SHAPE, LAYOUT)  # noqa: RUF005 - no stars in a kernel
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=FILLS)
         mbarrier.init(empty.index(i), count=RELEASES)
     return Ring(tiles, full, empty, STAGES)
 
 
 @aggregate
 class Channels:
-    """Everything that passes between the producer and the two consumers."""
+    """Everything that passes between the loaders and the two consumers."""
 
-    items: Ring  # an item's index, or one past the last
+    items: Ring  # an item's fields
     q0: Ring  # the query rows of either consumer
     q1: Ring
     k: Ring
     v: Ring
-    tail: gl.shared_memory_descriptor  # the producer's own barrier, for values it edits
+    tail: gl.shared_memory_descriptor  # a barrier of each loader of values, for rows that it edits
+    pins: gl.shared_memory_descriptor  # per consumer: sums that it stores and nobody reads
 
     @gluon.constexpr_function
-    def __init__(self, items, q0, q1, k, v, tail):
-        self.items, self.q0, self.q1, self.k, self.v, self.tail = items, q0, q1, k, v, tail
+    def __init__(self, items, q0, q1, k, v, tail, pins):
+        self.items, self.q0, self.q1, self.k, self.v, self.tail, self.pins = items, q0, q1, k, v, tail, pins
+
+    @gluon.jit
+    def release(self, c):
+        """A consumer is done with keys c and with values c - 1, of the same item or the one before: one barrier for
+        both, for it makes the warps of the group wait for each other."""
+        self.k.release(c)
+
+    @gluon.jit
+    def wait_empty_values(self, c):
+        """Until values c - 2 are no longer needed, whose place values c take."""
+        self.k.wait_empty(c + 1)

@@ -1,4 +1,4 @@
-"""Gluon: prefill over a paged cache on Hopper, warp-specialised: one warp loads by TMA, two warpgroups compute.
+"""Gluon: prefill over a paged cache on Hopper, warp-specialised: four warps load by TMA, two warpgroups compute.
 
 Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
 ("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
@@ -21,8 +21,8 @@ from ..hopper import pack_of
 from ..launch import target_of
 from ._device import on_device
 from .hopper_consumer import LOG2E, Output, consume
-from .hopper_items import ROWS, Items, Shape
-from .hopper_producer import produce
+from .hopper_items import FIELDS, LOADERS, ROWS, Items, Shape
+from .hopper_producer import lead, produce_keys, produce_values
 from .hopper_ring import Channels, make_ring
 
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -71,15 +71,17 @@ def _prefill_kernel(
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape = Shape(BLOCK_N, D, PACK, PARTS, PAGE, CAUSAL, WINDOW, SOFTCAP, DTYPE)
-    tail = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    tail = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(tail.index(0), count=1)
+    mbarrier.init(tail.index(1), count=1)
     channels = Channels(
-        make_ring(gl.int32, [1], INDEX, 2, 2),
+        make_ring(gl.int32, [FIELDS], INDEX, 2, 5),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(DTYPE, [BLOCK_N, D], TILE, K_STAGES, 2),
-        make_ring(DTYPE, [BLOCK_N, D], TILE, V_STAGES, 2),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, K_STAGES, 2, 2),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, V_STAGES, 2, 2),
         tail,
+        gl.allocate_shared_memory(gl.float32, [2, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
     items = Items(entries, heads, max_keys)
@@ -88,12 +90,15 @@ def _prefill_kernel(
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
         [
-            (consume, (0, qk_scale, softcap, sinks, output, lse_out, items, channels, shape)),
-            (consume, (1, qk_scale, softcap, sinks, output, lse_out, items, channels, shape)),
-            (produce, (desc_q, desc_k, desc_v, table, s_table, k_place, v_place, items, channels, shape)),
+            (consume, (0, qk_scale, softcap, sinks, output, lse_out, channels, shape)),
+            (consume, (1, qk_scale, softcap, sinks, output, lse_out, channels, shape)),
+            (lead, (desc_q, desc_k, table, s_table, k_place, items, channels, shape)),
+            (produce_keys, (1, desc_k, table, s_table, k_place, channels, shape)),
+            (produce_values, (0, desc_v, table, s_table, v_place, channels, shape)),
+            (produce_values, (1, desc_v, table, s_table, v_place, channels, shape)),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )
 
 
@@ -121,7 +126,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor) -> None:
     group = query.shape[1] // key.shape[2]
     flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
     constants = constants_of(query.shape[2], group, key.shape[1], **flags)
-    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"])
+    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS)
     heads = query.shape[1] // pack
     rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
     (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)

@@ -1,7 +1,8 @@
 """Triton: the list of a step's prefill work items, made once per step for all layers.
 
 Sequences of more keys come first, and of each its last rows: the GPU is left with short items at the end, and what runs
-at one time reads the same keys, so that the L2 serves them.
+at one time reads the same keys, so that the L2 serves them. Items of one token, which wait for memory, take turns with
+the others, which compute: both run at the same time.
 """
 
 from __future__ import annotations
@@ -64,21 +65,28 @@ def _work_list_kernel(
     """Each program ranks CHUNK slots, and writes them to their ranks."""
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     keys, token, tokens, position, seq = _look_up(mine, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
-    rank = tl.zeros([CHUNK], tl.int32)
+    light = tokens == 1
+    rank = tl.zeros([CHUNK], tl.int32)  # among the items of its kind
     count = 0
+    count_light = 0
     for start in range(0, slots, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        theirs, _, _, _, whose = _look_up(other, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
+        theirs, _, their_tokens, _, whose = _look_up(other, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
         theirs = tl.where(other < slots, theirs, -1)
+        their_light = their_tokens == 1
         count += tl.sum((theirs >= 0).to(tl.int32), 0)
+        count_light += tl.sum(((theirs >= 0) & their_light).to(tl.int32), 0)
         same_keys = theirs[None, :] == keys[:, None]
         before = (theirs[None, :] > keys[:, None]) | (same_keys & (whose[None, :] < seq[:, None]))
         before |= same_keys & (whose[None, :] == seq[:, None]) & (other[None, :] > mine[:, None])
+        before &= (their_light[None, :] == light[:, None]) & (theirs >= 0)[None, :]
         rank += tl.sum(before.to(tl.int32), 1)
     if tl.program_id(0) == 0:
         tl.store(items, 0)
         tl.store(items + 1, 0)
         tl.store(items + FIELDS, count)
+    # One of each kind in turn, while there are both.
+    rank += tl.where(light, tl.minimum(rank + 1, count - count_light), tl.minimum(rank, count_light))
     entry = items + (2 + rank) * FIELDS
     listed = (keys >= 0) & (mine < slots)
     tl.store(entry, token, mask=listed)
