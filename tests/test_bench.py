@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -236,16 +235,6 @@ def test_an_error_anywhere_that_is_looked_at_is_seen(place: tuple[int, int]) -> 
     out[place] *= 1.01
     with pytest.raises(ArithmeticError, match="where a naive implementation has"):
         one.error(out)
-
-
-def test_replays_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    replays = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    monkeypatch.setattr(timing, "_elapsed_us", lambda some: [(one(), 1e4)[1] for one in some])
-    assert timing.time_replays(replays, {"a": 1, "b": 2, "c": 4}) == {"a": 1e4, "b": 5e3, "c": 2.5e3}
-    rounds = ["".join(calls[i : i + 3]) for i in range(6, len(calls), 3)]
-    assert len(rounds) == math.floor(timing._SECONDS * 1e6 / 1e4) == 15
-    assert rounds[:4] == ["abc", "bca", "cab", "abc"]
 
 
 def test_it_is_found_in_a_checkout_and_in_an_installation(tmp_path: Path) -> None:
