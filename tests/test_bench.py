@@ -90,6 +90,15 @@ def test_another_text_is_refused(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize(("text", "cost"), [("8q2k", "34.4 GFLOP and 0.0 GB"), ("64q1s40k", "5.4 GFLOP and 2.7 GB")])
+def test_what_would_take_a_cpu_minutes_is_refused(text: str, cost: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"20 GFLOP and 2 GB .* got {text} with {cost}; take fewer"):
+        case_of(text, gpu=False)
+    assert case_of(text, gpu=True).text == text
+    for small in ("16q1s4k", "2q1k", "1q4k"):
+        assert case_of(small, gpu=False).text == small
+
+
 def test_bytes_and_operations() -> None:
     work = parse("2q1s100+1q3")
     assert work.bytes_read(kv_heads=8, dim=128, itemsize=2) == 2 * 203 * 8 * 128 * 2
