@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import checkout, cli
-from pagedattn.bench import command as bench_command
-from pagedattn.bench import problem, report, timing
+from pagedattn import checkout
+from pagedattn.bench import problem, report
 from pagedattn.bench.contenders import contenders
-from pagedattn.bench.measure import FIELDS, empty_row, measure
+from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.ratios import add_ratios, geometric_mean, summarise
 from pagedattn.bench.report import ResultFile, header, line, summary_lines
 from pagedattn.bench.table import SUITES, Case, case_of, cases
@@ -154,67 +153,6 @@ def test_contenders_are_asked_for_by_name() -> None:
     assert names("FLASH_ATTN (FA2)") == ["FLASH_ATTN (FA2)"] and names("FLASHINFER") == ["FLASHINFER"]
     with pytest.raises(InvalidInputError, match=r"--backends must be of TRITON, auto, .*, got 'triton'"):
         contenders("FA3,triton")
-
-
-@CPU_ONLY
-def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMMIT", "abc1234")
-    monkeypatch.setattr(timing, "_SECONDS", 0)
-    file = tmp_path / "new" / "result.json"
-    assert cli.main(["bench", "mixed", "--backends", "TORCH", "--json", str(file)]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert (
-        out[0] == header()
-        and len(out) == 2
-        and out[1].startswith("mixed 8/2/64 1q64s128+2q1s100")
-        and "\r" not in out[1]
-    )
-    content = json.loads(file.read_text())
-    assert {*content} == {"meta", "rows"} and [*file.parent.iterdir()] == [file]
-    meta, (only,) = content["meta"], content["rows"]
-    facts = {"gpu", "cpu", "torch", "triton", "pagedattn", "backends", "peers", "commit", "date", "summary"}
-    assert {*meta} == facts and meta["commit"] == "abc1234" and meta["gpu"] is None
-    assert tuple(only) == FIELDS and (only["suite"], only["dtype"], only["backend"]) == ("mixed", "float32", "TORCH")
-    assert only["us"] > 0 and 0 < only["error"] < 1e-5 and only["refused"] is only["ratio"] is None
-    assert cli.main(["bench", "--workload", "2q7_3q1s9", "--workload", "1q1s5..9", "--backends", "TORCH"]) == 0
-    assert [text.split()[2] for text in capsys.readouterr().out.splitlines()[1:]] == ["2q7+3q1s9", "1q1s5..9"]
-
-
-@CPU_ONLY
-def test_cache_operations_are_rows_too(capsys: Any) -> None:
-    assert cli.main(["bench", "cache"]) == 0
-    out = capsys.readouterr().out
-    assert all(text in out for text in ("write 16 tokens fp8", "copy_blocks 16 pairs", "gather 4 x 64 keys"))
-    assert "refused" not in out and "wrong" not in out
-
-
-@CPU_ONLY
-def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(capsys: Any) -> None:
-    assert cli.main(["bench", "decode", "--backends", "FlashInfer (wrappers)"]) == 1
-    assert capsys.readouterr().out.count("refused: ") == len(cases("decode", gpu=False))
-    for argv, text in {
-        ("bench", "encode"): "suite must be one of decode, prefill",
-        ("bench", "--workload", "x"): "workload must be parts like",
-        ("bench", "--backends", "ALL"): "--backends must be of TRITON",
-    }.items():
-        assert cli.main(argv) == 2
-        err = capsys.readouterr().err
-        assert text in err and err.count("\n") == 1
-
-
-@CPU_ONLY
-def test_pictures_need_matplotlib_before_anything_is_measured(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(bench_command, "find_spec", lambda name: None)
-        assert cli.main(["bench", "decode", "--plot"]) == 2
-        assert "pip install pagedattn[bench]" in capsys.readouterr().err
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
-    monkeypatch.setattr(timing, "_SECONDS", 0)
-    assert cli.main(["bench", "sweep", "--plot", "--json", str(tmp_path / "r.json")]) == 0
-    made = [str(tmp_path / "plots" / f"sweep.{kind}") for kind in ("png", "svg")]
-    assert capsys.readouterr().out.splitlines()[-2:] == made and all(Path(one).exists() for one in made)
 
 
 def test_a_run_that_ends_early_leaves_its_rows(tmp_path: Path) -> None:
