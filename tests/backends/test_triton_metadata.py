@@ -10,7 +10,7 @@ from pagedattn.backends import triton_metadata
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.ops import hopper
-from pagedattn.ops.launch import COUNTERS
+from pagedattn.ops.launch import COUNTERS, Work
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of what a kernel fills
@@ -43,6 +43,18 @@ def workspace(metadata: AttentionMetadata) -> torch.Tensor | None:
 )
 def test_it_says_which_kernels_run(lens: tuple[int, ...], text: str) -> None:
     assert TritonMetadataBuilder(SPEC, CPU).build(step(*lens)).describe() == text
+
+
+def test_launches_are_planned_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, real = [], triton_metadata.launches
+
+    def launches(*args: int, **facts: bool) -> list[Work]:
+        planned.append(args)
+        return real(*args, **facts)
+
+    monkeypatch.setattr(triton_metadata, "launches", launches)
+    metadata = TritonMetadataBuilder(SPEC, CPU).build(step(1, 1, 40))
+    assert metadata.describe().count("kernel") == 2 and len(planned) == 1
 
 
 def test_a_deterministic_step_has_no_workspace() -> None:
