@@ -1,6 +1,6 @@
 """Random problems of TRITON against the oracle on a GPU: both kernels of a layer, `--problems` of them in all.
 
-What decides which kernels are compiled is literal here, lengths are drawn: a kernel takes seconds to compile.
+Lengths are drawn, not what decides which kernels are compiled: a kernel takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.ops import hopper
@@ -22,34 +23,6 @@ GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
 DEVICE = torch.device("cuda", 0)
 PER_TEST = 50  # problems at most
-FP16 = torch.float16
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "plain without LSE": {"lse": False},
-    "fp16, D64": {"dtype": FP16, "head_dim": 64},
-    "D256, blocks of 32": {"head_dim": 256, "block_size": 32},
-    "D256, fp16, group of 8": {"head_dim": 256, "dtype": FP16, "heads": (8, 1)},
-    "blocks of 64, group of 5": {"block_size": 64, "heads": (10, 2)},
-    "blocks of 128, soft cap": {"block_size": 128, "softcap": 30.0},
-    "blocks of 256, no LSE": {"block_size": 256, "lse": False},
-    "HND, fp16": {"layout": "HND", "dtype": FP16},
-    "HND, blocks of 32, one KV head": {"layout": "HND", "block_size": 32, "heads": (8, 1)},
-    "one head": {"heads": (1, 1)},
-    "a KV head per head": {"heads": (4, 4), "lse": False},
-    "group of 6, sinks": {"heads": (12, 2), "sinks": 1.0},
-    "group of 7, D64": {"heads": (14, 2), "head_dim": 64},
-    "group of 64": {"heads": (64, 1)},
-    "sinks and soft cap, fp16": {"sinks": 0.5, "softcap": 5.0, "dtype": FP16},
-    "window of 1": {"sliding_window": 1},
-    "window of 16, released, HND": {"sliding_window": 16, "poison_behind": True, "layout": "HND"},
-    "window of 17, D64": {"sliding_window": 17, "head_dim": 64, "lse": False},
-    "window of 129, released": {"sliding_window": 129, "poison_behind": True},
-    "window of 1000, sinks, blocks of 64": {"sliding_window": 1000, "sinks": 1.0, "block_size": 64},
-    "window, soft cap, sinks, fp16": {"sliding_window": 128, "softcap": 30.0, "sinks": 0.0, "dtype": FP16},
-    "bidirectional": {"causal": False},
-    "bidirectional window, fp16": {"causal": False, "sliding_window": 50, "dtype": FP16},
-    "bidirectional, soft cap, D256": {"causal": False, "softcap": 5.0, "head_dim": 256},
-}
 SHAPES = ("decodes", "prompts", "few", "mixed")
 QUERIES = (0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 260)
 CONTEXTS = (-5, 0, 0, 1, 15, 16, 17, 113, 127, 128, 129, 900, 3000)  # keys before the new tokens
@@ -97,10 +70,9 @@ def case_of(kind: str, seed: int) -> Case:
     queries, keys = lengths(shape, draw)
     while not any(map(min, queries, keys)):
         queries, keys = lengths(shape, draw)
-    changes = {"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **KINDS[kind]}
-    drawn = {"fused_qkv": draw.random() < 0.3, "padding_rows": draw.choice((0, 0, 3)), "share_blocks": False}
-    drawn["share_blocks"] = not changes.get("poison_behind") and draw.random() < 0.3
-    return Case(query_lens=tuple(queries), seq_lens=tuple(keys), **changes, **drawn)
+    case = case_of_kind(kind).but(query_lens=tuple(queries), seq_lens=tuple(keys))
+    share = not case.poison_behind and draw.random() < 0.3
+    return case.but(fused_qkv=draw.random() < 0.3, padding_rows=draw.choice((0, 0, 3)), share_blocks=share)
 
 
 def test_random_problems(kind: str, seeds: range, record_property: Any) -> None:
