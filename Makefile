@@ -8,7 +8,7 @@ HAS_NVCC := $(if $(shell command -v nvcc $(CUDA_HOME)/bin/nvcc /usr/local/cuda/b
 HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
 PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: demo csrc test test-all test-mutants gpu-csrc gpu-test gpu-bench gpu-sanitize lint clean
+.PHONY: demo csrc test test-all test-mutants gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -54,6 +54,11 @@ gpu-csrc:
 
 gpu-test: gpu-csrc
 	EXPECT_CSRC=$(and $(HAS_CXX),$(HAS_NVCC)) PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200)
+
+# PROBLEMS random problems of TRITON, over its decode kernel and its prefill kernel.
+gpu-random:
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200) \
+	  --name gpu_random --problems $(or $(PROBLEMS),10000) tests/backends/test_triton_random.py
 
 # What FlashInfer has no compiled kernel for is refused: it would compile for minutes. FLASHINFER_DISABLE_JIT= lets it.
 gpu-bench: gpu-csrc

@@ -16,9 +16,11 @@ from pagedattn.errors import InvalidInputError, UnsupportedError
 
 from .peers import fa3, flashinfer_persistent, flashinfer_wrappers
 from .problem import DEVICE, Problem
+from .ratios import Row
 from .run import Run
 
 _VERSION, _USUAL_BLOCK_SIZE = "PAGEDATTN_FLASH_ATTN", 16
+_LIBRARIES = ("FLASH_ATTN", "FLASHINFER", "FA3", "FlashInfer")  # how contenders begin that call one of them
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ def contenders(names: str | None) -> list[Contender]:
         if not any(name in _names(one) for one in ALL):
             raise InvalidInputError("--backends", f"of {', '.join(one.name for one in ALL)}", repr(name))
     return [one for one in ALL if _names(one) & {*wanted}]
+
+
+def by_own_kernels(row: Row) -> bool:
+    """Whether what a row measured is this library's: no other's kernels, called directly or through our layer."""
+    return not row["backend"].startswith(_LIBRARIES)
 
 
 def _names(one: Contender) -> set[str]:

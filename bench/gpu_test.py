@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import itertools
 import json
+import os
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as xml
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,43 +23,72 @@ import torch
 import pagedattn
 
 ROOT = Path(__file__).parent.parent
-SUITES = ("tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py")
-ALONE = ("tests/gpu", "tests/engine/test_runner_gpu.py")  # these take most of the device's memory
+# Those whose tests take longest stand first.
+SUITES = ("tests/gpu", "tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py")
+ALONE = ("tests/gpu/test_large_cache.py", "tests/engine/test_runner_gpu.py")  # these take most of the device's memory
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/h200")
+    parser.add_argument("--name", default="gpu_test", help="of the record: NAME.json")
+    parser.add_argument("--problems", type=int, help="random problems of TRITON to draw, if not as many as usual")
     parser.add_argument("suites", nargs="*", help="files or folders to run instead of all")
     args = parser.parse_args()
-    alone = [suite for suite in args.suites or ALONE if suite.startswith(ALONE)]
-    together = [suite for suite in args.suites or SUITES if suite not in alone]
+    together, alone = split(args.suites or [*SUITES, *ALONE])
     if not torch.cuda.is_available():
         print("gpu-test needs a CUDA device and a torch that sees it; on a CPU run `make test`")
         return 1
+    begun, options = time.perf_counter(), [] if args.problems is None else ["--problems", str(args.problems)]
     with tempfile.TemporaryDirectory() as folder:
-        workers = ["-n", "12"] if importlib.util.find_spec("xdist") else []
+        beside = [*options, *_workers(), *(f"--ignore={ROOT / suite}" for suite in ALONE)]
         reports = [Path(folder) / "parallel.xml", Path(folder) / "alone.xml"]
-        runs = ((together, reports[0], workers), (alone, reports[1], []))
-        status = max(_run(suites, report, options) for suites, report, options in runs if suites)
-        record = _record([report for report in reports if report.exists()], args.commit)
+        runs = ((together, reports[0], beside), (alone, reports[1], options))
+        status = max(_run(suites, report, how) for suites, report, how in runs if suites)
+        record = _record([report for report in reports if report.exists()], args.commit, time.perf_counter() - begun)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu_test.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["rows"], indent=1))
     return status
 
 
+def split(suites: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What runs side by side, and what alone; a folder is in both where it holds such files."""
+    together = [suite for suite in suites if not suite.startswith(ALONE)]
+    named = [suite for suite in suites if suite.startswith(ALONE)]
+    held = [file for file in ALONE if any(Path(file).is_relative_to(suite) for suite in together)]
+    return together, list(dict.fromkeys([*named, *held]))
+
+
+def _workers() -> list[str]:
+    """A process per core but two, 14 at most. Where one has nothing left it takes over from others: tests that compile
+    stand in rows, and take a thousand times as long as some."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    steal = hasattr(importlib.import_module("xdist.scheduler"), "WorkStealingScheduling")  # from 3.2 on
+    workers = max(2, min(14, len(os.sched_getaffinity(0)) - 2))
+    return ["-n", str(workers), *(["--dist", "worksteal"] if steal else [])]
+
+
 def _run(suites: Sequence[str], report: Path, options: list[str]) -> int:
     paths = [str(ROOT / suite) for suite in suites]
-    return int(pytest.main(["-q", "-p", "no:warnings", f"--rootdir={ROOT}", f"--junitxml={report}", *options, *paths]))
+    said = ["-q", "-p", "no:warnings", "--durations=20"]
+    return int(pytest.main([*said, f"--rootdir={ROOT}", f"--junitxml={report}", *options, *paths]))
 
 
-def _record(reports: list[Path], commit: str) -> dict[str, object]:
+def _record(reports: list[Path], commit: str, seconds: float) -> dict[str, object]:
+    """How many tests of each file had which outcome, and the seconds that they took one after the other."""
     outcomes: Counter[tuple[str, str]] = Counter()
+    took: dict[tuple[str, str], float] = defaultdict(float)
+    problems = 0
     for case in itertools.chain(*(xml.parse(report).getroot().iter("testcase") for report in reports)):
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        outcomes[case.get("classname", ""), outcome] += 1
+        key = case.get("classname", ""), outcome
+        outcomes[key] += 1
+        took[key] += float(case.get("time", 0))
+        found = case.iterfind("properties/property[@name='problems']") if outcome == "passed" else ()
+        problems += sum(int(one.get("value", 0)) for one in found)
     meta = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -64,8 +96,13 @@ def _record(reports: list[Path], commit: str) -> dict[str, object]:
         "backends": pagedattn.list_backends(),
         "commit": commit,
         "date": datetime.date.today().isoformat(),
+        "seconds": round(seconds),
+        "random_problems": problems,
     }
-    rows = [{"suite": suite, outcome: count} for (suite, outcome), count in sorted(outcomes.items())]
+    rows = [
+        {"suite": suite, outcome: count, "seconds": round(took[suite, outcome], 1)}
+        for (suite, outcome), count in sorted(outcomes.items())
+    ]
     return {"meta": meta, "rows": rows}
 
 

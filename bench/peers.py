@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pagedattn.backends.flash_attn_versions import FA3, library
+from pagedattn.errors import UnsupportedError
 from pagedattn.ops.packing import offsets
 
 from .problem import DEVICE, Problem
@@ -118,7 +119,11 @@ def _pages(problem: Problem, first: int, end: int) -> _Pages:
 
 
 def _flashinfer() -> Any:
-    return import_module("flashinfer")
+    try:
+        return import_module("flashinfer")
+    except ModuleNotFoundError as error:
+        hint = "pip install flashinfer-python"
+        raise UnsupportedError(f"FlashInfer needs the module {error.name}, which is not installed; {hint}") from error
 
 
 @cache

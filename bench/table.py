@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from pagedattn.errors import InvalidInputError
+
 from .workload import Workload, parse
+
+# Of a layer on a CPU: a minute in all by TORCH, which does some 7 GFLOP and reads 1 GB of keys and values a second.
+_CPU_GFLOP, _CPU_GB = 20.0, 2.0
 
 
 class Case(NamedTuple):
@@ -93,7 +98,20 @@ def cases(suite: str, gpu: bool) -> list[Case]:
 
 
 def case_of(text: str, gpu: bool) -> Case:
-    """A workload of one's own, of the usual layer."""
+    """A workload of one's own, of the usual layer; without a GPU, of a small one.
+
+    Raises:
+        InvalidInputError: another grammar, or more than a CPU does in a minute.
+    """
     work = parse(text)
     suite = "decode" if work.num_decodes == len(work.seq_lens) else "mixed" if work.num_decodes else "prefill"
-    return Case(suite, work.text) if gpu else Case(suite, work.text, 8, 2, 64, dtype="float32")
+    if gpu:
+        return Case(suite, work.text)
+    case = Case(suite, work.text, 8, 2, 64, dtype="float32")
+    gflop = work.flops(case.heads, case.dim) / 1e9
+    gb = work.bytes_read(case.kv_heads, case.dim, case.torch_dtype.itemsize) / 1e9
+    if gflop > _CPU_GFLOP or gb > _CPU_GB:
+        expected = f"of at most {_CPU_GFLOP:.0f} GFLOP and {_CPU_GB:.0f} GB of keys and values a layer without a GPU"
+        remedy = "take fewer or shorter sequences, such as 16q1s4k or 2q1k, or a machine with a GPU"
+        raise InvalidInputError("workload", expected, f"{work.text} with {gflop:.1f} GFLOP and {gb:.1f} GB", remedy)
+    return case

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 Calls = Sequence[Callable[[], object]]
-_SECONDS = 0.15  # of replays per contender
-_FEWEST, _MOST = 5, 200  # replays
+_SECONDS = 0.3  # of replays per contender
+_FEWEST, _MOST = (15 if torch.cuda.is_available() else 5), 400  # replays; on a CPU one may take a second
 
 
 def time_us(calls: Calls) -> float:
@@ -49,7 +49,7 @@ def _replay(graph: torch.cuda.CUDAGraph, _keep: Callable[[], None]) -> None:
 def time_replays(
     replays: Mapping[str, Callable[[], object]], calls: Mapping[str, int], rounds: int | None = None
 ) -> dict[str, float]:
-    """Median microseconds of each replay over its number of calls; the replays take turns, and who begins changes.
+    """Median microseconds of each replay over its number of calls; the replays take turns, in orders of `_orders`.
 
     `rounds`: how many turns each has; None is as many as take `_SECONDS` of each, within bounds.
     """
@@ -60,10 +60,22 @@ def time_replays(
         once = sum(_elapsed_us([replays[name] for name in names]))
         rounds = min(max(int(_SECONDS * 1e6 * len(names) / max(once, 1.0)), _FEWEST), _MOST)
     times: dict[str, list[float]] = {name: [] for name in names}
-    order = [names[(i + turn) % len(names)] for turn in range(rounds) for i in range(len(names))]
+    orders = _orders(len(names))
+    order = [names[i] for turn in range(rounds) for i in orders[turn % len(orders)]]
     for name, us in zip(order, _elapsed_us([replays[name] for name in order]), strict=True):
         times[name].append(us)
     return {name: statistics.median(some) / calls[name] for name, some in times.items()}
+
+
+def _orders(n: int) -> list[list[int]]:
+    """Rounds of n turns in which each follows every other equally often: n of them, 2 n where n is odd.
+
+    Whoever follows a kernel that left the GPU cool runs at a higher clock: nobody may have the same neighbour always.
+    Source: E. J. Williams, "Experimental designs balanced for the estimation of residual effects", 1949.
+    """
+    zigzag = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(n)]
+    rounds = [[(first + step) % n for step in zigzag] for first in range(n)]
+    return rounds + [one[::-1] for one in rounds] if n % 2 else rounds
 
 
 def _elapsed_us(replays: Sequence[Callable[[], object]]) -> list[float]:

@@ -16,6 +16,7 @@ for part in ("engine", "bench"):
 
 def pytest_addoption(parser):  # type: ignore[no-untyped-def]
     parser.addoption("--grid", action="store_true", help="run full grids too, not only their covers")
+    parser.addoption("--problems", type=int, default=250, help="how many random problems of TRITON to draw on a GPU")
 
 
 def pytest_collection_modifyitems(config, items):  # type: ignore[no-untyped-def]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import checkout, cli
-from pagedattn.bench import command as bench_command
-from pagedattn.bench import problem, report, timing
+from pagedattn import checkout
+from pagedattn.bench import problem, report
 from pagedattn.bench.contenders import contenders
-from pagedattn.bench.measure import FIELDS, empty_row, measure
+from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.ratios import add_ratios, geometric_mean, summarise
 from pagedattn.bench.report import ResultFile, header, line, summary_lines
 from pagedattn.bench.table import SUITES, Case, case_of, cases
@@ -91,6 +89,15 @@ def test_another_text_is_refused(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize(("text", "cost"), [("8q2k", "34.4 GFLOP and 0.0 GB"), ("64q1s40k", "5.4 GFLOP and 2.7 GB")])
+def test_what_would_take_a_cpu_minutes_is_refused(text: str, cost: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"20 GFLOP and 2 GB .* got {text} with {cost}; take fewer"):
+        case_of(text, gpu=False)
+    assert case_of(text, gpu=True).text == text
+    for small in ("16q1s4k", "2q1k", "1q4k"):
+        assert case_of(small, gpu=False).text == small
+
+
 def test_bytes_and_operations() -> None:
     work = parse("2q1s100+1q3")
     assert work.bytes_read(kv_heads=8, dim=128, itemsize=2) == 2 * 203 * 8 * 128 * 2
@@ -148,67 +155,6 @@ def test_contenders_are_asked_for_by_name() -> None:
         contenders("FA3,triton")
 
 
-@CPU_ONLY
-def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMMIT", "abc1234")
-    monkeypatch.setattr(timing, "_SECONDS", 0)
-    file = tmp_path / "new" / "result.json"
-    assert cli.main(["bench", "mixed", "--backends", "TORCH", "--json", str(file)]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert (
-        out[0] == header()
-        and len(out) == 2
-        and out[1].startswith("mixed 8/2/64 1q64s128+2q1s100")
-        and "\r" not in out[1]
-    )
-    content = json.loads(file.read_text())
-    assert {*content} == {"meta", "rows"} and [*file.parent.iterdir()] == [file]
-    meta, (only,) = content["meta"], content["rows"]
-    facts = {"gpu", "cpu", "torch", "triton", "pagedattn", "backends", "peers", "commit", "date", "summary"}
-    assert {*meta} == facts and meta["commit"] == "abc1234" and meta["gpu"] is None
-    assert tuple(only) == FIELDS and (only["suite"], only["dtype"], only["backend"]) == ("mixed", "float32", "TORCH")
-    assert only["us"] > 0 and 0 < only["error"] < 1e-5 and only["refused"] is only["ratio"] is None
-    assert cli.main(["bench", "--workload", "2q7_3q1s9", "--workload", "1q1s5..9", "--backends", "TORCH"]) == 0
-    assert [text.split()[2] for text in capsys.readouterr().out.splitlines()[1:]] == ["2q7+3q1s9", "1q1s5..9"]
-
-
-@CPU_ONLY
-def test_cache_operations_are_rows_too(capsys: Any) -> None:
-    assert cli.main(["bench", "cache"]) == 0
-    out = capsys.readouterr().out
-    assert all(text in out for text in ("write 16 tokens fp8", "copy_blocks 16 pairs", "gather 4 x 64 keys"))
-    assert "refused" not in out and "wrong" not in out
-
-
-@CPU_ONLY
-def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(capsys: Any) -> None:
-    assert cli.main(["bench", "decode", "--backends", "FlashInfer (wrappers)"]) == 1
-    assert capsys.readouterr().out.count("refused: ") == len(cases("decode", gpu=False))
-    for argv, text in {
-        ("bench", "encode"): "suite must be one of decode, prefill",
-        ("bench", "--workload", "x"): "workload must be parts like",
-        ("bench", "--backends", "ALL"): "--backends must be of TRITON",
-    }.items():
-        assert cli.main(argv) == 2
-        err = capsys.readouterr().err
-        assert text in err and err.count("\n") == 1
-
-
-@CPU_ONLY
-def test_pictures_need_matplotlib_before_anything_is_measured(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(bench_command, "find_spec", lambda name: None)
-        assert cli.main(["bench", "decode", "--plot"]) == 2
-        assert "pip install pagedattn[bench]" in capsys.readouterr().err
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
-    monkeypatch.setattr(timing, "_SECONDS", 0)
-    assert cli.main(["bench", "sweep", "--plot", "--json", str(tmp_path / "r.json")]) == 0
-    made = [str(tmp_path / "plots" / f"sweep.{kind}") for kind in ("png", "svg")]
-    assert capsys.readouterr().out.splitlines()[-2:] == made and all(Path(one).exists() for one in made)
-
-
 def test_a_run_that_ends_early_leaves_its_rows(tmp_path: Path) -> None:
     result = ResultFile(tmp_path / "r.json", {"copy_gb_s": 4000.0}, contenders("FA3,FlashInfer,TRITON"))
     result.add([row("TRITON", 10.0)])
@@ -236,16 +182,6 @@ def test_an_error_anywhere_that_is_looked_at_is_seen(place: tuple[int, int]) -> 
     out[place] *= 1.01
     with pytest.raises(ArithmeticError, match="where a naive implementation has"):
         one.error(out)
-
-
-def test_replays_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    replays = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    monkeypatch.setattr(timing, "_elapsed_us", lambda some: [(one(), 1e4)[1] for one in some])
-    assert timing.time_replays(replays, {"a": 1, "b": 2, "c": 4}) == {"a": 1e4, "b": 5e3, "c": 2.5e3}
-    rounds = ["".join(calls[i : i + 3]) for i in range(6, len(calls), 3)]
-    assert len(rounds) == math.floor(timing._SECONDS * 1e6 / 1e4) == 15
-    assert rounds[:4] == ["abc", "bca", "cab", "abc"]
 
 
 def test_it_is_found_in_a_checkout_and_in_an_installation(tmp_path: Path) -> None:

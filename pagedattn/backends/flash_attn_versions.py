@@ -167,11 +167,14 @@ def library(version: FlashAttnVersion) -> ModuleType:
     """The module with a version's calls.
 
     Raises:
-        UnsupportedError: it does not load; a build for another torch or CUDA shows only then.
+        UnsupportedError: it is not installed, or does not load; a build for another torch or CUDA shows only then.
     """
     name = version.module()
+    if name is None:
+        wanted = " or ".join(dict.fromkeys(version.modules))
+        raise UnsupportedError(f"{version.label} needs the module {wanted}, which is not installed; {version.install}")
     try:
-        return import_module(str(name))
+        return import_module(name)
     except ImportError as error:
         raise UnsupportedError(f"{version.label} ({name}) cannot be loaded: {error}; {version.install}") from error
 

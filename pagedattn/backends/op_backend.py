@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -43,13 +44,9 @@ class OpAttentionImpl(AttentionImpl):
 
     path: ClassVar[str]
 
-    def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """What the metadata hold for the op's partial results; nothing by default."""
-        return None
-
-    def items(self, metadata: AttentionMetadata) -> torch.Tensor | None:
-        """The metadata's list of work items; none by default."""
-        return None
+    def scratch(self, metadata: AttentionMetadata) -> Mapping[str, torch.Tensor | None]:
+        """Tensors that the metadata hold for the op, by the argument they are; none by default."""
+        return {}
 
     def forward(
         self,
@@ -130,9 +127,8 @@ class OpAttentionImpl(AttentionImpl):
             lse=lse,
             mask_mod=spec.mask_mod,
             deterministic=spec.deterministic,
-            workspace=self.workspace(metadata),
-            items=self.items(metadata),
             path=self.path,
             replays=replays,
+            **self.scratch(metadata),
         )
         return out, lse

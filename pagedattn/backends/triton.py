@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -20,11 +21,10 @@ class TritonImpl(OpAttentionImpl):
     path = "triton"
     records = env.replay()
 
-    def workspace(self, metadata: AttentionMetadata) -> torch.Tensor | None:
-        return metadata.workspace if isinstance(metadata, TritonMetadata) else None
-
-    def items(self, metadata: AttentionMetadata) -> torch.Tensor | None:
-        return metadata.items if isinstance(metadata, TritonMetadata) else None
+    def scratch(self, metadata: AttentionMetadata) -> Mapping[str, torch.Tensor | None]:
+        if not isinstance(metadata, TritonMetadata):
+            return {}
+        return {"workspace": metadata.workspace, "items": metadata.items}
 
 
 class TritonBackend(AttentionBackend):

@@ -27,11 +27,12 @@ class TritonMetadata(AttentionMetadata):
     """
 
     spec: AttentionSpec
+    launches: list[Work]
     workspace: torch.Tensor | None
     items: torch.Tensor | None  # for the sequences that are no decodes; counters in it come back to zero
 
     def describe(self) -> str:
-        parts = [self._describe(work) for work in _launches(self.spec, self.common)]
+        parts = [self._describe(work) for work in self.launches]
         return ", ".join(parts) or "nothing to do"
 
     def _describe(self, work: Work) -> str:
@@ -58,25 +59,27 @@ class TritonMetadataBuilder(OpMetadataBuilder):
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
         if into is None:
-            built = TritonMetadata(built.common, self.spec, self._room(built.common, capture), self._list(built.common))
+            planned = _launches(self.spec, built.common)
+            room, items = self._room(planned, built.common, capture), self._list(planned, built.common)
+            built = TritonMetadata(built.common, self.spec, planned, room, items)
         self.device_update(built)
         return built
 
     def device_update(self, metadata: AttentionMetadata) -> None:
         if isinstance(metadata, TritonMetadata) and metadata.items is not None:
-            _fill(metadata.items, self.spec, metadata.common)
+            _fill(metadata.items, metadata)
 
-    def _list(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+    def _list(self, planned: list[Work], common: CommonAttentionMetadata) -> torch.Tensor | None:
         if torch.compiler.is_dynamo_compiling():  # the op makes it itself
             return None
-        prefill = _prefill(self.spec, common)
+        prefill = _prefill(planned)
         if prefill is None or _why_not_hopper(self.spec, common):
             return None
         num_seqs = prefill.last - prefill.first
         return hopper.new_items(common.num_tokens, num_seqs, self.spec.gqa_ratio, common.seq_lens.device)
 
-    def _room(self, common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
-        decodes = [one for one in _launches(self.spec, common) if one.kernel == "decode"]
+    def _room(self, planned: list[Work], common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
+        decodes = [one for one in planned if one.kernel == "decode"]
         if not decodes or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
             return None
         device = common.seq_lens.device
@@ -103,15 +106,15 @@ def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 
 
-def _prefill(spec: AttentionSpec, common: CommonAttentionMetadata) -> Work | None:
-    return next((work for work in _launches(spec, common) if work.kernel == "prefill"), None)
+def _prefill(planned: list[Work]) -> Work | None:
+    return next((work for work in planned if work.kernel == "prefill"), None)
 
 
-def _fill(items: torch.Tensor, spec: AttentionSpec, common: CommonAttentionMetadata) -> None:
-    prefill = _prefill(spec, common)
+def _fill(items: torch.Tensor, metadata: TritonMetadata) -> None:
+    prefill, common = _prefill(metadata.launches), metadata.common
     if prefill is not None:
         starts, lens = common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]
-        hopper.list_items(items, starts, lens, spec.gqa_ratio)
+        hopper.list_items(items, starts, lens, metadata.spec.gqa_ratio)
 
 
 def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:

@@ -128,8 +128,8 @@ def _paged(
         _share_prefix(case, keys, values, table)
     for row, (k, v) in enumerate(zip(keys, values, strict=True)):
         new = case.query_lens[row] if case.write else 0
-        old = case.seq_lens[row] - new
-        position = torch.arange(max(old, 0))
+        old = max(case.seq_lens[row] - new, 0)
+        position = torch.arange(old)
         at = table[row, position // size].long(), position % size
         for cache, rows in ((caches[0], stored.write_key(k[:old])), (caches[1], stored.write_value(v[:old]))):
             _bits(cache)[at] = _bits(rows)

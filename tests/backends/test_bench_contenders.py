@@ -132,6 +132,17 @@ def test_a_version_is_asked_for_only_while_its_layer_is_built(monkeypatch: pytes
     assert [one.name for one in ALL if not one.available()] == ["FLASH_ATTN (FA3)", "FA3"]
 
 
+def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    rows = measure(CASES["decode"], contenders("FA3,FlashInfer"), {})
+    fa3, *flashinfer = (row["refused"] for row in rows)
+    modules = "flash_attn_3.flash_attn_interface or flash_attn_interface"
+    assert fa3.startswith(f"FA3 needs the module {modules}, which is not installed; build it")
+    hint = "which is not installed; pip install flashinfer-python"
+    assert flashinfer == [f"FlashInfer needs the module flashinfer, {hint}"] * 2
+
+
 def test_caches_of_one_block_size_are_not_asked_for_another() -> None:
     case = CASES["prefill"]._replace(block_size=64)
     rows = {row["backend"]: row for row in measure(case, contenders("FLASH_ATTN"), {})}

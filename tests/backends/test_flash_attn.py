@@ -121,6 +121,12 @@ def test_a_library_that_does_not_load_is_named(install: Install, monkeypatch: py
         FlashAttnBackend.impl(spec(clean_cache=True))
 
 
+def test_a_library_that_is_not_there_is_named_too(install: Install) -> None:
+    install(2)
+    with pytest.raises(UnsupportedError, match=r"FA3 needs the module flash_attn_3\.flash_attn_interface or .*; build"):
+        versions.library(versions.FA3)
+
+
 def _broken(name: str) -> None:
     raise ImportError("undefined symbol")
 

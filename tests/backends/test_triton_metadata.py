@@ -10,14 +10,15 @@ from pagedattn.backends import triton_metadata
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.ops import hopper
-from pagedattn.ops.launch import COUNTERS
+from pagedattn.ops.launch import COUNTERS, Work
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of what a kernel fills
 SPEC = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16, block_size=16)
 
 
-def step(*query_lens: int, keys: int = 400) -> CommonAttentionMetadata:
-    table = torch.zeros(len(query_lens), 512, dtype=torch.int32)
+def step(*query_lens: int, keys: int = 400, device: torch.device = CPU) -> CommonAttentionMetadata:
+    table = torch.zeros(len(query_lens), 512, dtype=torch.int32, device=device)
     return CommonAttentionMetadata.from_lengths(query_lens, [keys] * len(query_lens), table)
 
 
@@ -42,6 +43,18 @@ def workspace(metadata: AttentionMetadata) -> torch.Tensor | None:
 )
 def test_it_says_which_kernels_run(lens: tuple[int, ...], text: str) -> None:
     assert TritonMetadataBuilder(SPEC, CPU).build(step(*lens)).describe() == text
+
+
+def test_launches_are_planned_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, real = [], triton_metadata.launches
+
+    def launches(*args: int, **facts: bool) -> list[Work]:
+        planned.append(args)
+        return real(*args, **facts)
+
+    monkeypatch.setattr(triton_metadata, "launches", launches)
+    metadata = TritonMetadataBuilder(SPEC, CPU).build(step(1, 1, 40))
+    assert metadata.describe().count("kernel") == 2 and len(planned) == 1
 
 
 def test_a_deterministic_step_has_no_workspace() -> None:
@@ -94,18 +107,18 @@ def listed(metadata: AttentionMetadata) -> list[list[int]]:
 def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
-    builder = TritonMetadataBuilder(spec, CPU)
-    metadata = builder.build(step(1, 1, 400, 33, keys=4000))
+    builder = TritonMetadataBuilder(spec, DEVICE)
+    metadata = builder.build(step(1, 1, 400, 33, keys=4000, device=DEVICE))
     assert "prefill kernel: 2 sequences (for Hopper)" in metadata.describe()
     tokens = hopper.tokens_of(spec.gqa_ratio)
     expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
     expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
     assert sorted(listed(metadata)) == sorted(expected)
-    joined = builder.build(step(1, 1, 400))
+    joined = builder.build(step(1, 1, 400, device=DEVICE))
     assert joined.describe() == "prefill kernel: 3 sequences (for Hopper)" and [0, 1, 0] in listed(joined)
     assert hopper.why_not_shape(spec.dtype, spec.dtype, 64, 64, None, False) == ""
-    captured = builder.build(step(40, 33), capture=True)
-    builder.build(step(20), into=captured)
+    captured = builder.build(step(40, 33, device=DEVICE), capture=True)
+    builder.build(step(20, device=DEVICE), into=captured)
     assert sum(count for _, count, _ in listed(captured)) == 20
     assert isinstance(captured, TritonMetadata)
     captured.common.query_start_loc[1:] += 7

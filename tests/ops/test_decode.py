@@ -12,7 +12,7 @@ from pagedattn import ops
 from pagedattn.errors import InvalidInputError
 from pagedattn.ops.attention_inputs import AttentionInputs, scale_parts
 from pagedattn.ops.launch import COUNTERS, DecodeConfig, DecodeTuning, decode_config, target_of
-from pagedattn.ops.paged_attention import new_workspace
+from pagedattn.ops.paged_attention import decode_config_of, new_workspace
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close, assert_lse_close
 from pagedattn.testing.problem import Problem, make_problem
@@ -164,6 +164,34 @@ def test_the_same_bits_again(device: torch.device) -> None:
     """Whoever arrives last adds in the same order."""
     first, second = (check(Case(**LONG), 44, device, fan_in=5) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_same_bits_a_thousand_times_under_load(device: torch.device) -> None:
+    """Ragged decodes, whose keys programs share: in whatever order they arrive, and whatever else runs."""
+    lens = (9000, 1, 700, 0, 33, 2500, 16)
+    kind = {"heads": (8, 2), "head_dim": 128, "dtype": torch.bfloat16, "lse": True, "write": False}
+    case = Case(query_lens=(1,) * len(lens), seq_lens=lens, **kind)
+    problem = make_problem(case, device)
+    out, lse = torch.empty_like(problem.query), torch.empty(problem.query.shape[:2], device=device)
+    inputs = inputs_of(problem, out, lse)
+    config = decode_config_of(inputs)
+    assert sum(n > 1 for n in parts(case, config.programs // 2, config.tuning.block_n)) >= 3, "nothing is combined"
+    room, launch = new_workspace(config.workspace, device), import_module("pagedattn.ops.kernels.decode").launch
+    launch(config, inputs, room)
+    assert_close("first", out, problem.expected, problem.naive)
+    want, want_lse = out.clone(), lse.clone()
+    side, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=device)
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    for turn in range(1000):
+        if turn % 10 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(noise, noise)
+        out.fill_(torch.nan)
+        launch(config, inputs, room)
+        differing += (out != want).sum() + (lse != want_lse).sum()
+    assert int(differing) == 0 and not room[: 3 * COUNTERS].any()
 
 
 def call(device: torch.device, **options: Any) -> torch.Tensor:

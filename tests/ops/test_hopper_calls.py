@@ -120,7 +120,7 @@ def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
     assert hopper.pack_of(group) == pack and hopper.tokens_of(group) == tokens
 
 
-def test_prompts_go_there_and_decodes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixed batch: the list is of the sequences that are no decodes, and covers their rows alone."""
     pytest.importorskip("triton")
     seen: dict[str, Any] = {}
@@ -133,16 +133,17 @@ def test_prompts_go_there_and_decodes_do_not(monkeypatch: pytest.MonkeyPatch) ->
         return SimpleNamespace(launch=lambda *args: seen.update({name: args})) if name == "decode" else real(name)
 
     monkeypatch.setattr(module, "kernels", kernels)
-    inputs = call(dtype=torch.float16)
-    ops.paged_attention(*inputs[:6], max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, path="triton")
+    tensors = [x.to(device) for x in call(dtype=torch.float16)[:6] if x is not None]
+    ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, path="triton")
     assert "decode" in seen
     assert seen["inputs"].seq_lens.tolist() == [60] and seen["inputs"].query_start_loc.tolist() == [1, 40]
     entries = seen["items"][2 : 2 + int(seen["items"][1, 0]), :5].tolist()
     assert entries == [[33, 7, 53, 60, 0], [1, 32, 21, 60, 0]]
     seen.clear()
-    mine = hopper.new_items(40, 1, HEADS // KV_HEADS, inputs.query.device)
-    hopper.list_items(mine, inputs.query_start_loc[1:], inputs.seq_lens[1:], HEADS // KV_HEADS)
+    mine = hopper.new_items(40, 1, HEADS // KV_HEADS, device)
+    starts, lens = tensors[4:]
+    hopper.list_items(mine, starts[1:], lens[1:], HEADS // KV_HEADS)
     ops.paged_attention(
-        *inputs[:6], max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, items=mine, path="triton"
+        *tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, items=mine, path="triton"
     )
     assert seen["items"] is mine

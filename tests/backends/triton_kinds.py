@@ -1,0 +1,43 @@
+"""Layers that between them need every variant of TRITON's kernels on Hopper. Few: each compiles kernels of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pagedattn.testing.case import Case
+
+FP16 = torch.float16
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain without LSE": {"lse": False},
+    "fp16, D64": {"dtype": FP16, "head_dim": 64},
+    "D256, blocks of 32": {"head_dim": 256, "block_size": 32},
+    "D256, fp16, group of 8": {"head_dim": 256, "dtype": FP16, "heads": (8, 1)},
+    "blocks of 64, group of 5": {"block_size": 64, "heads": (10, 2)},
+    "blocks of 128, soft cap": {"block_size": 128, "softcap": 30.0},
+    "blocks of 256, no LSE": {"block_size": 256, "lse": False},
+    "HND, fp16": {"layout": "HND", "dtype": FP16},
+    "HND, blocks of 32, one KV head": {"layout": "HND", "block_size": 32, "heads": (8, 1)},
+    "one head": {"heads": (1, 1)},
+    "a KV head per head": {"heads": (4, 4), "lse": False},
+    "group of 6, sinks": {"heads": (12, 2), "sinks": 1.0},
+    "group of 7, D64": {"heads": (14, 2), "head_dim": 64},
+    "group of 64": {"heads": (64, 1)},
+    "sinks and soft cap, fp16": {"sinks": 0.5, "softcap": 5.0, "dtype": FP16},
+    "window of 1": {"sliding_window": 1},
+    "window of 16, released, HND": {"sliding_window": 16, "poison_behind": True, "layout": "HND"},
+    "window of 17, D64": {"sliding_window": 17, "head_dim": 64, "lse": False},
+    "window of 129, released": {"sliding_window": 129, "poison_behind": True},
+    "window of 1000, sinks, blocks of 64": {"sliding_window": 1000, "sinks": 1.0, "block_size": 64},
+    "window, soft cap, sinks, fp16": {"sliding_window": 128, "softcap": 30.0, "sinks": 0.0, "dtype": FP16},
+    "bidirectional": {"causal": False},
+    "bidirectional window, fp16": {"causal": False, "sliding_window": 50, "dtype": FP16},
+    "bidirectional, soft cap, D256": {"causal": False, "softcap": 5.0, "head_dim": 256},
+}
+
+
+def case_of_kind(kind: str) -> Case:
+    """A case of that kind, whose lengths are the caller's to choose."""
+    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **KINDS[kind]})

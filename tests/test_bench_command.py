@@ -1,0 +1,105 @@
+"""`pagedattn bench` on a CPU, from the command to the file, the pictures and the exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import cli
+from pagedattn.bench import command as bench_command
+from pagedattn.bench import timing
+from pagedattn.bench.measure import FIELDS, empty_row
+from pagedattn.bench.report import header
+from pagedattn.bench.table import cases
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
+
+
+@CPU_ONLY
+def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMIT", "abc1234")
+    monkeypatch.setattr(timing, "_SECONDS", 0)
+    file = tmp_path / "new" / "result.json"
+    assert cli.main(["bench", "mixed", "--backends", "TORCH", "--json", str(file)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert (
+        out[0] == header()
+        and len(out) == 2
+        and out[1].startswith("mixed 8/2/64 1q64s128+2q1s100")
+        and "\r" not in out[1]
+    )
+    content = json.loads(file.read_text())
+    assert {*content} == {"meta", "rows"} and [*file.parent.iterdir()] == [file]
+    meta, (only,) = content["meta"], content["rows"]
+    facts = {"gpu", "cpu", "torch", "triton", "pagedattn", "backends", "peers", "commit", "date", "summary"}
+    assert {*meta} == facts and meta["commit"] == "abc1234" and meta["gpu"] is None
+    assert tuple(only) == FIELDS and (only["suite"], only["dtype"], only["backend"]) == ("mixed", "float32", "TORCH")
+    assert only["us"] > 0 and 0 < only["error"] < 1e-5 and only["refused"] is only["ratio"] is None
+    assert cli.main(["bench", "--workload", "2q7_3q1s9", "--workload", "1q1s5..9", "--backends", "TORCH"]) == 0
+    assert [text.split()[2] for text in capsys.readouterr().out.splitlines()[1:]] == ["2q7+3q1s9", "1q1s5..9"]
+
+
+@CPU_ONLY
+def test_cache_operations_are_rows_too(capsys: Any) -> None:
+    assert cli.main(["bench", "cache"]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("write 16 tokens fp8", "copy_blocks 16 pairs", "gather 4 x 64 keys"))
+    assert "refused" not in out and "wrong" not in out
+
+
+@CPU_ONLY
+def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(capsys: Any) -> None:
+    assert cli.main(["bench", "decode", "--backends", "FlashInfer (wrappers)"]) == 1
+    assert capsys.readouterr().out.count("refused: ") == len(cases("decode", gpu=False))
+    for argv, text in {
+        ("bench", "encode"): "suite must be one of decode, prefill",
+        ("bench", "--workload", "x"): "workload must be parts like",
+        ("bench", "--backends", "ALL"): "--backends must be of TRITON",
+    }.items():
+        assert cli.main(argv) == 2
+        err = capsys.readouterr().err
+        assert text in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        ({"TRITON": "", "FLASH_ATTN (FA2)": "wrong: error 1.0"}, 0),
+        ({"TRITON": "", "FlashInfer (wrappers)": "wrong: error 1.0", "FLASHINFER": "no kernel"}, 0),
+        ({"TRITON": "wrong: error 1.0", "FA3": ""}, 1),
+        ({"auto": "wrong: error 1.0", "FA3": ""}, 1),
+        ({"csrc": "wrong: 3 elements", "FLASHINFER append": ""}, 1),
+        ({"FLASH_ATTN (FA2)": "wrong: error 1.0", "TRITON": "no GPU"}, 1),
+    ],
+)
+def test_whose_wrong_result_makes_the_status_1(
+    found: dict[str, str], status: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        empty_row("decode", "1q1s5", name) | {"us": None if why else 9.0} | {"refused": why or None}
+        for name, why in found.items()
+    ]
+    monkeypatch.setattr(bench_command, "measure", lambda *args: rows)
+    monkeypatch.setattr(bench_command, "ceilings", dict)
+    assert cli.main(["bench", "--workload", "1q1s5"]) == status
+    out = capsys.readouterr().out
+    assert all(f"  {why}" in out for why in found.values() if why.startswith("wrong"))
+
+
+@CPU_ONLY
+def test_pictures_need_matplotlib_before_anything_is_measured(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(bench_command, "find_spec", lambda name: None)
+        assert cli.main(["bench", "decode", "--plot"]) == 2
+        assert "pip install pagedattn[bench]" in capsys.readouterr().err
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
+    monkeypatch.setattr(timing, "_SECONDS", 0)
+    assert cli.main(["bench", "sweep", "--plot", "--json", str(tmp_path / "r.json")]) == 0
+    made = [str(tmp_path / "plots" / f"sweep.{kind}") for kind in ("png", "svg")]
+    assert capsys.readouterr().out.splitlines()[-2:] == made and all(Path(one).exists() for one in made)

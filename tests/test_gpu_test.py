@@ -1,0 +1,86 @@
+"""`make gpu-test` and `make gpu-random` without a GPU: what is run where, what is drawn, and what the record says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from backends.test_triton_random import KINDS, PER_TEST, SHAPES, case_of, shares
+
+from pagedattn.bench import gpu_test
+from pagedattn.ops import hopper
+from pagedattn.ops.launch import launches
+
+ROOT = Path(__file__).parent.parent
+LARGE, RUNNER = gpu_test.ALONE
+
+
+def test_every_test_that_a_gpu_can_run_is_named_once() -> None:
+    together, alone = gpu_test.split([*gpu_test.SUITES, *gpu_test.ALONE])
+    assert together == [*gpu_test.SUITES] and sorted(alone) == sorted(gpu_test.ALONE)
+    assert all((ROOT / suite).exists() for suite in (*together, *alone))
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        if "pytest.mark.gpu" in file.read_text() and file.name != Path(__file__).name:
+            assert str(file.relative_to(ROOT)).startswith((*gpu_test.SUITES, *gpu_test.ALONE)), file
+
+
+@pytest.mark.parametrize(
+    ("suites", "together", "alone"),
+    [
+        (["tests/ops"], ["tests/ops"], []),
+        (["tests/gpu"], ["tests/gpu"], [LARGE]),
+        ([LARGE, "tests/gpu"], ["tests/gpu"], [LARGE]),
+        ([f"{RUNNER}::test_x"], [], [f"{RUNNER}::test_x"]),
+        (["tests"], ["tests"], [LARGE, RUNNER]),
+    ],
+)
+def test_what_takes_the_memory_runs_alone(suites: list[str], together: list[str], alone: list[str]) -> None:
+    assert gpu_test.split(suites) == (together, alone)
+
+
+@pytest.mark.parametrize("total", [1, 24, 250, 10_000])
+def test_as_many_problems_as_were_asked_for(total: int) -> None:
+    tests = shares(total)
+    assert [seed for _, seeds in tests for seed in seeds] == [*range(total)]
+    assert max(len(seeds) for _, seeds in tests) <= PER_TEST
+    assert [*dict.fromkeys(kind for kind, _ in tests)] == [*KINDS]
+
+
+def test_random_problems_go_to_both_kernels() -> None:
+    """All kinds are ones that Hopper's kernel serves, and what is drawn differs where it should."""
+    ran: dict[str, set[str]] = {shape: set() for shape in SHAPES}
+    queries, keys = set(), set()
+    for kind, seeds in shares(400):
+        for seed in seeds:
+            case = case_of(kind, seed)
+            dtype, dim = case.dtype, case.head_dim
+            assert not hopper.why_not_shape(dtype, dtype, dim, dim, case.block_size, case.alibi), kind
+            decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
+            planned = launches(len(case.query_lens), decodes, max(case.query_lens), paged=True, deterministic=False)
+            ran[SHAPES[seed % len(SHAPES)]] |= {work.kernel for work in planned}
+            queries |= {*case.query_lens}
+            keys |= {*case.seq_lens}
+    assert ran["decodes"] == ran["few"] == {"decode"} and ran["mixed"] == {"decode", "prefill"}
+    assert "prefill" in ran["prompts"]
+    assert {0, 1, 16, 17, 128, 129} <= queries and {0, 1, 128, 129, 6000} <= keys
+
+
+def test_the_record_counts_tests_seconds_and_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    property_ = '<properties><property name="problems" value="50"/></properties>'
+    cases = [
+        f'<testcase classname="a" name="1" time="1.5">{property_}</testcase>',
+        f'<testcase classname="a" name="2" time="2.0">{property_}</testcase>',
+        f'<testcase classname="a" name="3" time="1.0">{property_}<failure/></testcase>',
+        '<testcase classname="b" name="1" time="0.1"><skipped/></testcase>',
+    ]
+    (tmp_path / "r.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    record = gpu_test._record([tmp_path / "r.xml"], "abc1234", 61.2)
+    meta = record["meta"]
+    assert isinstance(meta, dict) and (meta["random_problems"], meta["seconds"], meta["commit"]) == (100, 61, "abc1234")
+    assert record["rows"] == [
+        {"suite": "a", "failure": 1, "seconds": 1.0},
+        {"suite": "a", "passed": 2, "seconds": 3.5},
+        {"suite": "b", "skipped": 1, "seconds": 0.1},
+    ]
