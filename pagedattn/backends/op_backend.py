@@ -51,6 +51,10 @@ class OpAttentionImpl(AttentionImpl):
         """The metadata's list of work items; none by default."""
         return None
 
+    def shared_prefix(self, metadata: AttentionMetadata) -> tuple[int, torch.Tensor | None]:
+        """So many keys that decodes attend to together, and the split that says how; none by default."""
+        return 0, None
+
     def forward(
         self,
         query: torch.Tensor,
@@ -108,6 +112,7 @@ class OpAttentionImpl(AttentionImpl):
             raise TypeError("forward without a cache needs key and value")
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.empty(query.shape[:2], dtype=wide, device=query.device) if return_lse else None
+        shared_prefix_len, split = self.shared_prefix(metadata) if kv_cache is not None else (0, None)
         out = ops.paged_attention(
             query,
             keys,
@@ -132,6 +137,8 @@ class OpAttentionImpl(AttentionImpl):
             deterministic=spec.deterministic,
             workspace=self.workspace(metadata),
             items=self.items(metadata),
+            shared_prefix_len=shared_prefix_len,
+            split=split,
             path=self.path,
             replays=replays,
         )
