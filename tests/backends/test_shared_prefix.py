@@ -41,6 +41,9 @@ CASES: dict[str, Case] = {
         "infinite poison": {"poison": torch.inf},
         "huge logits": {"magnitude": 30.0},
     }.items()},
+    "more tokens at the edge": Case(
+        query_lens=(16, 3), seq_lens=(48, 60), shared_prefix=48, head_dim=16, write=False
+    ),
     "small blocks": Case(**{**ONE, "shared_prefix": 30}, block_size=3),
     "sinks and tokens": Case(**MORE, sinks=0.5, softcap=5.0, heads=(7, 1)),
     "padding": Case(query_lens=(1, 1, 0, 0), seq_lens=(40, 33, 0, 0), shared_prefix=32, head_dim=16),
