@@ -56,12 +56,7 @@ def check_call(
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
-        room = common.block_table.shape[1] * kv_cache.block_size
-        longest = int(common.seq_lens_cpu.max())
-        if longest > room:
-            raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)
-        if common.shared_prefix_len:
-            _shared_length(common, common.seq_lens_cpu)
+        _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
 
 
 def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
@@ -100,6 +95,14 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
         raise InvalidInputError("slot_mapping", f"below {blocks * size} (negative skips)", int(written.max()))
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _host_lengths(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:
+    room, longest = common.block_table.shape[1] * block_size, int(seq_lens.max())
+    if longest > room:
+        raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)
+    if common.shared_prefix_len:
+        _shared_length(common, seq_lens)
 
 
 def _shared_length(common: CommonAttentionMetadata, seq_lens: torch.Tensor) -> None:
