@@ -89,15 +89,16 @@ def make_problem(case: Case) -> Problem:
 
 
 def _paged(case: Case, layers: int, size: int) -> Paged:
-    work = case.work
-    counts = [-(-keys // size) for keys in work.seq_lens]
+    work, shared = case.work, case.work.shared // size
+    counts = [shared, *(-(-keys // size) - shared for keys in work.seq_lens)]
     torch.manual_seed(size)
     shape = (layers, sum(counts) + 1, size, case.kv_heads, case.dim)
     caches = PagedKVCache(*shape, dtype=case.torch_dtype, device=DEVICE)
     caches.slabs.view(case.torch_dtype).normal_()
-    ids = (torch.randperm(sum(counts), dtype=torch.int32) + 1).split(counts)
-    table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(DEVICE)
-    return Paged(caches, CommonAttentionMetadata.from_lengths(work.query_lens, work.seq_lens, table, block_size=size))
+    prefix, *own = (torch.randperm(sum(counts), dtype=torch.int32) + 1).split(counts)
+    table = torch.nn.utils.rnn.pad_sequence([torch.cat((prefix, ids)) for ids in own], batch_first=True).to(DEVICE)
+    common = CommonAttentionMetadata.from_lengths(work.query_lens, work.seq_lens, table, block_size=size)
+    return Paged(caches, common.replace(shared_prefix_len=shared * size))
 
 
 def _samples(case: Case, queries: torch.Tensor, paged: Paged) -> list[_Sample]:

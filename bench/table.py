@@ -75,15 +75,21 @@ def _sweep() -> list[Case]:
     return [Case("sweep", text) for text in (*decodes, "1q512", *(f"1q{k}k" for k in (1, 2, 4, 8, 16, 32)))]
 
 
-_GPU = {"decode": _decode(), "prefill": _prefill(), "mixed": _mixed(), "sweep": _sweep()}
+def _shared() -> list[Case]:
+    """Decodes behind a prefix that all share; whoever does not read it once reads it for each."""
+    return [Case("shared", text) for text in ("64q1s9k@8k", "256q1s2560@2k", "16q1s33k@32k")]
+
+
+_GPU = {"decode": _decode(), "prefill": _prefill(), "mixed": _mixed(), "sweep": _sweep(), "shared": _shared()}
 _SMALL = {
     "decode": ["4q1s256", "3q1s40..120"],
     "prefill": ["2q128"],
     "mixed": ["1q64s128+2q1s100"],
+    "shared": ["3q1s100@64"],
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
-SUITES = (*ATTENTION, "cache", "sweep", "all")
+SUITES = (*ATTENTION, "cache", "sweep", "shared", "all")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
@@ -104,7 +110,7 @@ def case_of(text: str, gpu: bool) -> Case:
         InvalidInputError: another grammar, or more than a CPU does in a minute.
     """
     work = parse(text)
-    suite = "decode" if work.num_decodes == len(work.seq_lens) else "mixed" if work.num_decodes else "prefill"
+    suite = _suite(work)
     if gpu:
         return Case(suite, work.text)
     case = Case(suite, work.text, 8, 2, 64, dtype="float32")
@@ -115,3 +121,11 @@ def case_of(text: str, gpu: bool) -> Case:
         remedy = "take fewer or shorter sequences, such as 16q1s4k or 2q1k, or a machine with a GPU"
         raise InvalidInputError("workload", expected, f"{work.text} with {gflop:.1f} GFLOP and {gb:.1f} GB", remedy)
     return case
+
+
+def _suite(work: Workload) -> str:
+    if work.shared:
+        return "shared"
+    if work.num_decodes == len(work.seq_lens):
+        return "decode"
+    return "mixed" if work.num_decodes else "prefill"

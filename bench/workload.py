@@ -1,4 +1,7 @@
-"""The workload grammar: `64q1s4k` is 64 sequences with 1 new token and 4096 keys each; parts are joined by `+`."""
+"""The workload grammar: `64q1s4k` is 64 sequences with 1 new token and 4096 keys each; parts are joined by `+`.
+
+`64q1s9k@8k` says that the first 8192 keys of all sequences are the same ones, in the same blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,21 @@ from typing import NamedTuple
 from pagedattn.errors import InvalidInputError
 
 _PART = re.compile(r"(\d*)q(\d+k?)(?:s(\d+k?)(?:\.\.(\d+k?)|\*(\d+(?:\.\d+)?))?)?")
-_EXPECTED = "parts like 64q1s4k, 8q2k, 48q1s3000..4927 or 64q1s128*1.09, joined by + or _"
+_NUMBER = re.compile(r"\d+k?")
+_EXPECTED = "parts like 64q1s4k, 8q2k, 48q1s3000..4927 or 64q1s128*1.09, joined by + or _, then perhaps a prefix, @8k"
 
 
 class Workload(NamedTuple):
-    """Query and key lengths of a step's sequences, decodes first."""
+    """Query and key lengths of a step's sequences, decodes first; all share their first `shared` keys."""
 
     text: str
     query_lens: list[int]
     seq_lens: list[int]
+    shared: int = 0
 
     def bytes_read(self, kv_heads: int, dim: int, itemsize: int) -> int:
         """Bytes of keys and values, each read once."""
-        return 2 * sum(self.seq_lens) * kv_heads * dim * itemsize
+        return 2 * (self.shared + sum(n - self.shared for n in self.seq_lens)) * kv_heads * dim * itemsize
 
     def flops(self, heads: int, dim: int) -> float:
         """Multiply-adds of causal attention, counted twice each."""
@@ -36,14 +41,20 @@ class Workload(NamedTuple):
 def parse(text: str) -> Workload:
     """`8q2k` (prompts of 2048), `64q1s4k` (decodes), `2q2ks16k` (chunks on a context), `1q2ks4k+64q1s2k` (mixed).
 
+    `@8k` at the end is a prefix that all share.
+
     `48q1s3000..4927` spreads lengths evenly between the two, `64q1s128*1.09` has int(128 * 1.09**i) keys in sequence i.
 
     Raises:
-        InvalidInputError: another text, no sequence, no token, or more new tokens than keys.
+        InvalidInputError: another text, no sequence, no token, more new tokens than keys, or a prefix beyond a context.
     """
     text = text.replace("_", "+")
+    parts, at, prefix = text.partition("@")
+    if at and not _NUMBER.fullmatch(prefix):
+        raise InvalidInputError("workload", _EXPECTED, repr(text))
+    shared = _number(prefix) if at else 0
     pairs: list[tuple[int, int]] = []
-    for part in text.split("+"):
+    for part in parts.split("+"):
         match = _PART.fullmatch(part)
         if match is None:
             raise InvalidInputError("workload", _EXPECTED, repr(text))
@@ -52,8 +63,10 @@ def parse(text: str) -> Workload:
         pairs += [(query, _length(i, count, first, match[4], match[5])) for i in range(count)]
     if not pairs or any(not 0 < query <= keys for query, keys in pairs):
         raise InvalidInputError("workload", "sequences of at least one new token and as many keys", repr(text))
+    if any(shared > keys - query for query, keys in pairs):
+        raise InvalidInputError("workload", "a prefix within the context of every sequence", repr(text))
     pairs.sort(key=_is_decode, reverse=True)
-    return Workload(text, [query for query, _ in pairs], [keys for _, keys in pairs])
+    return Workload(text, [query for query, _ in pairs], [keys for _, keys in pairs], shared)
 
 
 def _length(i: int, count: int, first: int, last: str | None, ratio: str | None) -> int:

@@ -31,6 +31,7 @@ class InputPacker:
 
     def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
         self._block_sizes = [group.block_size for group in groups]
+        self._windows = [group.sliding_window for group in groups]
         self._device = device
         self._host = torch.empty(0, dtype=torch.int32)
         self._sent: torch.cuda.Event | None = None
@@ -47,6 +48,7 @@ class InputPacker:
         positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(ends - query_start_loc[1:], counts)
         sampled = query_start_loc[1:][[item.samples for item in items]] - 1
         tables = _tables(items, columns)
+        shared = self._shared(tables, int(ends.min())) if step.num_decodes == count else [0] * groups
         parts = self._send([tokens, positions, query_start_loc, ends, sampled, tables.reshape(-1)])
         input_ids, positions_dev, starts, seq_lens, rows, table = parts
         table = table.view(groups, count, max(columns))
@@ -65,8 +67,18 @@ class InputPacker:
             max_seq_len=int(ends.max()),
             num_decodes=step.num_decodes,
         )
-        commons = {g: common.replace(block_table=table[g], slot_mapping=slots[g]) for g in range(groups)}
+        commons = {
+            g: common.replace(block_table=table[g], slot_mapping=slots[g], shared_prefix_len=shared[g])
+            for g in range(groups)
+        }
         return StepInputs(input_ids, positions_dev, rows, commons)
+
+    def _shared(self, tables: np.ndarray, shortest: int) -> list[int]:
+        """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""
+        return [
+            0 if window else size * _same_columns(table[:, : shortest // size])
+            for table, size, window in zip(tables, self._block_sizes, self._windows, strict=True)
+        ]
 
     def _send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """One transfer for all arrays; returns the device views, each on an aligned start."""
@@ -93,6 +105,17 @@ def _tokens(step: Step) -> np.ndarray:
         for item in step.scheduled[step.num_decodes :]
     ]
     return np.concatenate([decodes, *chunks])
+
+
+def _same_columns(table: np.ndarray) -> int:
+    """How many leading columns of [sequences, blocks] are the same in all rows, of two rows at least."""
+    if len(table) < 2 or not table.shape[1] or table[0, 0] != table[-1, 0]:  # as a rule nothing is shared
+        return 0
+    # The first and the last row bound what is compared of all.
+    for rows in (table[-1:], table):
+        same = (rows[:, : table.shape[1]] == table[0]).all(0)
+        table = table[:, : len(same) if same.all() else int(same.argmin())]
+    return table.shape[1]
 
 
 def _tables(items: Sequence[ScheduledRequest], columns: Sequence[int]) -> np.ndarray:

@@ -56,10 +56,7 @@ def check_call(
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
-        room = common.block_table.shape[1] * kv_cache.block_size
-        longest = int(common.seq_lens_cpu.max())
-        if longest > room:
-            raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)
+        _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
 
 
 def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
@@ -85,12 +82,35 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
         row, column = bad[0].tolist()
         got = f"{int(table[row, column])} at row {row}, column {column}"
         raise InvalidInputError("block_table", f"blocks in [0, {blocks})", got)
+    if common.shared_prefix_len:
+        _shared_length(common, lens)
+        shared = table[:, : -(-common.shared_prefix_len // size)]
+        bad = (lens > 0) & (shared != shared[:1]).any(1)
+        if bool(bad.any()):
+            expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
+            raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
     slots = common.slot_mapping.cpu()
     written = slots[slots >= 0]
     if len(written) and int(written.max()) >= blocks * size:
         raise InvalidInputError("slot_mapping", f"below {blocks * size} (negative skips)", int(written.max()))
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _host_lengths(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:
+    room, longest = common.block_table.shape[1] * block_size, int(seq_lens.max())
+    if longest > room:
+        raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)
+    if common.shared_prefix_len:
+        _shared_length(common, seq_lens)
+
+
+def _shared_length(common: CommonAttentionMetadata, seq_lens: torch.Tensor) -> None:
+    """A prefix is no longer than the shortest sequence, padding aside; the first sequence's row says where it lies."""
+    most = int(seq_lens[seq_lens > 0].min()) if len(seq_lens) and seq_lens[0] > 0 else 0
+    if not 0 <= common.shared_prefix_len <= most:
+        expected = f"in 0..{most}, what the shortest sequence has"
+        raise InvalidInputError("shared_prefix_len", expected, common.shared_prefix_len)
 
 
 def _tensor(name: str, tensor: torch.Tensor, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:

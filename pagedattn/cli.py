@@ -79,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("suite", nargs="?", default="all", help="decode, prefill, mixed, cache, all (default: those four) or sweep")
+    add(
+        "suite",
+        nargs="?",
+        default="all",
+        help="decode, prefill, mixed, cache, all (default: those four), sweep, shared",
+    )
     add("--backends", metavar="NAMES", help="TRITON,auto,FA3 and so on; all whose library is here where not given")
     add("--workload", action="append", default=[], metavar="TEXT", help="such as 2q2k_64q1s4k, in place of a suite")
     add("--json", type=Path, metavar="FILE", help="write meta and rows to FILE, after every workload")

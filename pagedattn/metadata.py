@@ -34,7 +34,9 @@ class CommonAttentionMetadata:
     max_query_len: int  # upper bound
     max_seq_len: int  # upper bound
     num_decodes: int = 0  # the first so many sequences are decodes; 0 is always legal
-    shared_prefix_len: int = 0  # tokens that all sequences have in common, in the same blocks; 0 is none
+    # So many first tokens of every sequence lie in the same blocks, those of the first sequence's table row: at most as
+    # many as the shortest sequence has, those without tokens aside. 0 is always legal.
+    shared_prefix_len: int = 0
 
     @classmethod
     def from_lengths(

@@ -27,6 +27,7 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
     ("qk_scale", "out_scale", "softcap"), "fp32"
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
+PRIOR = ("prior", "prior_lse")
 
 
 def attention_case(arch: int, kind: str, dim: int, group: int, window: int, softcap: bool) -> None:
@@ -51,15 +52,18 @@ def attention_case(arch: int, kind: str, dim: int, group: int, window: int, soft
     report(name, attention._paged_attention_kernel, types, constants, arch, **options)
 
 
-def decode_case(arch: int, kind: str, dim: int, group: int, tokens: int, num_seqs: int, stored: str = "") -> None:
+def decode_case(
+    arch: int, kind: str, dim: int, group: int, tokens: int, num_seqs: int, stored: str = "", prior: bool = False
+) -> None:
     shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2, "stored_itemsize": 1 if stored else 2}
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
     config = decode_config(**shape, **step, target=TARGETS[arch])
     tuning = config.tuning
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}")}
-    types |= dict.fromkeys(("key", "value"), f"*{stored or kind}")
+    types |= dict.fromkeys(("key", "value"), f"*{stored or kind}") | dict.fromkeys(PRIOR if prior else (), "*fp32")
     constants = {
         **ABSENT,
+        **dict.fromkeys(() if prior else PRIOR),
         **_shape(dim, group),
         "lse_out": None,
         "KV_HEADS": 8,
@@ -81,7 +85,7 @@ def decode_case(arch: int, kind: str, dim: int, group: int, tokens: int, num_seq
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
-    name = f"decode-sm{arch}-{stored or kind}-D{dim}-G{group}-{num_seqs}x{tokens}"
+    name = f"decode-sm{arch}-{stored or kind}-D{dim}-G{group}-{num_seqs}x{tokens}{'-prior' if prior else ''}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
 
@@ -126,6 +130,8 @@ def main() -> None:
     attention_case(80, "fp16", 64, 8, 128, True)
     for num_seqs, tokens in ((1, 1), (64, 1), (1024, 1), (64, 16)):
         decode_case(90, "bf16", 128, 4, tokens, num_seqs)
+    for num_seqs, tokens in ((64, 1), (64, 16)):
+        decode_case(90, "bf16", 128, 4, tokens, num_seqs, prior=True)
     decode_case(90, "bf16", 128, 1, 1, 64)
     decode_case(90, "bf16", 256, 8, 1, 64)
     decode_case(90, "bf16", 512, 8, 16, 2)

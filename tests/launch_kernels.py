@@ -18,10 +18,15 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, StepMetadata, plan_step
-from pagedattn.ops import library
+from pagedattn.ops import library, shared_prefix
+from pagedattn.ops.kernels import decode
 from pagedattn.ops.kernels._launcher import Launch, Launcher, Replay
 
 FUNCTION, CHAINED, ARGUMENTS = 4, 6, 13  # positions in a launch's line
+WRITTEN, READ = (
+    [ARGUMENTS + decode._decode_kernel.arg_names.index(name) for name in names]
+    for names in (("out", "lse_out"), ("prior", "prior_lse"))
+)
 launched = fake_gpu.launched
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
 
@@ -139,18 +144,21 @@ LAYERS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "shared keys": {"head_dim_v": 32, "write_value": False},
 }
+ONCE = {name: LAYERS[name] for name in ("plain", *(name for name in LAYERS if "fp8" in name))} | {
+    "sinks": {"sinks": True}
+}
 
 
-def layers(options: dict[str, Any], flat: bool, queries: list[int], writer: str) -> dict[str, Any]:
+def layers(options: dict[str, Any], flat: bool, queries: list[int], writer: str, shared: int = 0) -> dict[str, Any]:
     """Three layers of a kind: whether what the second and third repeat is what a call with all checks does."""
     reshape.choose = lambda *args: writer
     models = [_model(options, index) for index in range(3)]
     caches = [_cache(options) for _ in models]
     table = torch.arange(SEQS * 2, dtype=torch.int32).view(SEQS, 2)
     common = CommonAttentionMetadata.from_lengths(queries, [20] * SEQS, table, block_size=SIZE)
-    step = plan_step(models, common)
+    step = plan_step(models, common.replace(shared_prefix_len=shared))
     (metadata,) = step.by_key.values()
-    same, careful, repeated = True, [], ([], [])
+    same, careful, repeated, once = True, [], ([], []), "attended once" in step.describe()
     for model, cache in zip(models, caches, strict=True):
         call = _call_of(model, cache, step, flat, sum(queries))
         if model is models[0]:
@@ -160,15 +168,15 @@ def layers(options: dict[str, Any], flat: bool, queries: list[int], writer: str)
         checked = []
         counted = lambda *args, run=model._call, checked=checked: (checked.append(1), run(*args))[1]  # noqa: E731
         vars(model)["_call"] = counted
-        repeated = lines_of(call), stored(cache)
+        repeated = lines_of(call, once), stored(cache)
         careful.append(len(checked))
         kept = dict(metadata.calls)
         metadata.calls.clear()
-        same = same and len(repeated[0]) > 0 and repeated == (lines_of(call), stored(cache)) and len(checked) == 1
+        same = same and len(repeated[0]) > 0 and repeated == (lines_of(call, once), stored(cache)) and len(checked) == 1
         metadata.calls.update(kept)
         cache.key.view(torch.uint8).zero_()
     chained = [line[CHAINED] for line in repeated[0]][writer == "triton" :]
-    return {"same": same, "careful": careful, "kept": len(metadata.calls), "chained": chained}
+    return {"same": same, "careful": careful, "kept": len(metadata.calls), "chained": chained, "once": once}
 
 
 def _model(options: dict[str, Any], index: int) -> Attention:
@@ -247,11 +255,15 @@ def wrong() -> dict[str, list[str]]:
     return found
 
 
-def lines_of(call: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """What a call launches."""
+def lines_of(call: Callable[[], object], once: bool = False) -> list[list[Any]]:
+    """What a call launches; `once` without the address of the states that one launch leaves to the next."""
     launched.clear()
     call()
-    return list(launched)
+    lines = [list(line) for line in launched]
+    for before, after in zip(WRITTEN, READ, strict=True) if once else ():
+        assert lines[-2][before] == lines[-1][after] is not None
+        lines[-2][before] = lines[-1][after] = None
+    return lines
 
 
 def main() -> None:
@@ -265,6 +277,8 @@ def main() -> None:
         for kind, queries in steps.items()
         for writer in writers
     }
+    shared_prefix.SAVED_BYTES = -(1 << 62)
+    found |= {f"{name}, once": layers(options, False, [1] * SEQS, writers[0], SIZE) for name, options in ONCE.items()}
     print(
         json.dumps({"toys": toys(), "replays": replays(), "described": described(), "layers": found, "wrong": wrong()})
     )

@@ -17,6 +17,7 @@ class Mutant(NamedTuple):
 TORCH = "pagedattn/ops/attention_torch.py"
 TRITON = "pagedattn/ops/kernels/attention.py"
 FEW = "pagedattn/ops/kernels/decode.py"
+PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
 MANAGER = "engine/kv_cache_manager.py"
@@ -25,6 +26,7 @@ ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
 BY_TORCH, BY_TRITON = f"{CASES} test_torch[ -torch.float32", f"{CASES} test_triton["
 EVENLY = "tests/ops/test_decode.py"
+ONCE = "tests/backends/test_shared_prefix.py"
 DECODE = "seq_lens=1x16x37x129"
 
 
@@ -83,7 +85,15 @@ _ATTENTION = (
 )  # fmt: skip
 
 _SHARED_OUT = (
-    fault("sink in every part", FEW, "if at == origin:", "if at >= origin:", f"{BY_TRITON} {DECODE}-sinks"),
+    fault("sink in every part", FEW, "if at == origin:\n                    m_i",
+          "if at >= origin:\n                    m_i", f"{BY_TRITON} {DECODE}-sinks"),
+    fault("a prior in every part", FEW, "if at == origin:\n                    dim_v",
+          "if at >= origin:\n                    dim_v", f"{ONCE} [one token, 4/2]"),
+    fault("a prefix that is masked", PREFIX, "causal=False,", "causal=True,", f"{ONCE} [one token, 4/2]"),
+    fault("values scaled twice", PREFIX, "v_scale=None,", "", f"{ONCE} [fp8, heads]"),
+    fault("the prefix's blocks again", PREFIX, "table[:, length // block_size :]", "table", f"{ONCE} [padding]"),
+    fault("a prefix beyond a token", PREFIX, "max(length - max(max_query_len - 1, 0), 0)", "max(length, 0)",
+          f"{ONCE} [more tokens at the edge]"),
     fault("a decode's window begins too late", FEW, "seq_len - q_len - WINDOW + 1, 0)",
           "seq_len - q_len - WINDOW + 2, 0)", f"{BY_TRITON} {DECODE}-sliding_window=17"),
     fault("a few tokens' window + 1", TRITON, "visible & (distance > -WINDOW)", "visible & (distance >= -WINDOW)",

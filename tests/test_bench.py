@@ -1,4 +1,4 @@
-"""`pagedattn bench`: its grammar, its table, its arithmetic, and a run on a CPU from the command to the file."""
+"""`pagedattn bench`: its table, its arithmetic, and a run on a CPU from the command to the file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from pagedattn.bench.contenders import contenders
 from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.ratios import add_ratios, geometric_mean, summarise
 from pagedattn.bench.report import ResultFile, header, line, summary_lines
-from pagedattn.bench.table import SUITES, Case, case_of, cases
-from pagedattn.bench.workload import parse
+from pagedattn.bench.table import SUITES, Case, cases
 from pagedattn.errors import InvalidInputError
 
 ROOT = Path(__file__).parent.parent
@@ -50,58 +49,8 @@ def test_the_table_is_what_was_agreed() -> None:
         assert len({(case.layer, case.text) for case in cases(suite, gpu=True)}) == len(cases(suite, gpu=True))
         assert bool(cases(suite, gpu=True)) == bool(cases(suite, gpu=False)) == (suite != "cache")
     sweep = cases("sweep", gpu=True)
+    assert [case.text for case in cases("shared", gpu=True)] == ["64q1s9k@8k", "256q1s2560@2k", "16q1s33k@32k"]
     assert len(sweep) > 30 and max(sum(case.work.seq_lens) for case in sweep) <= 1 << 20
-
-
-def test_lengths_of_a_workload() -> None:
-    lens = {
-        "8q2k": ([2048] * 8, [2048] * 8),
-        "3q1s4k": ([1] * 3, [4096] * 3),
-        "2q2ks16k": ([2048] * 2, [16384] * 2),
-        "q5s7": ([5], [7]),
-        "1q1": ([1], [1]),
-        "5q1s10..30": ([1] * 5, [10, 15, 20, 25, 30]),
-        "1q1s10..30": ([1], [10]),
-        "3q2s8..4": ([2] * 3, [8, 6, 4]),
-        "4q1s8*1.5": ([1] * 4, [8, 12, 18, 27]),
-    }
-    for text, expected in lens.items():
-        assert parse(text)[1:] == expected, text
-    assert parse("48q1s3000..4927").seq_lens == [3000 + 41 * i for i in range(48)]
-    assert parse("64q1s128*1.0906").seq_lens == [int(128 * 1.0906**i) for i in range(64)]
-    assert parse("1q1s64k+31q1s512").seq_lens == [65536] + [512] * 31
-
-
-def test_decodes_come_first() -> None:
-    mixed = parse("1q2ks4k_2q1s5_1q1_1q3")
-    assert mixed == ("1q2ks4k+2q1s5+1q1+1q3", [1, 1, 2048, 1, 3], [5, 5, 4096, 1, 3])
-    assert mixed.num_decodes == 2
-    assert [case_of(text, gpu=True).suite for text in ("2q1s9", "2q9", "2q9+1q1s4")] == ["decode", "prefill", "mixed"]
-    built = problem.make_problem(case_of("1q20s64+2q1s100", gpu=False)).paged().common
-    assert (built.num_decodes, built.num_seqs, built.max_query_len) == (2, 3, 20)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "64", "q", "1q4s", "1q4x", "0q4", "1q0", "1q4s3", "2q1s9..", "2q1s9*", "1q4++1q4"]
-)
-def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInputError, match="workload must be"):
-        parse(text)
-
-
-@pytest.mark.parametrize(("text", "cost"), [("8q2k", "34.4 GFLOP and 0.0 GB"), ("64q1s40k", "5.4 GFLOP and 2.7 GB")])
-def test_what_would_take_a_cpu_minutes_is_refused(text: str, cost: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"20 GFLOP and 2 GB .* got {text} with {cost}; take fewer"):
-        case_of(text, gpu=False)
-    assert case_of(text, gpu=True).text == text
-    for small in ("16q1s4k", "2q1k", "1q4k"):
-        assert case_of(small, gpu=False).text == small
-
-
-def test_bytes_and_operations() -> None:
-    work = parse("2q1s100+1q3")
-    assert work.bytes_read(kv_heads=8, dim=128, itemsize=2) == 2 * 203 * 8 * 128 * 2
-    assert work.flops(heads=32, dim=128) == 4 * 32 * 128 * (100 + 100 + 1 + 2 + 3)
 
 
 def row(backend: str, us: float | None, suite: str = "decode", case: str = "a") -> dict[str, Any]:

@@ -17,6 +17,8 @@ EXPECTED = {
     "decode-sm90-bf16-D128-G4-64x1",
     "decode-sm90-bf16-D128-G4-1024x1",
     "decode-sm90-bf16-D128-G4-64x16",
+    "decode-sm90-bf16-D128-G4-64x1-prior",
+    "decode-sm90-bf16-D128-G4-64x16-prior",
     "decode-sm90-bf16-D128-G1-64x1",
     "decode-sm90-bf16-D256-G8-64x1",
     "decode-sm90-bf16-D512-G8-2x16",

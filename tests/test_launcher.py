@@ -57,7 +57,10 @@ def test_a_repeated_call_is_what_a_checked_call_does() -> None:
     for name, layer in layers.items():
         # The decode kernel may overlap what runs before it, and is repeated with another beside it too.
         chained = [False] if "deterministic" in name else [True] if "decodes" in name else [True, False]
-        assert layer == {"same": True, "careful": [0, 0, 0], "kept": 1, "chained": chained}, name
+        once = "once" in name
+        chained = [True, True] if once else chained
+        assert layer == {"same": True, "careful": [0, 0, 0], "kept": 1, "chained": chained, "once": once}, name
+    assert sum("once" in name for name in layers) == 4
 
 
 def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:

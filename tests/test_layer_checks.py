@@ -66,6 +66,8 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "kv_cache", "torch.float32.*got torch.float16"),
     "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
     "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5))}, "seq_lens", "at most 32, the table's width"),
+    "shared": ({"metadata": common(shared_prefix_len=6)}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
+    "shared by less than none": ({"metadata": common(shared_prefix_len=-1)}, "shared_prefix_len", "got -1"),
     "out": ({"out": torch.empty(6, 4, 8)}, "out", r"\[T, Hq, Dv\]"),
 }
 
@@ -96,6 +98,10 @@ BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "longest query": ({"max_query_len": 1}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(1, 20\)"),
     "longest sequence": ({"max_seq_len": 19}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(5, 19\)"),
     "decodes": ({"num_decodes": 2}, "num_decodes", "one new token each, got 2"),
+    "shared": ({"shared_prefix_len": 5}, "shared_prefix_len", r"share \(5 are not\), got others at row 1; pass 0"),
+    "shared and longer": (
+        *({"shared_prefix_len": 6, "seq_lens_cpu": None}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
+    ),
 }
 
 
@@ -110,6 +116,20 @@ def test_contents_are_checked_at_level_2_only(name: str, monkeypatch: pytest.Mon
     for level in "01":
         monkeypatch.setenv("PAGEDATTN_CHECK", level)
         assert call(metadata=common(**changes)).shape == (6, 4, 16)
+
+
+def test_a_prefix_in_the_same_blocks_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    table = torch.tensor([[1, 2], [1, 3], [-9, -9]], dtype=torch.int32)
+    step = CommonAttentionMetadata.from_lengths([1, 5, 0], [20, 30, 0], table)
+    for length in (0, 1, 16):
+        assert call(metadata=step.replace(shared_prefix_len=length)).isfinite().all()
+    for length in (17, 20):
+        with pytest.raises(InvalidInputError, match=rf"\({length} are not\), got others at row 1"):
+            call(metadata=step.replace(shared_prefix_len=length))
+    nobody = CommonAttentionMetadata.from_lengths([0, 1], [0, 20], table[:2])
+    with pytest.raises(InvalidInputError, match=r"in 0\.\.0"):
+        call(metadata=nobody.replace(shared_prefix_len=1, seq_lens_cpu=None))
 
 
 def test_level_0_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

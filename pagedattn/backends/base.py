@@ -86,10 +86,11 @@ class AttentionMetadataBuilder(ABC):
 
 def static_copy(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """`common` with device tensors of its own for a graph to record, and without what would not stay true of a replay:
-    lengths on the host, and how many sequences decode, unless all do."""
+    lengths on the host, what is shared, and how many sequences decode, unless all do."""
     tensors = {name: getattr(common, name).clone() for name in _STATIC}
     decodes = common.num_decodes if common.num_decodes == common.num_seqs else 0
-    return common.replace(**tensors, query_start_loc_cpu=None, seq_lens_cpu=None, num_decodes=decodes)
+    unknown = {"query_start_loc_cpu": None, "seq_lens_cpu": None, "shared_prefix_len": 0}
+    return common.replace(**tensors, **unknown, num_decodes=decodes)
 
 
 def check_capture(level: GraphLevel, common: CommonAttentionMetadata) -> None:

@@ -26,6 +26,9 @@ class TritonImpl(OpAttentionImpl):
             return {}
         return {"workspace": metadata.workspace, "items": metadata.items}
 
+    def shared_prefix(self, metadata: AttentionMetadata) -> tuple[int, torch.Tensor | None]:
+        return metadata.shared_prefix if isinstance(metadata, TritonMetadata) else (0, None)
+
 
 class TritonBackend(AttentionBackend):
     """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for the others, a

@@ -1,5 +1,5 @@
-"""What TRITON plans of a step: a workspace for the decode kernel's partial results, and on Hopper the prefill kernel's
-list of work items."""
+"""What TRITON plans of a step: a workspace for the decode kernel's partial results, whether a shared prefix is attended
+to once, and on Hopper the prefill kernel's list of work items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..cache_spec import stored_dtype
 from ..metadata import CommonAttentionMetadata
-from ..ops import hopper
+from ..ops import hopper, shared_prefix
 from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
 from ..ops.paged_attention import new_workspace
 from ..spec import AttentionSpec, GraphLevel
@@ -30,6 +30,7 @@ class TritonMetadata(AttentionMetadata):
     launches: list[Work]
     workspace: torch.Tensor | None
     items: torch.Tensor | None  # for the sequences that are no decodes; counters in it come back to zero
+    shared_prefix: tuple[int, torch.Tensor | None] = (0, None)  # keys that decodes read once, and their split
 
     def describe(self) -> str:
         parts = [self._describe(work) for work in self.launches]
@@ -40,8 +41,10 @@ class TritonMetadata(AttentionMetadata):
         if work.kernel != "decode":
             refused = _why_not_hopper(self.spec, self.common)
             return f"{text} ({f'the portable one: {refused}' if refused else 'for Hopper'})"
-        config = _config(self.spec, self.common, work)
-        return f"{text} ({config.programs} programs, tiles of {config.tuning.block_n} keys)"
+        length, _ = self.shared_prefix
+        *prefix, own = _configs(self.spec, self.common, work, length)
+        once = f", shared prefix of {length} keys attended once ({_tiles(prefix[0])})" if prefix else ""
+        return f"{text} ({_tiles(own)}){once}"
 
 
 class TritonMetadataBuilder(OpMetadataBuilder):
@@ -60,31 +63,40 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         built = super().build(common, into, capture)
         if into is None:
             planned = _launches(self.spec, built.common)
-            room, items = self._room(planned, built.common, capture), self._list(planned, built.common)
-            built = TritonMetadata(built.common, self.spec, planned, room, items)
+            length = _shared_prefix(planned, self.spec, built.common)
+            room, items = self._room(planned, built.common, capture, length), self._list(planned, built.common)
+            split = length, _new_split(planned, built.common) if length else None
+            built = TritonMetadata(built.common, self.spec, planned, room, items, split)
         self.device_update(built)
         return built
 
     def device_update(self, metadata: AttentionMetadata) -> None:
-        if isinstance(metadata, TritonMetadata) and metadata.items is not None:
+        if not isinstance(metadata, TritonMetadata):
+            return
+        if metadata.items is not None:
             _fill(metadata.items, metadata)
+        length, split = metadata.shared_prefix
+        if split is not None:
+            shared_prefix.fill_split(split, metadata.common.query_start_loc, metadata.common.seq_lens, length)
 
     def _list(self, planned: list[Work], common: CommonAttentionMetadata) -> torch.Tensor | None:
         if torch.compiler.is_dynamo_compiling():  # the op makes it itself
             return None
-        prefill = _prefill(planned)
+        prefill = _of_kernel("prefill", planned)
         if prefill is None or _why_not_hopper(self.spec, common):
             return None
         num_seqs = prefill.last - prefill.first
         return hopper.new_items(common.num_tokens, num_seqs, self.spec.gqa_ratio, common.seq_lens.device)
 
-    def _room(self, planned: list[Work], common: CommonAttentionMetadata, capture: bool) -> torch.Tensor | None:
-        decodes = [one for one in planned if one.kernel == "decode"]
-        if not decodes or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
+    def _room(
+        self, planned: list[Work], common: CommonAttentionMetadata, capture: bool, shared: int
+    ) -> torch.Tensor | None:
+        decode = _of_kernel("decode", planned)
+        if decode is None or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
             return None
         device = common.seq_lens.device
         on_gpu = device.type == "cuda"
-        needed = max(_config(self.spec, common, one).workspace for one in decodes)
+        needed = max(config.workspace for config in _configs(self.spec, common, decode, shared))
         if _is_being_captured(device):  # its zeros are written when this graph is replayed
             return new_workspace(needed, device)
         owner = "captured" if capture else torch.cuda.current_stream(device).cuda_stream if on_gpu else "host"
@@ -106,12 +118,30 @@ def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 
 
-def _prefill(planned: list[Work]) -> Work | None:
-    return next((work for work in planned if work.kernel == "prefill"), None)
+def _of_kernel(kernel: str, planned: list[Work]) -> Work | None:
+    return next((work for work in planned if work.kernel == kernel), None)
+
+
+def _shared_prefix(planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata) -> int:
+    """So many keys that the decodes attend to once; 0 where that does not pay, or cannot be."""
+    decode = _of_kernel("decode", planned) if common.shared_prefix_len else None
+    if decode is None or spec.block_size is None or spec.sliding_window or spec.has_alibi:
+        return 0
+    length = shared_prefix.whole_blocks(common.shared_prefix_len, decode.longest, spec.block_size)
+    if not length or torch.compiler.is_dynamo_compiling():
+        return 0
+    (alone,), (prefix, rest) = (_configs(spec, common, decode, shared) for shared in (0, length))
+    key_bytes = (spec.head_dim + spec.value_dim) * stored_dtype(spec.kv_cache_dtype, spec.dtype).itemsize
+    return length if shared_prefix.pays(alone, prefix, rest, key_bytes) else 0
+
+
+def _new_split(planned: list[Work], common: CommonAttentionMetadata) -> torch.Tensor | None:
+    decode = _of_kernel("decode", planned)
+    return None if decode is None else shared_prefix.new_split(decode.last, common.seq_lens.device)
 
 
 def _fill(items: torch.Tensor, metadata: TritonMetadata) -> None:
-    prefill, common = _prefill(metadata.launches), metadata.common
+    prefill, common = _of_kernel("prefill", metadata.launches), metadata.common
     if prefill is not None:
         starts, lens = common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]
         hopper.list_items(items, starts, lens, metadata.spec.gqa_ratio)
@@ -126,7 +156,8 @@ def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str
     return hopper.why_not_here(common.seq_lens.device) or hopper.why_not_shape(*facts)
 
 
-def _config(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work) -> DecodeConfig:
+def _configs(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work, shared: int) -> list[DecodeConfig]:
+    """Of the decode launches that serve `work`, whose sequences share so many keys: that over the prefix in front."""
     shape: dict[str, Any] = {
         "num_kv_heads": spec.kv_heads,
         "group": spec.gqa_ratio,
@@ -136,5 +167,13 @@ def _config(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work) ->
         "stored_itemsize": spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
         "target": target_of(common.seq_lens.device),
     }
-    bounds = {"max_query_len": work.longest, "max_seq_len": common.max_seq_len}
-    return decode_config(num_seqs=work.last - work.first, **shape, **bounds)
+    count, longest = work.last - work.first, work.longest
+    calls = [(count, longest, max(common.max_seq_len - shared, 0))]
+    calls[:0] = [(1, count * longest, shared)] if shared else []
+    return [
+        decode_config(num_seqs=seqs, max_query_len=tokens, max_seq_len=keys, **shape) for seqs, tokens, keys in calls
+    ]
+
+
+def _tiles(config: DecodeConfig) -> str:
+    return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"

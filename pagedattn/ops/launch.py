@@ -66,6 +66,11 @@ class DecodeConfig(NamedTuple):
         """int32 elements of the workspace: counters, then two places for partial states per program."""
         return 3 * COUNTERS + 2 * self.programs * self.state
 
+    @property
+    def keys(self) -> int:
+        """The most keys that are loaded, by all query blocks of all heads together."""
+        return self.tiles * self.tuning.block_n
+
 
 class Work(NamedTuple):
     """Sequences first..last of a batch, of at most `longest` new tokens each, for one launch of a kernel."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import attention_torch, hopper
+from . import attention_torch, hopper, shared_prefix
 from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
@@ -14,7 +15,6 @@ from .launch import (
     AttentionConfig,
     DecodeConfig,
     DecodeTuning,
-    Work,
     attention_config,
     decode_config,
     launches,
@@ -51,6 +51,8 @@ def paged_attention(
     deterministic: bool = False,
     workspace: torch.Tensor | None = None,
     items: torch.Tensor | None = None,
+    shared_prefix_len: int = 0,
+    split: torch.Tensor | None = None,
     path: str = "auto",
     replays: list[AttentionReplay] | None = None,
 ) -> torch.Tensor:
@@ -72,6 +74,9 @@ def paged_attention(
             at the same time. None: made for this call and what repeats it.
         items: int32 [n, 8], of `hopper.list_items`, for the sequences that are no decodes; as with a workspace, calls
             that share one must not run at the same time. None: made for this call.
+        shared_prefix_len: so many first keys of all sequences, whole blocks that each of their new tokens sees, lie in
+            the same blocks, and decodes shall read them once (triton path; elsewhere, and under a window or ALiBi, it
+            is ignored). split: of `shared_prefix.fill_split` for the decodes. None: made for this call.
         replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
@@ -90,7 +95,7 @@ def paged_attention(
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
     inputs.check()
     if mask_mod is None:
-        made = _op(*inputs, workspace, items, path)
+        made = _op(*inputs, workspace, items, shared_prefix_len, split, path)
         if replays is not None:
             replays += attention_replay(made, inputs, scale)
     elif len(query) and len(seq_lens):
@@ -100,22 +105,42 @@ def paged_attention(
 
 def _run(*args: Any) -> list[Launch | None]:
     """What was launched, as far as it can be launched again."""
-    inputs, workspace, items, path = AttentionInputs(*args[:-3]), *args[-3:]
+    inputs, (*rest, path) = AttentionInputs(*args[:-5]), args[-5:]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
         return []
     if choose(path, inputs.query.device) == "triton":
-        return _triton(inputs, workspace, items)
+        return _triton(inputs, *rest)
     attention_torch.attend(inputs)
     return []
 
 
-def _triton(inputs: AttentionInputs, workspace: torch.Tensor | None, items: torch.Tensor | None) -> list[Launch | None]:
-    """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, in a launch each."""
+def _triton(
+    inputs: AttentionInputs,
+    workspace: torch.Tensor | None,
+    items: torch.Tensor | None,
+    shared_prefix_len: int,
+    split: torch.Tensor | None,
+) -> list[Launch | None]:
+    """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, apart from each other."""
     paged = inputs.block_table is not None
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": _joined(inputs)}
-    planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
-    return [_launch(work, inputs, key_starts, workspace, items) for work in planned]
+    made: list[Launch | None] = []
+    for work in launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts):
+        whole = work.last - work.first == len(inputs.seq_lens)
+        part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
+        if work.kernel == "decode":
+            calls = shared_prefix.divide(part, shared_prefix_len, split) if shared_prefix_len else (part,)
+            configs = [decode_config_of(one) for one in calls]
+            if all(one.tiles < 2**31 and one.programs <= COUNTERS for one in configs):
+                made += _decode(calls, configs, workspace)
+                continue
+        elif not hopper.why_not(part):
+            kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
+            made.append(None)
+            continue
+        made.append(kernels("attention").launch(prefill_config_of(part), part, key_starts))
+    return made
 
 
 def _joined(inputs: AttentionInputs) -> bool:
@@ -124,24 +149,19 @@ def _joined(inputs: AttentionInputs) -> bool:
     return hopper.joins(*facts, target_of(device).num_sms) and not hopper.why_not(inputs)
 
 
-def _launch(
-    work: Work,
-    inputs: AttentionInputs,
-    key_starts: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    items: torch.Tensor | None,
-) -> Launch | None:
-    """One launch, and how to make it again."""
-    whole = work.last - work.first == len(inputs.seq_lens)
-    part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
-    if work.kernel == "decode":
-        config = decode_config_of(part)
-        if config.tiles < 2**31 and config.programs <= COUNTERS:
-            return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
-    elif not hopper.why_not(part):
-        kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
-        return None
-    return kernels("attention").launch(prefill_config_of(part), part, key_starts)
+def _decode(
+    calls: Sequence[AttentionInputs], configs: Sequence[DecodeConfig], workspace: torch.Tensor | None
+) -> list[Launch | None]:
+    """One call, or one over a shared prefix and one that goes on from there; how to make them again."""
+    made: list[Launch | None] = []
+    prior = None
+    for call, config in zip(calls, configs, strict=True):
+        room = _workspace(config, workspace, call.query.device)
+        launch = kernels("decode").launch(config, call, room, prior)
+        ends = call is calls[-1]
+        made.append(launch if ends or launch is None else shared_prefix.without_layer_outputs(launch))
+        prior = call.out, call.lse
+    return made
 
 
 def decode_config_of(inputs: AttentionInputs, tuning: DecodeTuning | None = None) -> DecodeConfig:
@@ -198,7 +218,7 @@ _op = register(
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, bool causal, int window, float softcap, SymInt max_query_len, "
     "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, Tensor(d!)? items, "
-    "str path) -> ()",
+    "SymInt shared_prefix_len, Tensor? split, str path) -> ()",
     _run,
     _fake,
 )

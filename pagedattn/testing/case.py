@@ -12,7 +12,10 @@ from ..spec import AttentionSpec, AttentionType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem. `paged=False` attends to the given keys; `cross` is decided by attn_type."""
+    """One problem. `paged=False` attends to the given keys; `cross` is decided by attn_type.
+
+    `shared_prefix`: so many first tokens, whole blocks, that all sequences but padding have in the same blocks.
+    """
 
     query_lens: tuple[int, ...] = (5, 1, 17)
     seq_lens: tuple[int, ...] = (5, 37, 40)
@@ -32,6 +35,7 @@ class Case:
     paged: bool = True
     lse: bool = True
     share_blocks: bool = False
+    shared_prefix: int = 0
     fused_qkv: bool = False
     padding_rows: int = 0
     poison: float = float("nan")

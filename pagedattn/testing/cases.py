@@ -84,7 +84,16 @@ _FEATURES = (
     Case(causal=False, alibi=True),
 )
 
+_SHARED: dict[str, Any] = {"query_lens": (1, 1, 1), "seq_lens": (33, 70, 57), "shared_prefix": 32}
 _MEMORY = (
+    Case(**_SHARED),
+    Case(**_SHARED, heads=(7, 1), sliding_window=20),
+    Case(**_SHARED, alibi=True),
+    Case(**_SHARED, sinks=0.5, softcap=5.0, magnitude=3.0),
+    Case(query_lens=(3, 16, 1), seq_lens=(35, 48, 90), shared_prefix=32, note="shared prefix, several tokens"),
+    Case(query_lens=(1, 1, 40), seq_lens=(40, 33, 80), shared_prefix=32, note="shared prefix, mixed"),
+    Case(query_lens=(1, 1, 0), seq_lens=(40, 33, 0), shared_prefix=32, note="shared prefix, padded"),
+    Case(query_lens=(1, 5), seq_lens=(32, 40), shared_prefix=32, write=False, note="nothing but a shared prefix"),
     Case(share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
     Case(share_blocks=True, query_lens=(1, 1, 1, 1), seq_lens=(20, 40, 60, 90)),
     Case(fused_qkv=True),

@@ -88,7 +88,7 @@ def make_problem(
         cache, table = _paged(case, stored, keys, values, generator)
     common = CommonAttentionMetadata.from_lengths(
         case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
-    )
+    ).replace(shared_prefix_len=case.shared_prefix)
     read = [stored.read_key(k) for k in keys], [stored.read_value(v) for v in values]
     where = oracle_on or (device if case.dtype.itemsize == 2 else "cpu")
     parts = [[x.to(where) for x in one] for one in (queries, *read)]
@@ -125,7 +125,10 @@ def _paged(
         table[row, :count] = ids[start : start + count]
         start += count
     if case.share_blocks:
-        _share_prefix(case, keys, values, table)
+        _share_block(case, keys, values, table)
+    for row, length in enumerate(case.seq_lens):
+        if row and length:
+            _share(case.shared_prefix, size, 0, row, keys, values, table)
     for row, (k, v) in enumerate(zip(keys, values, strict=True)):
         new = case.query_lens[row] if case.write else 0
         old = max(case.seq_lens[row] - new, 0)
@@ -144,13 +147,26 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _share_prefix(case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], table: torch.Tensor) -> None:
+def _share_block(case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], table: torch.Tensor) -> None:
     """Sequences whose context is long enough take sequence 1's first block, contents and id."""
     size = case.block_size
     for row in range(2, len(keys)):
         if case.seq_lens[row] - case.query_lens[row] >= size <= case.seq_lens[1] - case.query_lens[1]:
-            keys[row][:size], values[row][:size] = keys[1][:size], values[1][:size]
-            table[row, 0] = table[1, 0]
+            _share(size, size, 1, row, keys, values, table)
+
+
+def _share(
+    length: int,
+    size: int,
+    source: int,
+    row: int,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    table: torch.Tensor,
+) -> None:
+    """A row's first `length` tokens, whole blocks, become those of another."""
+    keys[row][:length], values[row][:length] = keys[source][:length], values[source][:length]
+    table[row, : length // size] = table[source, : length // size]
 
 
 def _answers(

@@ -7,6 +7,9 @@ they read the same blocks at the same time, which DRAM serves faster. An item th
 the workspace, and whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023),
 LeanAttention (2024).
 
+A row may come with a `prior`, its attention over other keys: whoever has an item's first tile starts from that state,
+so that merging the two costs no launch.
+
 Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin` of the item's; a program
 handles tiles at..end. `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
 """
@@ -165,7 +168,7 @@ def _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
+    prior, prior_lse, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
     sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale,
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
@@ -242,6 +245,14 @@ def _decode_kernel(
                     m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * _unit(PRECISION)
                     l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            if prior is not None:  # an output and its LSE are a state whose sum is 1
+                if at == origin:
+                    dim_v = tl.arange(0, BLOCK_DV)
+                    known = token * (KV_HEADS * GROUP) + head
+                    m_i = tl.load(prior_lse + known, mask=mask_m, other=-float("inf")) * _unit(PRECISION)
+                    l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
+                    known_v = mask_m[:, None] & (dim_v < DV)[None, :]
+                    acc = tl.load(prior + known[:, None] * DV + dim_v[None, :], mask=known_v, other=0.0)
             from_key = (first_tile + at - origin) * BLOCK_N
             to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, tl.minimum(seq_len, max_keys))
             if WINDOW > 0:  # a sequence longer than its table may have its window outside
@@ -279,9 +290,16 @@ def _decode_kernel(
 _launch = Launcher(_decode_kernel, VARYING)
 
 
-def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> Launch | None:
+def launch(
+    config: DecodeConfig,
+    inputs: AttentionInputs,
+    workspace: torch.Tensor,
+    prior: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Launch | None:
     """One launch, and how to make it again.
 
+    `prior`: attention of the same rows over other keys, output [T, Hq, Dv] without a scale of the values and LSE
+    [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -291,6 +309,7 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
         *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
+        *(prior or (None, None)),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
         *key.stride()[:3],

@@ -1,0 +1,245 @@
+"""TRITON attends once to a prefix that all sequences share: what it then computes, and when it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import Attention, AttentionSpec, CommonAttentionMetadata, ops, plan_step
+from pagedattn.backends.registry import get_backend
+from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.errors import InvalidInputError
+from pagedattn.ops import shared_prefix
+from pagedattn.ops.launch import COUNTERS, Target, decode_config
+from pagedattn.testing.case import Case
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ONE: dict[str, Any] = {"query_lens": (1, 1, 1, 1), "seq_lens": (41, 33, 100, 65), "shared_prefix": 32, "head_dim": 16}
+MORE: dict[str, Any] = {"query_lens": (3, 16, 1), "seq_lens": (51, 64, 90), "shared_prefix": 48, "head_dim": 16}
+CASES: dict[str, Case] = {
+    **{f"one token, {h}/{k}": Case(**ONE, heads=(h, k)) for h, k in ((4, 2), (8, 1), (5, 5), (10, 2))},
+    **{f"more tokens, {h}/{k}": Case(**MORE, heads=(h, k)) for h, k in ((4, 2), (8, 1))},
+    **{name: Case(**ONE, **options) for name, options in {
+        "sinks": {"sinks": 0.5},
+        "strong sinks": {"sinks": 10.0},
+        "no sink": {"sinks": -torch.inf},
+        "cap": {"softcap": 5.0, "magnitude": 3.0},
+        "not causal": {"causal": False},
+        "no LSE": {"lse": False},
+        "half": {"dtype": torch.float16},
+        "fp8, a float": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "float"},
+        "fp8, heads": {"kv_cache_dtype": "fp8_e5m2", "kv_scale": "head", "sinks": 0.5},
+        "values of another width": {"head_dim_v": 48},
+        "other strides": {"layout": "HND"},
+        "rows of nobody": {"padding_rows": 3, "fused_qkv": True},
+        "infinite poison": {"poison": torch.inf},
+        "huge logits": {"magnitude": 30.0},
+    }.items()},
+    "more tokens at the edge": Case(
+        query_lens=(16, 3), seq_lens=(48, 60), shared_prefix=48, head_dim=16, write=False
+    ),
+    "small blocks": Case(**{**ONE, "shared_prefix": 30}, block_size=3),
+    "sinks and tokens": Case(**MORE, sinks=0.5, softcap=5.0, heads=(7, 1)),
+    "padding": Case(query_lens=(1, 1, 0, 0), seq_lens=(40, 33, 0, 0), shared_prefix=32, head_dim=16),
+    "decodes of a mixed step": Case(query_lens=(1, 1, 40), seq_lens=(40, 33, 80), shared_prefix=32, head_dim=16),
+    "nothing else": Case(query_lens=(1, 1), seq_lens=(32, 32), shared_prefix=32, head_dim=16, write=False),
+    "nothing else for some": Case(
+        query_lens=(17 - 15, 4, 1), seq_lens=(34, 33, 32), shared_prefix=32, head_dim=16, block_size=4, write=False
+    ),
+    "many sequences": Case(
+        query_lens=(1,) * 300, seq_lens=(17, 23, 16) * 100, shared_prefix=16, heads=(1, 1), head_dim=16, write=False
+    ),
+    "one sequence": Case(query_lens=(1,), seq_lens=(40,), shared_prefix=32, head_dim=16),
+}  # fmt: skip
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", -(1 << 62))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Sequences, most keys, and a prior, of each decode launch."""
+    module, seen = import_module("pagedattn.ops.kernels.decode"), []
+    launch = module.launch
+
+    def seeing(config: Any, inputs: Any, room: Any, prior: Any = None) -> Any:
+        seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(prior is not None)))
+        made = launch(config, inputs, room, prior)
+        assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
+        return made
+
+    monkeypatch.setattr(module, "launch", seeing)
+    return seen
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_against_the_oracle(name: str, always: None, calls: list[tuple[int, int, int]]) -> None:
+    case = CASES[name]
+    problem = make_problem(case, DEVICE)
+    length = shared_prefix.whole_blocks(case.shared_prefix, problem.common.max_query_len, case.block_size)
+    decodes = problem.common.num_decodes if max(case.query_lens) > 16 else len(case.query_lens)
+    length = case.shared_prefix if max(case.query_lens) > 16 else length
+    assert length > 0
+    check(get_backend("TRITON"), problem, name)
+    assert calls == [(1, length, 0), (decodes, max(case.seq_lens) - length, 1)]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_prefix_that_is_not_shared_so(window: int | None, always: None, calls: list[tuple[int, int, int]]) -> None:
+    check(get_backend("TRITON"), make_problem(Case(**ONE, sliding_window=window, alibi=window is None), DEVICE))
+    assert calls == [(4, 100, 0)]
+
+
+SPEC = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.float16, block_size=16)
+
+
+def step(sequences: int, shared: int, own: int, tokens: int = 1) -> CommonAttentionMetadata:
+    blocks = -(-(shared + own) // 16)
+    table = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+    table[:, : shared // 16] = table[0, : shared // 16].clone()
+    common = CommonAttentionMetadata.from_lengths([tokens] * sequences, [shared + own] * sequences, table)
+    return common.replace(shared_prefix_len=shared)
+
+
+def length_of(common: CommonAttentionMetadata, spec: AttentionSpec = SPEC, **options: Any) -> int:
+    metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common, **options)
+    assert isinstance(metadata, TritonMetadata)
+    assert (metadata.shared_prefix[1] is not None) == (metadata.shared_prefix[0] > 0)
+    assert ("attended once" in metadata.describe()) == (metadata.shared_prefix[0] > 0)
+    return metadata.shared_prefix[0]
+
+
+def test_it_is_said() -> None:
+    metadata = TritonMetadataBuilder(SPEC, torch.device("cpu")).build(step(64, 8192, 1024))
+    assert metadata.describe() == (
+        "decode kernel: 64 sequences (128 programs, tiles of 128 keys), "
+        "shared prefix of 8192 keys attended once (64 programs, tiles of 64 keys)"
+    )
+
+
+def test_where_it_pays() -> None:
+    """32 MB of keys and values, 4 KB a key, that are not loaded again."""
+    assert length_of(step(64, 8192, 1024)) == 8192
+    assert length_of(step(16, 1024, 512)) == 1024
+    assert length_of(step(16, 512, 512)) == 0
+    assert length_of(step(8, 1024, 64)) == 0 and length_of(step(16, 2048, 64)) == 2048
+    assert length_of(step(1, 32768, 64)) == 0
+    fp8 = SPEC.replace(kv_cache_dtype="fp8_e4m3")
+    assert length_of(step(16, 1024, 512), fp8) == 0 and length_of(step(16, 2048, 512), fp8) == 2048
+    few = SPEC.replace(num_heads=8, num_kv_heads=1)
+    assert length_of(step(16, 1024, 512), few) == 0 and length_of(step(64, 2048, 512), few) == 2048
+    # Rows of 16 tokens fill query blocks without being put together: nothing is loaded less often.
+    assert length_of(step(64, 8192, 1024, tokens=16)) == 0 and length_of(step(64, 8192, 1024, tokens=2)) > 0
+
+
+def test_where_it_cannot_be() -> None:
+    common = step(64, 8192, 1024)
+    assert length_of(common.replace(shared_prefix_len=0)) == 0
+    for changes in ({"sliding_window": 4096}, {"has_alibi": True}, {"deterministic": True}, {"block_size": None}):
+        assert length_of(common, SPEC.replace(**changes)) == 0, changes
+    assert length_of(step(64, 8192, 1024, tokens=17)) == 0
+    assert length_of(common, capture=True) == 0
+
+
+def test_whole_blocks_that_every_token_sees() -> None:
+    assert [shared_prefix.whole_blocks(n, 1, 16) for n in (0, 15, 16, 31, 32)] == [0, 0, 16, 16, 32]
+    assert [shared_prefix.whole_blocks(n, 16, 16) for n in (0, 16, 30, 31, 47)] == [0, 0, 0, 16, 32]
+    assert shared_prefix.whole_blocks(16, 0, 16) == 16
+
+
+def test_the_price_is_in_bytes() -> None:
+    """The loads of 63 sequences less, 3 query blocks of 64 rows more."""
+    shape: dict[str, Any] = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "head_dim_v": 128, "itemsize": 2}
+    shape |= {"stored_itemsize": 2, "target": Target(132, 232448)}
+    counts = {"alone": (64, 1, 9216), "prefix": (1, 64, 8192), "rest": (64, 1, 1024)}
+    configs = {
+        name: decode_config(num_seqs=seqs, max_query_len=tokens, max_seq_len=keys, **shape)
+        for name, (seqs, tokens, keys) in counts.items()
+    }
+    assert {name: config.keys for name, config in configs.items()} == {
+        "alone": 8 * 64 * 9216,
+        "prefix": 8 * 4 * 8192,
+        "rest": 8 * 64 * 1024,
+    }
+    saved = 8 * 60 * 8192
+    assert shared_prefix.pays(**configs, key_bytes=shared_prefix.SAVED_BYTES // saved + 1)
+    assert not shared_prefix.pays(**configs, key_bytes=shared_prefix.SAVED_BYTES // saved - 1)
+
+
+def test_a_split_follows_the_step(always: None) -> None:
+    common = step(3, 32, 20)
+    builder = TritonMetadataBuilder(SPEC, torch.device("cpu"))
+    metadata = builder.build(common)
+    assert isinstance(metadata, TritonMetadata) and metadata.shared_prefix[1] is not None
+    assert metadata.shared_prefix[1].tolist() == [0, 3, 32, 20, 20, 20]
+    common.seq_lens.copy_(torch.tensor([40, 33, 0]))
+    common.query_start_loc.copy_(torch.tensor([0, 1, 2, 2]))
+    builder.device_update(metadata)
+    assert metadata.shared_prefix[1].tolist() == [0, 2, 32, 8, 1, 0]
+
+
+def test_the_workspace_is_large_enough_for_both(always: None) -> None:
+    for common in (step(2, 8192, 16), step(64, 64, 8192), step(3, 64, 16, tokens=16)):
+        spec = SPEC.replace(head_dim=64)
+        metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common)
+        assert isinstance(metadata, TritonMetadata) and metadata.workspace is not None
+        length, split = metadata.shared_prefix
+        cache = torch.zeros(1, 16, 8, 64, dtype=torch.float16)
+        query = torch.zeros(common.num_tokens, 32, 64, dtype=torch.float16)
+        inputs_of = import_module("pagedattn.ops.paged_attention").AttentionInputs
+        tables = (common.block_table, common.query_start_loc, common.seq_lens)
+        bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
+        options = (None, None, None, None, query, None, 1.0, 1.0, True, 0, 0.0)
+        inputs = inputs_of(query, cache, cache, *tables, *options, *bounds)
+        configs = [
+            import_module("pagedattn.ops.paged_attention").decode_config_of(one)
+            for one in shared_prefix.divide(inputs, length, split)
+        ]
+        assert len(configs) == 2
+        assert max(config.workspace for config in configs) == metadata.workspace.numel()
+
+
+def test_a_captured_step_reads_all_of_a_later_one(always: None) -> None:
+    """Another step's prefix may be shorter, or none."""
+    layer = Attention(4, 16, 2, backend="TRITON", block_size=16, device=DEVICE)
+    problem = make_problem(Case(**ONE), DEVICE)
+    static = plan_step([layer], problem.common, capture=True)
+    other = make_problem(replace(Case(**ONE), shared_prefix=0, write=False), DEVICE)
+    plan_step([layer], other.common.replace(shared_prefix_len=0), into=static)
+    assert "attended once" not in static.describe()
+    torch.testing.assert_close(layer(other.query, None, None, other.cache, static), other.expected.float())
+
+
+def op_call(**options: Any) -> torch.Tensor:
+    problem = make_problem(Case(**ONE, write=False), DEVICE)
+    common, cache = problem.common, problem.cache
+    assert cache is not None
+    return ops.paged_attention(
+        *(problem.query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens),
+        **{"max_query_len": 1, "max_seq_len": 100, "scale": problem.spec.softmax_scale, "path": "triton", **options},
+    )
+
+
+def test_the_op_makes_a_split_where_it_is_given_none(calls: list[tuple[int, int, int]]) -> None:
+    plain = op_call()
+    torch.testing.assert_close(op_call(shared_prefix_len=32), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(op_call(shared_prefix_len=16), plain, rtol=1e-5, atol=1e-6)
+    assert calls == [(4, 100, 0), (1, 32, 0), (4, 68, 1), (1, 16, 0), (4, 84, 1)]
+    assert torch.equal(op_call(shared_prefix_len=32, path="torch"), op_call(path="torch"))
+
+
+def test_an_op_call_that_does_not_fit() -> None:
+    for length in (17, -16):
+        with pytest.raises(InvalidInputError, match="shared_prefix_len must be whole blocks of 16 keys"):
+            op_call(shared_prefix_len=length)
+    for split in (shared_prefix.new_split(3, DEVICE), shared_prefix.new_split(4, DEVICE).long()):
+        with pytest.raises(InvalidInputError, match=r"split must be int32 \[7\]"):
+            op_call(shared_prefix_len=32, split=split)

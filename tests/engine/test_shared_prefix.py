@@ -1,0 +1,84 @@
+"""A step of decodes tells attention which blocks all of them share, as prefix caching makes them shared."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import hf_model, save
+
+from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.request import Request
+from pagedattn.engine.step import KVGroup, ScheduledRequest, Step
+from pagedattn.engine.step_inputs import InputPacker
+from pagedattn.ops import shared_prefix
+from pagedattn.ops.library import interpreted
+
+ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [3, 4, 5, 9]]
+
+
+def shared(rows: list[list[int]], lengths: list[int], groups: list[KVGroup], prompts: int = 0) -> list[int]:
+    """What a packed step of one row of blocks per sequence, the same in each group, says is shared."""
+    items = []
+    for row, length in zip(rows, lengths, strict=True):
+        request = Request("r", array("i", [1] * length), SamplingParams(), arrival=0, max_total_tokens=512)
+        request.block_ids = [row for _ in groups]
+        items.append(ScheduledRequest(request, length - 1, 1, True))
+    inputs = InputPacker(groups, torch.device("cpu")).pack(Step(tuple(items), len(items) - prompts, ()))
+    return [inputs.commons[group].shared_prefix_len for group in range(len(groups))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "expected"),
+    [
+        (ROWS, [16, 16, 16], 8),
+        (ROWS[::2], [16, 16], 12),
+        (ROWS[::2], [16, 9], 8),
+        (ROWS[:2], [7, 16], 4),
+        (ROWS[:2], [3, 16], 0),
+        ([ROWS[0], ROWS[1], ROWS[0]], [16, 16, 16], 8),
+        ([ROWS[0], [9, 4, 5, 6], ROWS[0]], [16, 16, 16], 0),
+        ([ROWS[0], [9, 4, 5, 6]], [16, 16], 0),
+        ([ROWS[0], [3, 9, 5, 6]], [16, 16], 4),
+        ([ROWS[0], ROWS[0]], [16, 16], 16),
+        (ROWS[:1], [16], 0),
+    ],
+)
+def test_the_run_of_blocks_that_all_rows_begin_with(rows: list[list[int]], lengths: list[int], expected: int) -> None:
+    assert shared(rows, lengths, [KVGroup(4)]) == [expected]
+
+
+def test_only_of_decodes_and_not_behind_a_window() -> None:
+    groups = [KVGroup(4), KVGroup(4, sliding_window=9), KVGroup(4)]
+    assert shared(ROWS, [16, 16, 16], groups) == [8, 0, 8]
+    assert shared(ROWS, [16, 16, 16], groups, prompts=1) == [0, 0, 0]
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    out = list(prompt)
+    for _ in range(count):
+        out.append(int(model(torch.tensor([out])).logits[0, -1].argmax()))
+    return out[len(prompt) :]
+
+
+@pytest.mark.skipif(not interpreted(), reason="TRITON serves the CPU only when interpreted")
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-half-window"])
+def test_prompts_that_begin_alike_have_the_tokens_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", -(1 << 62))
+    lengths, divide = [], shared_prefix.divide
+    monkeypatch.setattr(shared_prefix, "divide", lambda *args: (lengths.append(args[1]), divide(*args))[1])
+    reference = hf_model(name, torch.float32)
+    prompts = [[*range(40, 60), *end] for end in ([7], [9, 200, 17], [11] * 6)]
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": "TRITON", "block_size": 4}
+    llm = LLM(str(save(reference, tmp_path)), num_kv_blocks=160, **options)
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    llm.generate(prompts[:1], sampling)
+    for prompt, output in zip(prompts, llm.generate(prompts, sampling), strict=True):
+        assert list(output.outputs[0].token_ids) == greedy(reference, prompt, 5)
+    assert lengths and {*lengths} == {20}
