@@ -130,7 +130,7 @@ def _launch(
     part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
     if work.kernel == "decode":
         config = decode_config_of(part)
-        if config.tiles < 2**31 and config.programs <= COUNTERS:
+        if config.tiles * (1 + config.tuning.lead) < 2**31 and config.programs <= COUNTERS:
             return kernels("decode").launch(config, part, _workspace(config, workspace, part.query.device))
     elif not hopper.why_not(part):
         kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
