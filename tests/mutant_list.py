@@ -115,8 +115,6 @@ _SHARED_OUT = (
           f"{EVENLY} test_many_programs_to_an_item[44-7]"),
     fault("the first state where the others are", STATES, "tl.where(begins & (done + nth == 0), SIZE, 0)", "0",
           f"{EVENLY} test_many_programs_to_an_item[44-44]"),
-    fault("as many states as fit and no more", STATES, "tl.where(live, tl.exp2(", "tl.where(done == 0, tl.exp2(",
-          f"{EVENLY} test_many_programs_to_an_item[13-3]"),
     fault("keys in front of an item's own", FEW, "at = tl.maximum(at, origin)", "pass",
           f"{EVENLY} test_items_that_count_for_more[1-7]"),
     fault("a workspace that never grows", "pagedattn/backends/triton_metadata.py",

@@ -68,6 +68,7 @@ def _union(
     """
     POST: tl.constexpr = LOG2E / _unit(PRECISION)
     SIZE: tl.constexpr = _header(ROWS) + ROWS * BLOCK_DV
+    MINUS_INF: tl.constexpr = -(1 << 23)  # its bits
     nth = tl.arange(0, AT_ONCE)
     row = tl.arange(0, ROWS)
     place = row[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
@@ -79,14 +80,14 @@ def _union(
         state += nth * (STRIDE * 2 * PARTS * SIZE) + tl.where(begins & (done + nth == 0), SIZE, 0)
         live = (done + nth < count)[None, :]
         head = state[None, :] + row[:, None]  # [ROWS, AT_ONCE]
-        m = tl.load(head, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+        m = tl.load(head, mask=live, other=MINUS_INF, cache_modifier=".cg").to(tl.float32, bitcast=True)
         l_s = tl.load(head + ROWS, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
         # [ROWS, AT_ONCE, BLOCK_DV], in this order of dimensions: that gives warps rows of their own.
         outputs = state[None, :, None] + (_header(ROWS) + place)[:, None, :]
         a = tl.load(outputs, mask=live[:, :, None], other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-        m_new = tl.maximum(m_i, tl.max(tl.where(live, m, -float("inf")), 1))
+        m_new = tl.maximum(m_i, tl.max(m, 1))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        weight = tl.where(live, tl.exp2((m - shift[:, None]) * POST), 0.0)
+        weight = tl.exp2((m - shift[:, None]) * POST)
         alpha = tl.exp2((m_i - shift) * POST)
         l_i = l_i * alpha + tl.sum(l_s * weight, 1)
         acc = acc * alpha[:, None] + tl.sum(a * weight[:, :, None], 1)
