@@ -57,12 +57,12 @@ def time_replays(
     for name in names:
         replays[name]()  # the first replay of a graph uploads it
     if rounds is None:
-        once = sum(_elapsed_us([replays[name] for name in names]))
+        once = sum(elapsed_us([replays[name] for name in names]))
         rounds = min(max(int(_SECONDS * 1e6 * len(names) / max(once, 1.0)), _FEWEST), _MOST)
     times: dict[str, list[float]] = {name: [] for name in names}
     orders = _orders(len(names))
     order = [names[i] for turn in range(rounds) for i in orders[turn % len(orders)]]
-    for name, us in zip(order, _elapsed_us([replays[name] for name in order]), strict=True):
+    for name, us in zip(order, elapsed_us([replays[name] for name in order]), strict=True):
         times[name].append(us)
     return {name: statistics.median(some) / calls[name] for name, some in times.items()}
 
@@ -78,7 +78,7 @@ def _orders(n: int) -> list[list[int]]:
     return rounds + [one[::-1] for one in rounds] if n % 2 else rounds
 
 
-def _elapsed_us(replays: Sequence[Callable[[], object]]) -> list[float]:
+def elapsed_us(replays: Sequence[Callable[[], object]]) -> list[float]:
     """Microseconds of each, one enqueued after the other."""
     if not torch.cuda.is_available():
         return [_wall_us(replay) for replay in replays]

@@ -1,21 +1,22 @@
-"""Times launch configurations of the decode kernel, taking turns, on workloads that differ in what limits them.
+"""Times tunings of the decode kernel, taking turns in random order, on workloads that differ in what limits them.
 
-    python -m bench.tune_decode out.json [--workloads 1q1s1k,8/1:] [--configs 64,128/4/2,3/1,2/0/16/1/1 ...]
+    python -m bench.tune_decode out.json [--cases 1q1s1k,8/1:1q1s32k] [--variants deep=64/4/5/1,in_flight=64 ...]
 
-Workloads are the table's decodes, named by heads where these are not 32/8: `64q1s4k`, `8/1:1q1s32k`. A configuration is
-block_n/warps/stages/per_sm/registers/fan_in/ahead/chained, 0 registers for no limit; alternatives are separated by
-commas. Each result is compared with the prefill kernel's before it is timed. What does not compile or fit is printed
-and left out.
+Cases are the table's decodes, named with heads where these are not 32/8. A variant is a name and
+block_n/warps/stages/per_sm, then fields of `DecodeTuning` by name. What the library chooses by itself is always timed
+too. Given neither cases nor variants, each group of `GROUPS` has its own. A result that differs from the prefill
+kernel's is not timed; what does not compile is printed and left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
+import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,57 +26,90 @@ import torch
 
 from pagedattn.ops.attention_inputs import AttentionInputs
 from pagedattn.ops.kernels import attention, decode
-from pagedattn.ops.launch import FULL, LATENCY, DecodeConfig, DecodeTuning
+from pagedattn.ops.launch import FULL, LATENCY, DecodeTuning
 from pagedattn.ops.paged_attention import decode_config_of, new_workspace, prefill_config_of
 
+from .measure import release
 from .problem import DEVICE, Problem, make_problem
 from .table import Case, cases
-from .timing import capture, time_replays
+from .timing import capture, elapsed_us
 
 
 def _name(case: Case) -> str:
     return case.text if (case.heads, case.kv_heads) == (32, 8) else f"{case.heads}/{case.kv_heads}:{case.text}"
 
 
-WORKLOADS = {_name(case): case for case in cases("decode", gpu=DEVICE.type == "cuda")}
-# Several programs per SM, with and without loads ahead; and one or two with deep loads of their own.
-CONFIGS = (
-    "64/4/2/4/128/16/0,1/1",
-    "64/4/3/2,3/168/16/1/1",
-    "64/4/4/2/0/16/1/1",
-    "64/4/6/1/0/16/1/1",
-    "128/4/2,3/1/0/8,16/1/1",
-)
+CASES = {_name(case): case for case in cases("decode", gpu=DEVICE.type == "cuda")}
+DEFAULT = "default"
 
 
-class Candidate(NamedTuple):
-    """A configuration to try; None is what the library chooses."""
+class Group(NamedTuple):
+    """Variants that only make sense on these cases."""
 
-    tuning: DecodeTuning | None
-    chained: bool = True
+    cases: Sequence[str]
+    variants: Sequence[str]
 
-    @property
-    def name(self) -> str:
-        return "default" if self.tuning is None else "/".join(str(int(x or 0)) for x in (*self.tuning, self.chained))
+
+GROUPS = {
+    "latency": Group(
+        ("1q1s1k", "1q1s8k", "1q1s32k", "16q1s2k", "8/1:1q1s32k", "8/1:64q1s8k"),
+        (
+            "loads32=128/4/3/1,in_flight=32",
+            "loads64=128/4/3/1,in_flight=64",
+            "loads128=128/4/3/1,in_flight=128",
+            "fan12=128/4/3/1,in_flight=128,fan_in=12",
+            "fan32=128/4/3/1,in_flight=128,fan_in=32",
+            "warps8=128/8/3/1,in_flight=64",
+            "keys64=64/4/5/1,in_flight=64",
+            "keys64warps8=64/8/5/1,in_flight=64",
+            "keys64twice=64/4/4/2,in_flight=64,fan_in=17",
+            "keys64twicefan12=64/4/4/2,in_flight=128,fan_in=12",
+        ),
+    ),
+    "bandwidth": Group(
+        ("64q1s4k", "256q1s1k", "128q1s8k", "64q1s128*1.0906", "1q1s64k+31q1s512"),
+        (
+            "full=128/4/2/2",
+            "fulllead1=128/4/2/2,lead=1",
+            "fulllead2=128/4/2/2,lead=2",
+            "four=64/4/2/4,max_registers=128,ahead=0",
+            "fourlead2=64/4/2/4,max_registers=128,ahead=0,lead=2",
+            "fourahead=64/4/2/4,max_registers=128",
+            "three=64/4/3/3,max_registers=168",
+            "threelead2=64/4/3/3,max_registers=168,lead=2",
+            "two=64/4/4/2",
+            "twolead2=64/4/4/2,lead=2",
+        ),
+    ),
+}
 
 
 class Row(NamedTuple):
-    """One measurement."""
+    """One measurement. `differs`: from the prefill kernel's output, relative."""
 
-    workload: str
-    config: str
+    case: str
+    variant: str
     us: float
+    fastest_us: float
     gb_s: float
     differs: float
-    chosen: str
+    tuning: str
 
 
-def candidates(texts: Sequence[str]) -> Iterator[Candidate]:
-    for text in texts:
-        fields = [[int(n) for n in part.split(",")] for part in text.split("/")]
-        for block_n, warps, stages, per_sm, registers, fan_in, ahead, chained in itertools.product(*fields):
-            tuning = DecodeTuning(block_n, warps, stages, per_sm, registers or None, fan_in, bool(ahead))
-            yield Candidate(tuning, bool(chained))
+def variant_of(text: str) -> tuple[str, DecodeTuning]:
+    """Name and tuning of `name=block_n/warps/stages/per_sm[,field=number...]`; 0 registers are no limit."""
+    name, _, rest = text.partition("=")
+    shape, *fields = rest.split(",")
+    block_n, warps, stages, per_sm = map(int, shape.split("/"))
+    tuning = DecodeTuning(block_n, warps, stages, per_sm)
+    for field, _, value in (one.partition("=") for one in fields):
+        number: int | bool | None = int(value)
+        if field == "ahead":
+            number = bool(number)
+        elif field == "max_registers":
+            number = number or None
+        tuning = tuning._replace(**{field: number})
+    return name, tuning
 
 
 def inputs_of(problem: Problem, index: int) -> AttentionInputs:
@@ -87,20 +121,15 @@ def inputs_of(problem: Problem, index: int) -> AttentionInputs:
     return AttentionInputs(*args, *extras, *bounds)
 
 
-def config_of(inputs: AttentionInputs, candidate: Candidate) -> DecodeConfig:
-    config = decode_config_of(inputs, candidate.tuning)
-    return config._replace(chained=config.chained and candidate.chained)
-
-
 def reference(inputs: AttentionInputs) -> torch.Tensor:
     """The prefill kernel's result, which shares no loop with the decode kernel."""
     attention.launch(prefill_config_of(inputs), inputs, None)
     return inputs.out.float()
 
 
-def compile_one(job: tuple[Case, int, Candidate]) -> str:
+def compile_one(job: tuple[Case, int, DecodeTuning | None]) -> str:
     """Compile for a case's layer and a number of sequences, into Triton's cache on disk; why it failed, or nothing."""
-    case, num_seqs, candidate = job
+    case, num_seqs, tuning = job
     kind = {"dtype": case.torch_dtype, "device": DEVICE}
     query = torch.zeros(num_seqs, case.heads, case.dim, **kind)
     cache = torch.zeros(2, 2, case.block_size, case.kv_heads, case.dim, **kind)
@@ -109,82 +138,124 @@ def compile_one(job: tuple[Case, int, Candidate]) -> str:
     extras = (None, None, None, None, torch.empty_like(query), None, 1.0, 1.0, True, 0, 0.0, 1, 1, num_seqs, False)
     inputs = AttentionInputs(query, cache[:, 0], cache[:, 1], table, starts, lens.clamp(max=1), *extras)
     try:
-        config = config_of(inputs, candidate)
-        decode.launch(config, inputs, new_workspace(config.workspace, DEVICE))
-        reference(inputs)
-        return ""
+        if tuning is None:
+            reference(inputs)
+        else:
+            config = decode_config_of(inputs, tuning)
+            decode.launch(config, inputs, new_workspace(config.workspace, DEVICE))
+        torch.cuda.synchronize()
     except Exception as error:
-        return f"{candidate.name}: {type(error).__name__}: {str(error)[:200]}"
+        return f"{tuning}: {type(error).__name__}: {str(error)[:200]}"
+    return ""
 
 
-def compile_all(names: Sequence[str], tried: Sequence[Candidate]) -> None:
+def compile_all(plans: Mapping[str, Mapping[str, DecodeTuning | None]], processes: int) -> None:
     """All kernels that will be timed, in several processes: one at a time, compiling would take most of the run."""
-    every = [one for one in tried if one.tuning is not None] + [Candidate(FULL), Candidate(LATENCY)]
-    kinds: dict[tuple[str, int], Case] = {}
-    for case in (WORKLOADS[name] for name in names):
-        num_seqs = 1 if len(case.work.seq_lens) <= 32 else 64
-        kinds.setdefault((case.layer, num_seqs), case)
-    jobs = [(case, num_seqs, one) for (_, num_seqs), case in kinds.items() for one in every]
-    with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
-        for problem in sorted({text for text in pool.map(compile_one, jobs) if text}):
+    jobs: dict[tuple[str, int, DecodeTuning | None], Case] = {}
+    for name, variants in plans.items():
+        case = CASES[name]
+        count = len(case.work.seq_lens)
+        num_seqs = 1 if count == 1 else 2 if count <= 32 else 64  # what the kernel is compiled anew for
+        for tuning in (*variants.values(), FULL, LATENCY):
+            jobs.setdefault((case.layer, num_seqs, tuning), case)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        work = [(case, num_seqs, tuning) for (_, num_seqs, tuning), case in jobs.items()]
+        for problem in sorted({text for text in pool.map(compile_one, work) if text}):
             print(problem, flush=True)
 
 
-def replay_of(problem: Problem, candidate: Candidate, want: torch.Tensor) -> tuple[Callable[[], object], float, str]:
-    """All layers' calls in one graph, how much the first one's result differs from `want`, and what was chosen."""
+def replay_of(
+    problem: Problem, tuning: DecodeTuning | None, want: torch.Tensor
+) -> tuple[Callable[[], object], float, str]:
+    """All layers' calls in one graph, how much the first one's result differs from `want`, and what was launched."""
     every = [inputs_of(problem, i) for i in range(problem.layers)]
-    config = config_of(every[0], candidate)
+    config = decode_config_of(every[0], tuning)
     workspace = new_workspace(config.workspace, DEVICE)
     decode.launch(config, every[0], workspace)
     differs = float((every[0].out.float() - want).norm() / want.norm())
     replay = capture([partial(decode.launch, config, one, workspace) for one in every])
-    return replay, differs, Candidate(config.tuning, config.chained).name
+    return replay, differs, "/".join(str(int(x or 0)) for x in (*config.tuning, config.programs))
 
 
-def tune(name: str, tried: Sequence[Candidate], repeats: int) -> list[Row]:
-    case = WORKLOADS[name]
-    problem = make_problem(case)
+def tune(name: str, variants: Mapping[str, DecodeTuning | None], rounds: int) -> list[Row]:
+    """Times of a case's variants, each round in another random order."""
+    problem = make_problem(CASES[name])
     want = reference(inputs_of(problem, 0))
     replays, facts = {}, {}
-    for one in tried:
+    for variant, tuning in variants.items():
         try:
-            replays[one.name], *facts[one.name] = replay_of(problem, one, want)
+            replay, differs, chosen = replay_of(problem, tuning, want)
         except Exception as error:
-            print(f"{name} {one.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    wrong = {one for one, (differs, _) in facts.items() if not differs < 1e-2}
-    for one in wrong:
-        print(f"{name} {one}: WRONG, differs by {facts[one][0]:.1e}; not timed", flush=True)
-    right = {one: replay for one, replay in replays.items() if one not in wrong}
-    times = time_replays(right, dict.fromkeys(right, problem.layers), repeats)
-    moved = case.work.bytes_read(case.kv_heads, case.dim, case.torch_dtype.itemsize)
-    return [Row(name, one, round(us, 2), round(moved / us / 1e3), *facts[one]) for one, us in times.items()]
+            print(f"{name} {variant}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        if differs < 1e-2:
+            replays[variant], facts[variant] = replay, (differs, chosen)
+        else:
+            print(f"{name} {variant}: WRONG, differs by {differs:.1e}; not timed", flush=True)
+    for replay in replays.values():
+        replay()  # the first replay of a graph uploads it
+    order, shuffled = [], random.Random(0)
+    for _ in range(rounds):
+        order += shuffled.sample([*replays], len(replays))
+    times: dict[str, list[float]] = {variant: [] for variant in replays}
+    for variant, us in zip(order, elapsed_us([replays[variant] for variant in order]), strict=True):
+        times[variant].append(us / problem.layers)
+    work = CASES[name].work.bytes_read(CASES[name].kv_heads, CASES[name].dim, CASES[name].torch_dtype.itemsize)
+    rows = []
+    for variant, found in times.items():
+        us = statistics.median(found)
+        rows.append(Row(name, variant, round(us, 2), round(min(found), 2), round(work / us / 1e3), *facts[variant]))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """A line per variant, a column per case; the fastest of a case is marked."""
+    names, variants = (list(dict.fromkeys(getattr(row, of) for row in rows)) for of in ("case", "variant"))
+    times = {(row.case, row.variant): row.us for row in rows}
+    best = {name: min(us for (case, _), us in times.items() if case == name) for name in names}
+    lines = [" " * 18 + "".join(f"{name[-15:]:>17}" for name in names)]
+    for variant in variants:
+        found = [times.get((name, variant)) for name in names]
+        cells = (
+            "" if us is None else f"{us:.2f}{'*' if us == best[name] else ' '}"
+            for name, us in zip(names, found, strict=True)
+        )
+        lines.append(f"{variant:18}" + "".join(f"{cell:>17}" for cell in cells))
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--workloads", default="", help="comma-separated names or parts of names; all where not given")
-    parser.add_argument("--configs", nargs="*", default=CONFIGS)
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=100.0, help="start no workload after so many")
+    parser.add_argument("--cases", default="", help="comma-separated names; those of the groups where not given")
+    parser.add_argument("--variants", nargs="*", default=[], help="in place of the groups'")
+    parser.add_argument("--groups", nargs="*", default=[*GROUPS], choices=[*GROUPS])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=100.0, help="start no case after so many")
+    parser.add_argument("--processes", type=int, default=14, help="that compile")
     args = parser.parse_args()
     started = time.perf_counter()
-    names = [name for name in WORKLOADS if any(word in name for word in args.workloads.split(","))]
-    tried = [Candidate(None), *dict.fromkeys(candidates(args.configs))]
+    given, chosen = dict(map(variant_of, args.variants)), [name for name in args.cases.split(",") if name]
+    plans: dict[str, dict[str, DecodeTuning | None]] = {}
+    for group in (GROUPS[name] for name in args.groups):
+        variants = given or dict(map(variant_of, group.variants))
+        for name in group.cases if DEVICE.type == "cuda" else CASES:
+            if not chosen or name in chosen:
+                plans.setdefault(name, {DEFAULT: None}).update(variants)
     if DEVICE.type == "cuda":
-        compile_all(names, tried)
-    print(f"{len(tried)} configurations compiled in {time.perf_counter() - started:.0f} s", flush=True)
+        compile_all(plans, args.processes)
+    print(f"compiled in {time.perf_counter() - started:.0f} s", flush=True)
     rows: list[Row] = []
-    for name in names:
+    for name, variants in plans.items():
         if time.perf_counter() - started > args.seconds:
-            print(f"no time left for {name}")
+            print(f"no time left for {name}", flush=True)
             continue
-        found = sorted(tune(name, tried, args.repeats), key=lambda row: row.us)
-        rows += found
-        for row in found[:3] + [row for row in found[3:] if row.config == "default"]:
-            note = f"= {row.chosen}" if row.config == "default" else ""
-            print(f"{name:22} {row.us:8.1f} us {row.gb_s:5.0f} GB/s  {row.config} {note}", flush=True)
+        rows += tune(name, variants, args.rounds)
+        release()
         args.out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    for group in (GROUPS[name] for name in args.groups):
+        print("\n".join(table([row for row in rows if row.case in group.cases] or rows)), flush=True)
+    print(f"done in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

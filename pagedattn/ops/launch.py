@@ -32,9 +32,11 @@ class AttentionConfig(NamedTuple):
 
 
 class DecodeTuning(NamedTuple):
-    """What is chosen by measurement: keys per tile, programs per SM, how many partial states are added up at once.
+    """What is chosen by measurement: keys per tile, programs per SM, how many partial states a program adds up.
 
-    ahead: block ids are loaded an iteration before they are needed.
+    ahead: block ids are loaded an iteration before they are needed. in_flight: registers of a thread for partial states
+    that are being loaded. lead: tiles that an item counts for beyond its keys' when they are shared out, since it takes
+    time until its first keys are there.
     """
 
     block_n: int
@@ -44,6 +46,8 @@ class DecodeTuning(NamedTuple):
     max_registers: int | None = None
     fan_in: int = 16
     ahead: bool = True
+    in_flight: int = 32
+    lead: int = 0
 
 
 class DecodeConfig(NamedTuple):
@@ -70,6 +74,13 @@ class DecodeConfig(NamedTuple):
     def keys(self) -> int:
         """The most keys that are loaded, by all query blocks of all heads together."""
         return self.tiles * self.tuning.block_n
+
+    @property
+    def at_once(self) -> int:
+        """Partial states of which a thread's parts fit into the registers they may take, a power of two."""
+        outputs = self.state - max(2 * self.rows, 4)
+        fit = self.tuning.in_flight * 32 * self.tuning.num_warps // outputs
+        return min(_power_of_2(self.tuning.fan_in), 1 << max(fit, 1).bit_length() - 1)
 
 
 class Work(NamedTuple):

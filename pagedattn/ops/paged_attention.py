@@ -132,7 +132,7 @@ def _triton(
         if work.kernel == "decode":
             calls = shared_prefix.divide(part, shared_prefix_len, split) if shared_prefix_len else (part,)
             configs = [decode_config_of(one) for one in calls]
-            if all(one.tiles < 2**31 and one.programs <= COUNTERS for one in configs):
+            if all(one.tiles * (1 + one.tuning.lead) < 2**31 and one.programs <= COUNTERS for one in configs):
                 made += _decode(calls, configs, workspace)
                 continue
         elif not hopper.why_not(part):

@@ -109,6 +109,22 @@ def test_many_programs_to_an_item(programs: int, fan_in: int, device: torch.devi
     check(Case(**LONG), programs, device, fan_in=fan_in)
 
 
+@pytest.mark.parametrize("in_flight", [1, 4, 64])
+def test_as_many_states_at_once_as_registers_hold(in_flight: int, device: torch.device) -> None:
+    case = Case(**LONG)
+    config = config_of(make_problem(case, device), 44, fan_in=7, in_flight=in_flight)
+    assert config.at_once == {1: 4, 4: 8, 64: 8}[in_flight]
+    check(case, 44, device, fan_in=7, in_flight=in_flight)
+
+
+@pytest.mark.parametrize("programs", [2, 3, 7, 16, 40, 60])
+@pytest.mark.parametrize("lead", [1, 3])
+def test_items_that_count_for_more(lead: int, programs: int, device: torch.device) -> None:
+    """More tiles than their keys have: some ranges then end before an item's first keys, or begin there."""
+    for shape in (RAGGED, TOKENS):
+        check(Case(**shape, sinks=0.5), programs, device, lead=lead, fan_in=2)
+
+
 @pytest.mark.parametrize("programs", [1, 5, 24])
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1), (10, 2), (8, 1)], ids=str)
 def test_several_tokens(heads: tuple[int, int], programs: int, device: torch.device) -> None:

@@ -10,8 +10,9 @@ LeanAttention (2024).
 A row may come with a `prior`, its attention over other keys: whoever has an item's first tile starts from that state,
 so that merging the two costs no launch.
 
-Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin` of the item's; a program
-handles tiles at..end. `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
+Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin..close` the item's, LEAD empty
+ones in front of them for what an item costs by itself; a program handles tiles at..end.
+`m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from .partial_states import combine
 
 
 @triton.jit
-def _key_tiles(q_len, seq_len, max_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A sequence's first key that any of its rows sees, the first tile, and the number of tiles: none without queries,
-    else one at least, so that rows without keys are written too."""
+def _key_tiles(q_len, seq_len, max_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, LEAD: tl.constexpr):
+    """A sequence's first key that any of its rows sees, the first tile, and the number of tiles, LEAD in front of the
+    keys' own included: none without queries, else one of keys at least, so that rows without keys are written too."""
     low = tl.maximum(seq_len - q_len - WINDOW + 1, 0) if WINDOW > 0 else 0 * q_len
     first = low // BLOCK_N
     tiles = tl.maximum(tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)
-    return low, first, tl.where(q_len > 0, tiles, 0)
+    return low, first, tl.where(q_len > 0, tiles + LEAD, 0)
 
 
 @triton.jit
 def _tiles_of(
     first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
     seq = first + tl.arange(0, CHUNK)
@@ -50,7 +51,7 @@ def _tiles_of(
     start = tl.load(query_start_loc + seq, mask=live, other=0)
     q_len = tl.load(query_start_loc + seq + 1, mask=live, other=0) - start
     seq_len = tl.load(seq_lens + seq, mask=live, other=0)
-    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N)
+    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N, LEAD)
     return tiles * tl.cdiv(q_len, BLOCK_Q)
 
 
@@ -172,9 +173,9 @@ def _decode_kernel(
     sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale,
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    FAN_IN: tl.constexpr, CHUNK: tl.constexpr, MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LEAD: tl.constexpr, FAN_IN: tl.constexpr, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, MANY_SEQS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -186,48 +187,64 @@ def _decode_kernel(
     kv_head = part // HEAD_PARTS
     in_group = part % HEAD_PARTS * G
 
-    first = 0
-    work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, CHUNK)
-    here = tl.sum(work, 0)
-    total = here
-    if MANY_SEQS:
-        for more in range(CHUNK, num_seqs, CHUNK):
-            total += tl.sum(
-                _tiles_of(more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, CHUNK),
-                0,
-            )
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0) // PARTS), 1)
+    programs = tl.num_programs(0) // PARTS
+    seq = 0
+    base = 0
+    if CHUNK == 1:  # the only sequence: nothing to look for
+        q_start = tl.load(query_start_loc)
+        q_len = tl.load(query_start_loc + 1) - q_start
+        seq_len = tl.load(seq_lens)
+        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N, LEAD)
+        total = tiles * tl.cdiv(q_len, BLOCK_Q)
+    else:
+        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK)
+        here = tl.sum(work, 0)
+        total = here
+        if MANY_SEQS:
+            for more in range(CHUNK, num_seqs, CHUNK):
+                next = _tiles_of(
+                    more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK
+                )
+                total += tl.sum(next, 0)
+    share = tl.maximum(tl.cdiv(total, programs), 1)
     at = program * share
     end = tl.minimum(at + share, total)
     if at >= end:
         return
-    base = 0
-    if MANY_SEQS:
-        while base + here <= at:
-            base += here
-            first += CHUNK
-            work = _tiles_of(first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, CHUNK)
-            here = tl.sum(work, 0)
-    before = tl.cumsum(work, 0) + base <= at
-    seq = first + tl.sum(before.to(tl.int32), 0)
-    base += tl.sum(tl.where(before, work, 0), 0)
+    if CHUNK > 1:
+        first = 0
+        if MANY_SEQS:
+            while base + here <= at:
+                base += here
+                first += CHUNK
+                work = _tiles_of(
+                    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK
+                )
+                here = tl.sum(work, 0)
+        before = tl.cumsum(work, 0) + base <= at
+        seq = first + tl.sum(before.to(tl.int32), 0)
+        base += tl.sum(tl.where(before, work, 0), 0)
 
     offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     while at < end:
-        q_start = tl.load(query_start_loc + seq)
-        q_len = tl.load(query_start_loc + seq + 1) - q_start
-        seq_len = tl.load(seq_lens + seq)
-        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N)
-        q_blocks = tl.cdiv(q_len, BLOCK_Q)
-        past = base + tiles * q_blocks
+        if CHUNK > 1:
+            q_start = tl.load(query_start_loc + seq)
+            q_len = tl.load(query_start_loc + seq + 1) - q_start
+            seq_len = tl.load(seq_lens + seq)
+            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N, LEAD)
+        past = base + tiles * tl.cdiv(q_len, BLOCK_Q)
+        q_block = 0 if ONE_TOKEN else (at - base) // tl.maximum(tiles, 1)
+        close = base + (q_block + 1) * tiles
+        origin = close - tiles + LEAD
         if at >= past:
             base = past
             seq += 1
+        elif end <= origin:  # nothing is left but an item's lead
+            at = end
         else:
-            q_block = (at - base) // tiles
-            origin = base + q_block * tiles
-            stop = tl.minimum(origin + tiles, end)
+            at = tl.maximum(at, origin)
+            stop = tl.minimum(close, end)
             q_row, head, mask_m = _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP, G, BLOCK_Q)
             token = (q_start + q_row).to(tl.int64)
             q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
@@ -267,17 +284,16 @@ def _decode_kernel(
             scale = out_scale
             if v_scale is not None:
                 scale *= tl.load(v_scale + kv_head * s_vscale)
-            starts = origin // share
-            ends = (origin + tiles - 1) // share
-            if starts == ends:
+            begins = origin == at
+            if begins & (stop == close):
                 _finish(
                     acc, m_i, l_i, offs_m, out, lse_out, q_start, q_len, q_block, kv_head, in_group, scale, so_t, so_h,
                     sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION,
                 )  # fmt: skip
             else:
                 complete, all_acc, all_m, all_l = combine(
-                    acc, m_i, l_i, workspace, part, program, starts, ends, PARTS, BLOCK_M, ROWS, BLOCK_DV, FAN_IN,
-                    PRECISION,
+                    acc, m_i, l_i, workspace, part, program, begins, origin // share, (close - 1) // share, PARTS,
+                    BLOCK_M, ROWS, BLOCK_DV, FAN_IN, AT_ONCE, PRECISION,
                 )  # fmt: skip
                 if complete:
                     _finish(
@@ -305,7 +321,7 @@ def launch(
     """
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
-    chunk = 32 if num_seqs <= 32 else 256
+    chunk = 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
         *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
@@ -327,7 +343,9 @@ def launch(
         "BLOCK_M": config.block_m,
         "BLOCK_N": tuning.block_n,
         "ROWS": config.rows,
+        "LEAD": tuning.lead,
         "FAN_IN": tuning.fan_in,
+        "AT_ONCE": config.at_once,
         "CHUNK": chunk,
         "MANY_SEQS": num_seqs > chunk,
         "ONE_TOKEN": inputs.max_query_len <= 1,

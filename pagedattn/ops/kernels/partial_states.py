@@ -20,23 +20,16 @@ _PLACES = tl.constexpr(COUNTERS)
 
 
 @triton.constexpr_function
-def _at_once(elements):
-    """Partial states whose loads are in flight together: what 32 registers a thread hold. With 64, ptxas spilled inside
-    the loop over keys."""
-    return max(1, min(16, 4096 // elements))
-
-
-@triton.constexpr_function
 def _header(rows):
     """Elements before a state's output: maxima and sums, and what aligns the output to 16 bytes."""
     return max(2 * rows, 4)
 
 
 @triton.jit
-def _state_at(states, part, program, first, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Where a program's state of an item is that starts in program `first`. It has two places, since it may end in the
-    middle of one item and have started in the middle of another."""
-    place = 2 * (program * PARTS + part) + tl.where(program == first, 1, 0)
+def _state_at(states, part, program, begins, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Where a program's state of an item is; `begins`: whether the item starts in that program. It has two places,
+    since it may end in the middle of one item and have started in the middle of another."""
+    place = 2 * (program * PARTS + part) + tl.where(begins, 1, 0)
     return states + place.to(tl.int64) * (_header(ROWS) + ROWS * BLOCK_DV)
 
 
@@ -63,69 +56,78 @@ def _is_last(counter, arrivals):
 
 @triton.jit
 def _union(
-    states, part, first, start, stride, count,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    states, part, start, begins, count, STRIDE: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of `count` programs' partial states together, from program `start` on, every `stride`.
+    """The state of `count` programs' partial states together, from program `start` on, every STRIDE; `begins`: whether
+    the item starts in the first of them.
 
-    A thread adds up the same elements of all states, so that nothing but their loads takes time."""
+    The outputs of AT_ONCE states are in flight while their weights are found. Those pass through shared memory on their
+    way to the threads, which keeps ptxas from moving loads behind what waits for the first of them; the outputs do not,
+    for a thread has the same elements of all states.
+    """
     POST: tl.constexpr = LOG2E / _unit(PRECISION)
-    MANY: tl.constexpr = _at_once(ROWS * BLOCK_DV)
+    SIZE: tl.constexpr = _header(ROWS) + ROWS * BLOCK_DV
+    MINUS_INF: tl.constexpr = -(1 << 23)  # its bits
+    nth = tl.arange(0, AT_ONCE)
     row = tl.arange(0, ROWS)
     place = row[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
     m_i = tl.full([ROWS], -float("inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for done in range(0, count, MANY):
-        for i in tl.static_range(MANY):
-            live = done + i < count
-            state = _state_at(states, part, start + (done + i) * stride, first, PARTS, ROWS, BLOCK_DV)
-            m = tl.load(state + row, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-            l_s = tl.load(state + ROWS + row, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-            a = tl.load(state + _header(ROWS) + place, mask=live, other=0, cache_modifier=".cg")
-            m_new = tl.maximum(m_i, tl.where(live, m, -float("inf")))
-            shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-            weight = tl.where(live, tl.exp2((m - shift) * POST), 0.0)
-            alpha = tl.exp2((m_i - shift) * POST)
-            l_i = l_i * alpha + l_s * weight
-            acc = acc * alpha[:, None] + a.to(tl.float32, bitcast=True) * weight[:, None]
-            m_i = m_new
+    for done in range(0, count, AT_ONCE):
+        state = _state_at(states, part, start + done * STRIDE, False, PARTS, ROWS, BLOCK_DV)
+        state += nth * (STRIDE * 2 * PARTS * SIZE) + tl.where(begins & (done + nth == 0), SIZE, 0)
+        live = (done + nth < count)[None, :]
+        head = state[None, :] + row[:, None]  # [ROWS, AT_ONCE]
+        m = tl.load(head, mask=live, other=MINUS_INF, cache_modifier=".cg").to(tl.float32, bitcast=True)
+        l_s = tl.load(head + ROWS, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+        # [ROWS, AT_ONCE, BLOCK_DV], in this order of dimensions: that gives warps rows of their own.
+        outputs = state[None, :, None] + (_header(ROWS) + place)[:, None, :]
+        a = tl.load(outputs, mask=live[:, :, None], other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+        m_new = tl.maximum(m_i, tl.max(m, 1))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weight = tl.exp2((m - shift[:, None]) * POST)
+        alpha = tl.exp2((m_i - shift) * POST)
+        l_i = l_i * alpha + tl.sum(l_s * weight, 1)
+        acc = acc * alpha[:, None] + tl.sum(a * weight[:, :, None], 1)
+        m_i = m_new
     return acc, m_i, l_i
 
 
 @triton.jit
 def combine(
-    acc, m_i, l_i, workspace, part, program, first, last,
+    acc, m_i, l_i, workspace, part, program, begins, first, last,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, FAN_IN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Publish this program's part of an item that programs first..last share. Whether it is the one that has all of
-    them, and their union if so, [ROWS].
+    """Publish this program's part of an item that programs first..last share, and that `begins` in this one or not.
+    Whether it is the one that has all of them, and their union if so, [ROWS].
 
     More than FAN_IN programs are added up in groups first: one program alone would take long over so much data.
     """
     states = workspace + 3 * _PLACES
-    parts = last + 1 - first
-    size = tl.cdiv(parts, tl.cdiv(parts, FAN_IN))  # groups of about as many each
-    group = (program - first) // size
-    head = first + group * size
-    groups = tl.cdiv(parts, size)
-    head_state = _state_at(states, part, head, first, PARTS, ROWS, BLOCK_DV)
-    mine = _state_at(states, part, program, first, PARTS, ROWS, BLOCK_DV)
+    mine = _state_at(states, part, program, begins, PARTS, ROWS, BLOCK_DV)
     _publish(mine, acc, m_i, l_i, BLOCK_M, ROWS, BLOCK_DV)
-    members = tl.minimum(size, last + 1 - head)
+    group = (program - first) // FAN_IN
+    groups = (last - first) // FAN_IN + 1
+    head = first + group * FAN_IN
+    members = tl.minimum(FAN_IN, last + 1 - head)
     complete = _is_last(workspace + 2 * (head * PARTS + part) + tl.where(group == 0, 1, 0), members)
     all_acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     all_m = tl.zeros([ROWS], tl.float32)
     all_l = tl.zeros([ROWS], tl.float32)
     if complete:
-        all_acc, all_m, all_l = _union(states, part, first, head, 1, members, PARTS, ROWS, BLOCK_DV, PRECISION)
+        all_acc, all_m, all_l = _union(
+            states, part, head, group == 0, members, 1, PARTS, ROWS, BLOCK_DV, AT_ONCE, PRECISION
+        )
         if groups > 1:
             tl.debug_barrier()  # every thread has read the head's state before it is replaced
+            head_state = _state_at(states, part, head, group == 0, PARTS, ROWS, BLOCK_DV)
             _publish(head_state, all_acc, all_m, all_l, ROWS, ROWS, BLOCK_DV)
             complete = _is_last(workspace + 2 * _PLACES + first * PARTS + part, groups)
             if complete:
                 all_acc, all_m, all_l = _union(
-                    states, part, first, first, size, groups, PARTS, ROWS, BLOCK_DV, PRECISION
+                    states, part, first, True, groups, FAN_IN, PARTS, ROWS, BLOCK_DV, AT_ONCE, PRECISION
                 )
     return complete, all_acc, all_m, all_l
