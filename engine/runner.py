@@ -117,7 +117,7 @@ class ModelRunner:
         sampling = [item.request for item in step.scheduled if item.samples]
         if not sampling:
             return [None] * len(step.scheduled)
-        logits = self.model.logits(hidden.index_select(0, inputs.sampled_rows))
+        logits = self.model.logits(hidden.index_select(0, inputs.sampled_rows)).float()
         tokens = iter(self._sampler.sample(logits, sampling))
         return [next(tokens) if item.samples else None for item in step.scheduled]
 
