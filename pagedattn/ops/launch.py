@@ -192,7 +192,8 @@ def decode_config(
     parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
     programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
     programs = max(1, programs // parts) * parts
-    rows = _power_of_2(tokens * heads)
+    # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
+    rows = max(_power_of_2(tokens * heads), tuning.num_warps)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
