@@ -10,6 +10,7 @@ from torch import nn
 
 from pagedattn import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
 
+from .checkpoint_cut import Cut
 from .fused_ops import turn_and_write, turned
 from .layers import GatedMLP, MergedLinear, RMSNorm
 from .model_config import ModelConfig
@@ -149,6 +150,10 @@ class Decoder(nn.Module):
             else:
                 views[key] = tensor
         return views
+
+    def checkpoint_cuts(self) -> Mapping[str, Cut]:
+        """Which part of a checkpoint's tensors `checkpoint_views` shows; those not named are shown whole."""
+        return {}
 
     def _build_attentions(self, block_size: int, device: torch.device | str, backend: str | None) -> list[Attention]:
         config = self.config

@@ -15,6 +15,7 @@ from torch import nn
 
 from pagedattn.errors import CapacityError, WeightsError
 
+from .checkpoint_cut import Cut
 from .decoder import Decoder
 from .paths import ModelFolder
 
@@ -46,19 +47,21 @@ def load_weights(
         WeightsError: a missing, unexpected, duplicate tensor, or one of the wrong shape or type, named in the message.
         CapacityError: the device cannot hold the weights.
     """
-    parameters = dict(model.named_parameters())
+    parameters, cuts = dict(model.named_parameters()), model.checkpoint_cuts()
     stored = {} if load_format == "dummy" else _inventory(folder)
     if load_format != "dummy":
-        _check(stored, model.checkpoint_views(parameters), model.config.tie_word_embeddings)
+        shapes = {key: tuple(view.shape) for key, view in model.checkpoint_views(parameters).items()}
+        shapes.update({key: cut.full for key, cut in cuts.items() if key in shapes})
+        _check(stored, shapes, model.config.tie_word_embeddings)
     try:
         tensors = {name: torch.empty_like(parameter, device=device) for name, parameter in parameters.items()}
     except torch.OutOfMemoryError as error:
         total = sum(parameter.nbytes for parameter in parameters.values())
         raise CapacityError(f"the weights need {total / 2**30:.1f} GiB on {device}: {error}") from None
     if load_format == "dummy":
-        _randomise(tensors, device, seed)
+        _randomise(model.checkpoint_views(tensors), cuts, device, seed)
     else:
-        _stream(stored, model.checkpoint_views(tensors), model.config.tie_word_embeddings)
+        _stream(stored, model.checkpoint_views(tensors), cuts, model.config.tie_word_embeddings)
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
@@ -129,7 +132,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check(stored: dict[str, StoredTensor], expected: Mapping[str, torch.Tensor], tied: bool) -> None:
+def _check(stored: dict[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], tied: bool) -> None:
     """Compare names, shapes and types with what the model needs. Drops what old checkpoints carry needlessly."""
     for key in [key for key in stored if key.endswith(".rotary_emb.inv_freq")]:
         del stored[key]
@@ -137,7 +140,7 @@ def _check(stored: dict[str, StoredTensor], expected: Mapping[str, torch.Tensor]
     _refuse("missing in the checkpoint", expected.keys() - stored.keys())
     _refuse("unexpected in the checkpoint", stored.keys() - expected.keys() - copies.keys())
     for key, tensor in stored.items():
-        shape = tuple(expected[copies.get(key, key)].shape)
+        shape = expected[copies.get(key, key)]
         if tensor.shape != shape:
             raise WeightsError(f"tensor {key!r} must have shape {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype not in _DTYPES:
@@ -151,12 +154,15 @@ def _refuse(what: str, keys: Iterable[str]) -> None:
         raise WeightsError(f"tensors {what}: {', '.join(names[:8])}{more}")
 
 
-def _stream(stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], tied: bool) -> None:
-    """Copy tensor by tensor, converting to the model's type on the way."""
+def _stream(
+    stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], tied: bool
+) -> None:
+    """Copy tensor by tensor, converting to the model's type on the way; of a cut one only the part is read."""
     for path in dict.fromkeys(tensor.file for tensor in stored.values()):
         with safe_open(path, framework="pt") as file:
             for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
-                views[key].copy_(file.get_tensor(key))
+                part = file.get_slice(key)[cuts[key].where] if key in cuts else file.get_tensor(key)
+                views[key].copy_(part)
     if tied and "lm_head.weight" in stored:
         _check_tied(stored["lm_head.weight"].file, views["model.embed_tokens.weight"])
 
@@ -171,12 +177,16 @@ def _check_tied(path: Path, embedding: torch.Tensor) -> None:
         )
 
 
-def _randomise(tensors: Mapping[str, torch.Tensor], device: torch.device, seed: int) -> None:
+def _randomise(views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], device: torch.device, seed: int) -> None:
+    """Draw every tensor whole, whatever part of it is wanted, so that a model is the same however it is cut."""
     generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in tensors.items():
+    for name, view in views.items():
         if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            view.fill_(1.0)
         elif name.endswith(".bias"):
-            tensor.zero_()
+            view.zero_()
+        elif name in cuts:
+            whole = view.new_empty(cuts[name].full).normal_(std=_DUMMY_STD, generator=generator)
+            view.copy_(whole[cuts[name].where])
         else:
-            tensor.normal_(std=_DUMMY_STD, generator=generator)
+            view.normal_(std=_DUMMY_STD, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -15,6 +16,8 @@ from .detokenizer import Detokenizer
 from .kv_memory import size_kv_blocks
 from .loader import load_weights
 from .model_config import load_model_config
+from .parallel.ranks import Ranks
+from .parallel.sharding import ShardedDecoder
 from .paths import ModelFolder
 from .sampler import Sampler
 from .step import KVGroup, SampledToken, Step
@@ -38,7 +41,12 @@ class ModelRunner:
         CapacityError: weights or cache do not fit the device.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
+        """Load the model, or one rank's share of it, and measure how large its cache can be.
+
+        Args:
+            ranks: those that run the same steps as this one, each with its share of the model.
+        """
         folder = ModelFolder(config.model)
         self.folder = folder
         self.model_config = load_model_config(folder)
@@ -49,7 +57,7 @@ class ModelRunner:
         self.eos_token_ids = self.model_config.eos_token_ids
         if not self.eos_token_ids and self.tokenizer is not None:
             self.eos_token_ids = self.tokenizer.eos_token_ids
-        self.model = Decoder(
+        self.model = (Decoder if ranks is None else partial(ShardedDecoder, ranks))(
             self.model_config,
             dtype=self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
             device=self.device,
@@ -69,7 +77,7 @@ class ModelRunner:
         self._sampler = Sampler(self.vocab_size, self.device)
         self.cache = self._make_cache(1)
         per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
-        self.num_kv_blocks = size_kv_blocks(
+        num_kv_blocks = size_kv_blocks(
             config,
             self.device,
             layout.nbytes,
@@ -78,6 +86,7 @@ class ModelRunner:
             len(self.kv_groups),
             self.max_model_len,
         )
+        self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
         self.cache = self._make_cache(self.num_kv_blocks)
 
     def make_detokenizer(self) -> Detokenizer:
