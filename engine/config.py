@@ -6,7 +6,7 @@ import difflib
 import os
 from dataclasses import dataclass, fields
 
-from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.errors import InvalidInputError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -27,7 +27,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that the engine may use.
         enable_prefix_caching: share blocks between requests with equal beginnings.
         enforce_eager: no CUDA graphs.
-        tensor_parallel_size: 1.
+        tensor_parallel_size: processes that share the model, each on a GPU of its own from `device` on (or on the CPU).
+        step_timeout: seconds after which a step of several processes counts as hung although all of them live.
         backend: attention backend by name; None chooses.
         load_format: "auto" and "safetensors" read the folder, "dummy" draws random weights.
         seed: of dummy weights and of requests without a seed of their own.
@@ -37,7 +38,6 @@ class EngineConfig:
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
-        UnsupportedError: tensor_parallel_size other than 1.
     """
 
     model: str
@@ -51,6 +51,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    step_timeout: float = 300.0
     backend: str | None = None
     load_format: str = "auto"
     seed: int = 0
@@ -80,8 +81,9 @@ class EngineConfig:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
-        if self.tensor_parallel_size != 1:
-            raise UnsupportedError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
+        limit = self.step_timeout
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise InvalidInputError("step_timeout", "a positive number of seconds", repr(limit))
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: dict[str, object]) -> EngineConfig:

@@ -18,7 +18,7 @@ from .outputs import RequestOutput, TokenDelta
 from .paths import ModelFolder
 from .prompts import Prompt, is_batch
 from .sampling_params import SamplingParams
-from .step import Describes, Runner
+from .step import Closes, Describes, Runner
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ class LLM(Engine):
             UnsupportedError, WeightsError, SecurityError, CapacityError: the model cannot be loaded or served.
         """
         config = EngineConfig.from_options(model, options)
-        from .runner import ModelRunner
-
-        self._start(config, ModelRunner(config))
+        self._start(config, _make_runner(config))
 
     @classmethod
     def from_runner(cls, config: EngineConfig, runner: Runner) -> LLM:
@@ -142,6 +140,14 @@ class LLM(Engine):
             raise UnsupportedError("chat needs a tokenizer and a chat template in the model folder; use generate")
         return encode_chat(self._template, tokenizer, messages, **{"add_generation_prompt": True, **variables})
 
+    def close(self) -> None:
+        """End the processes of a tensor-parallel model; the engine is dead afterwards. Without any, nothing happens.
+
+        What is not closed ends with the object or with this process.
+        """
+        if isinstance(self.runner, Closes):
+            self.runner.close()
+
     def describe_attention(self) -> str:
         """Which attention backend the model's layers have, and why every other one was passed over."""
         runner = self.runner
@@ -182,6 +188,17 @@ class LLM(Engine):
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from None
         return checked
+
+
+def _make_runner(config: EngineConfig) -> Runner:
+    """The model in this process, or in one process per rank."""
+    if config.tensor_parallel_size > 1:
+        from .parallel.driver import ParallelRunner
+
+        return ParallelRunner(config)
+    from .runner import ModelRunner
+
+    return ModelRunner(config)
 
 
 class _Meter:

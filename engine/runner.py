@@ -75,19 +75,7 @@ class ModelRunner:
         self._attentions = self.model.attention_layers()
         self._inputs = InputPacker(self.kv_groups, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
-        self.cache = self._make_cache(1)
-        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
-        num_kv_blocks = size_kv_blocks(
-            config,
-            self.device,
-            layout.nbytes,
-            per_sequence,
-            self.execute,
-            len(self.kv_groups),
-            self.max_model_len,
-        )
-        self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
-        self.cache = self._make_cache(self.num_kv_blocks)
+        self._allocate(config, layout.nbytes, ranks)
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
@@ -129,6 +117,22 @@ class ModelRunner:
         logits = self.model.logits(hidden.index_select(0, inputs.sampled_rows)).float()
         tokens = iter(self._sampler.sample(logits, sampling))
         return [next(tokens) if item.samples else None for item in step.scheduled]
+
+    def _allocate(self, config: EngineConfig, block_bytes: int, ranks: Ranks | None) -> None:
+        """Make the cache as large as memory allows, on every rank as large as on the one that has least."""
+        self.cache = self._make_cache(1)
+        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
+        num_kv_blocks = size_kv_blocks(
+            config,
+            self.device,
+            block_bytes,
+            per_sequence,
+            self.execute,
+            len(self.kv_groups),
+            self.max_model_len,
+        )
+        self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
+        self.cache = self._make_cache(self.num_kv_blocks)
 
     def _make_cache(self, num_blocks: int) -> PagedKVCache:
         cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)

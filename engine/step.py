@@ -74,6 +74,13 @@ class Describes(Protocol):
     def describe(self) -> str: ...
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """A runner that holds what must be given back, such as processes."""
+
+    def close(self) -> None: ...
+
+
 class Runner(Protocol):
     """What the engine needs of a model.
 

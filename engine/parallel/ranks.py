@@ -55,7 +55,7 @@ class ProcessRanks:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if gpu else "gloo",
-            store=dist.FileStore(meeting_file, size),
+            store=dist.FileStore(meeting_file, size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=_COLLECTIVE_LIMIT,

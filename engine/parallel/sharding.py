@@ -90,9 +90,9 @@ class ShardedDecoder(Decoder):
         share = Share.of(config, ranks.rank, ranks.size)
         super().__init__(share.local(config), dtype=dtype, **options)
         self.share, self._whole, self._ranks = share, config, ranks
-        for layer in self.layers:
-            layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, ranks)
-            layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, ranks)
+        for name, module in list(self.named_modules()):
+            if name.endswith((".self_attn.o_proj", ".mlp.down_proj")) and isinstance(module, nn.Linear):
+                self.set_submodule(name, RowParallelLinear(module, ranks))
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, _length(share.tokens), False, "meta", dtype)
 

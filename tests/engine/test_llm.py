@@ -264,8 +264,6 @@ def test_stats_show_queues_blocks_and_counters() -> None:
 def test_unknown_options_and_missing_templates_are_errors() -> None:
     with pytest.raises(InvalidInputError, match="did you mean max_num_seqs"):
         LLM("somewhere", max_num_seq=3)
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size"):
-        LLM("somewhere", tensor_parallel_size=2)
     with pytest.raises(UnsupportedError, match="chat"):
         fake_llm().chat([{"role": "user", "content": "hi"}])
 

@@ -14,7 +14,7 @@ from invariants import check_idle
 
 from pagedattn.engine import EngineConfig, SamplingParams
 from pagedattn.engine.step import KVGroup
-from pagedattn.errors import InvalidInputError, RequestError, UnsupportedError
+from pagedattn.errors import InvalidInputError, RequestError
 
 HUGE = 10**9
 NAN, INF = float("nan"), float("inf")
@@ -194,10 +194,8 @@ def test_bad_settings_are_refused(name: str, value: object) -> None:
     assert caught.value.param == name
 
 
-def test_settings_are_normalised_and_tensor_parallel_is_refused() -> None:
+def test_settings_are_normalised() -> None:
     config = EngineConfig.from_options("model", {"dtype": torch.bfloat16, "device": torch.device("cpu")})
     assert (config.dtype, config.device, config.model) == ("bfloat16", "cpu", "model")
-    with pytest.raises(UnsupportedError):
-        EngineConfig(model="model", tensor_parallel_size=2)
     with pytest.raises(InvalidInputError):
         EngineConfig(model=3)  # type: ignore[arg-type]

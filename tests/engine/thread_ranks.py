@@ -44,7 +44,7 @@ class ThreadRanks:
 
 def on_ranks(size: int, work: Callable[[ThreadRanks], Result]) -> list[Result]:
     """What `work` returns on each of `size` ranks, which run at the same time."""
-    meeting, held = threading.Barrier(size), [None] * size
+    meeting, held = threading.Barrier(size), list[object]([None] * size)
 
     def guarded(rank: int) -> Result:
         try:

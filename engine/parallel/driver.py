@@ -1,0 +1,139 @@
+"""ParallelRunner: the engine's runner where several ranks hold the model. It computes nothing itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+
+from pagedattn.errors import (
+    CapacityError,
+    EngineDeadError,
+    InvalidInputError,
+    SecurityError,
+    UnsupportedError,
+    WeightsError,
+)
+
+from ..config import EngineConfig
+from ..detokenizer import Detokenizer
+from ..model_config import load_model_config
+from ..paths import ModelFolder
+from ..step import KVGroup, SampledToken, Step
+from ..tokenizer import Tokenizer
+from .channel import Kind
+from .launcher import Workers
+from .sharding import Share
+from .step_wire import StepEncoder, decode_tokens
+from .watch import RankFailed, Watch
+
+_SILENCE = 3.5  # seconds in which a rank gives seven signs of life
+_SILENCE_AT_START = 120.0  # loading libraries may hold the interpreter for long
+_SECONDS_TO_START = 3600.0
+_AS_IT_WAS = {error.__name__: error for error in (CapacityError, SecurityError, UnsupportedError, WeightsError)}
+
+
+class ParallelRunner:
+    """Runs every step on all ranks. Errors of a rank end the engine: the others may be waiting for it anywhere.
+
+    Attributes: as `ModelRunner`, as the ranks report them.
+
+    Raises:
+        UnsupportedError: the model cannot be cut into so many parts, or there are not enough GPUs.
+        WeightsError, SecurityError, CapacityError: as `ModelRunner`, with the rank.
+        EngineDeadError: a rank died at start.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        self.folder = ModelFolder(config.model)
+        Share.of(load_model_config(self.folder), 0, size)
+        devices = _devices(config.device, size)
+        self.tokenizer = Tokenizer.from_folder(self.folder)
+        self._limit = config.step_timeout
+        self._steps, self._in_doubt = StepEncoder(), False
+        self._workers = Workers(size)
+        try:
+            self._watch = Watch(self._workers)
+            self._start(config, devices)
+        except BaseException:
+            self._workers.kill()
+            raise
+
+    def make_detokenizer(self) -> Detokenizer:
+        """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
+        if self.tokenizer is None:
+            raise UnsupportedError(f"{self.folder.root} has no tokenizer.json; use token ids")
+        return Detokenizer(self.tokenizer)
+
+    def describe(self) -> str:
+        """Which attention backend every kind of layer has, and why; the same on every rank."""
+        return self._description
+
+    def execute(self, step: Step) -> list[SampledToken | None]:
+        """Run one step on all ranks; as `ModelRunner.execute`.
+
+        An interrupt leaves a step that the ranks still run; they run it before any other, and its answer is dropped.
+
+        Raises:
+            EngineDeadError: a rank is lost, with its number and the cause; no rank is left.
+        """
+        if self._in_doubt:
+            self._steps.forget()
+        self._in_doubt = True
+        number = self._watch.send(Kind.STEP, [self._steps.encode(step)])
+        (answer,) = self._watch.answers(number, 1, _SILENCE, self._limit)
+        self._in_doubt = False
+        return decode_tokens(answer, step)
+
+    def close(self) -> None:
+        """End all ranks; nothing runs afterwards."""
+        self._workers.stop()
+        if self._watch.dead is None:
+            self._watch.dead = RankFailed("the engine was closed", 0)
+
+    def _start(self, config: EngineConfig, devices: list[str]) -> None:
+        """Have every rank load, and take over what they found out."""
+        threads = max(1, torch.get_num_threads() // len(devices))
+        common = {"size": len(devices), "meeting_file": self._workers.meeting_file, "threads": threads}
+        bodies = [
+            json.dumps({"rank": rank, **common, "config": asdict(replace(config, device=device))}).encode()
+            for rank, device in enumerate(devices)
+        ]
+        try:
+            number = self._watch.send(Kind.START, bodies)
+            answers = self._watch.answers(number, len(devices), _SILENCE_AT_START, _SECONDS_TO_START)
+        except RankFailed as error:
+            if error.kind in _AS_IT_WAS:
+                raise _AS_IT_WAS[error.kind](f"rank {error.rank}: {error.text}") from error.__cause__
+            raise
+        self._workers.have_met()
+        facts = [json.loads(answer) for answer in answers]
+        first = facts[0]
+        if any(other != first for other in facts):
+            raise EngineDeadError("the ranks disagree about the model: please report it")
+        self.num_kv_blocks: int = first["num_kv_blocks"]
+        self.kv_groups = [KVGroup(*group) for group in first["kv_groups"]]
+        self.vocab_size: int = first["vocab_size"]
+        self.max_model_len: int = first["max_model_len"]
+        self.eos_token_ids: list[int] = first["eos_token_ids"]
+        self._description: str = first["description"]
+
+
+def _devices(name: str | None, size: int) -> list[str]:
+    """The device of each rank. The driver itself never touches a GPU."""
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError as error:
+        raise InvalidInputError("device", "cpu, cuda, or the first of the GPUs to use, cuda:0", repr(name)) from error
+    if device.type == "cpu":
+        return ["cpu"] * size
+    first = device.index or 0
+    if device.type != "cuda" or not dist.is_nccl_available():
+        raise UnsupportedError(f"tensor parallelism runs on cuda with NCCL, or on the cpu; got {device}")
+    if first + size > gpus:
+        raise UnsupportedError(f"tensor_parallel_size={size} from cuda:{first} on needs more than the {gpus} GPUs here")
+    return [f"cuda:{first + rank}" for rank in range(size)]

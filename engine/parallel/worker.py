@@ -1,0 +1,122 @@
+"""A rank: a process that loads its share of a model and runs the steps that the driver sends, until it says stop.
+
+Nothing of it outlives the driver: the kernel kills it when the driver dies, and it ends by itself when its socket does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
+
+import torch
+
+from ..config import EngineConfig
+from ..runner import ModelRunner
+from .channel import Channel, Kind, packets
+from .ranks import ProcessRanks
+from .step_wire import StepDecoder, encode_tokens
+
+_SECONDS_PER_BEAT = 0.5
+_PR_SET_PDEATHSIG = 1
+_MAX_TEXT, _MAX_TRACE = 1000, 4000  # characters; with six bytes for each, a failure is still one packet
+
+
+class Pulse(threading.Thread):
+    """Says twice a second that this process is alive, or why it failed, and ends it when the driver is gone."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(daemon=True)
+        self._channel = channel
+        (self._packet,) = packets(Kind.BEAT, 0)
+        self._now = threading.Event()
+
+    def run(self) -> None:
+        """Until the process ends."""
+        hang_up = select.poll()
+        hang_up.register(self._channel.fileno(), 0)
+        while not hang_up.poll(0):
+            try:
+                self._channel.offer(self._packet)
+            except OSError:
+                break
+            self._now.wait(_SECONDS_PER_BEAT)
+        os._exit(1)
+
+    def failed(self, error: BaseException) -> NoReturn:
+        """Report an error, again and again, until the driver ends this process: peers may be waiting for it."""
+        failure = {
+            "kind": type(error).__name__,
+            "text": str(error)[:_MAX_TEXT],
+            "trace": "".join(traceback.format_exception(error))[-_MAX_TRACE:],
+            "time": time.monotonic(),
+        }
+        (self._packet,) = packets(Kind.FAILED, 0, json.dumps(failure, ensure_ascii=False).encode("utf-8", "replace"))
+        self._now.set()
+        while True:
+            time.sleep(_SECONDS_PER_BEAT)
+            self._now.clear()
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the driver, process `parent`, whose other end of the socket `descriptor` is."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the driver decides
+    os.set_inheritable(descriptor, False)
+    channel = Channel(socket.socket(fileno=descriptor))
+    pulse = Pulse(channel)
+    pulse.start()
+    try:
+        start = json.loads(channel.receive().body)
+        _serve(channel, _load(channel, start), start["rank"])
+    except BaseException as error:
+        pulse.failed(error)
+
+
+def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
+    """Meet the other ranks, load, and tell the driver what it must know."""
+    device = torch.device(start["config"]["device"])
+    if device.type == "cpu":
+        torch.set_num_threads(start["threads"])
+    ranks = ProcessRanks(start["rank"], start["size"], start["meeting_file"], device)
+    runner = ModelRunner(EngineConfig(**start["config"]), ranks)
+    facts = {
+        "num_kv_blocks": runner.num_kv_blocks,
+        "kv_groups": [[group.block_size, group.sliding_window] for group in runner.kv_groups],
+        "vocab_size": runner.vocab_size,
+        "max_model_len": runner.max_model_len,
+        "eos_token_ids": list(runner.eos_token_ids),
+        "description": runner.describe(),
+    }
+    channel.send(Kind.READY, 1, json.dumps(facts).encode())
+    return runner
+
+
+def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
+    """Run steps in the order in which they come; rank 0 says what was sampled, the others that they are done."""
+    steps = StepDecoder()
+    while True:
+        kind, number, body = channel.receive()
+        if kind is Kind.STOP:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Taking NCCL and captured graphs apart can hang and gains nothing: the process is what holds them.
+            os._exit(0)
+        sampled = runner.execute(steps.decode(body))
+        channel.send(Kind.DONE, number, encode_tokens(sampled) if rank == 0 else b"")
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, which is one that lives as long."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,54 @@
+"""A rank without a model, run by path in a process of its own: loads channel.py alone, so that it starts at once.
+
+Roles, by rank: "echo" answers each message with its own bytes (in parts), "slow" reads late, "mute" beats and never
+answers, "silent" does not even beat, "fail" reports an error to the second message, "exit" ends with status 3 there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from socket import socket
+
+PATH = Path(__file__).parents[2] / "engine/parallel/channel.py"
+
+
+def main(descriptor: int, role: str, text: str) -> None:
+    spec = spec_from_file_location("channel", PATH)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["channel"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds, channel = module.Kind, module.Channel(socket(fileno=descriptor))
+
+    def beat() -> None:
+        while role != "silent":
+            channel.offer(module.packets(kinds.BEAT, 0)[0])
+            time.sleep(0.1)
+
+    threading.Thread(target=beat, daemon=True).start()
+    count = 0
+    while True:
+        if role == "slow":
+            time.sleep(0.3)
+        kind, number, body = channel.receive()
+        count += 1
+        if kind == kinds.STOP:
+            os._exit(0)
+        if role == "fail" and count == 2:
+            failure = {"kind": text, "text": "the reason", "trace": "a trace", "time": time.monotonic()}
+            while True:
+                channel.send(kinds.FAILED, 0, json.dumps(failure).encode())
+                time.sleep(0.1)
+        if role == "exit" and count == 2:
+            os._exit(3)
+        if role not in ("mute", "silent") or count == 1:
+            channel.send(kinds.DONE, number, body)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,272 @@
+"""Two ranks over gloo give the tokens of one, and when one of them is lost nothing hangs and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_watch import has_ended, open_files
+from tiny_models import hf_model, save
+
+from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.parallel import launcher
+from pagedattn.engine.parallel.launcher import Workers
+from pagedattn.errors import EngineDeadError, UnsupportedError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+LIMIT = 5.0  # seconds until a lost rank is noticed
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),  # two KV heads, one for each rank
+    # One KV head, which both ranks have; the embedding is the head, and the last rank has fewer rows of it.
+    "llama": ("llama3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 509}),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Six prompts of 14 to 40 tokens; the last three begin alike."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, 500, (count,), generator=generator).tolist()
+
+    shared = draw(30)
+    return [*(draw(n) for n in (14, 15, 40)), *(shared + draw(n) for n in (1, 4, 9))]
+
+
+def left_behind() -> set[str]:
+    """What a rank could leave in the file system; the folder of temporary files is this module's own."""
+    shared = [name for name in os.listdir("/dev/shm") if name.startswith(("nccl", "gloo", "torch_", "pagedattn"))]
+    return {*shared, *os.listdir(tempfile.gettempdir())}
+
+
+class Pair:
+    """An engine of one rank and one of two, over the same folder with the same settings."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        kind, changes = MODELS[name]
+        save(hf_model(kind, torch.float32, **changes), folder)
+        options: dict[str, Any] = {
+            "dtype": "float64",
+            "device": "cpu",
+            "block_size": 4,
+            "num_kv_blocks": 17,  # for little more than the longest request alone
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 24,
+            "max_prefill_share": 0.5,
+        }
+        self.one = LLM(folder, **options)
+        self.files = left_behind()
+        self.two = LLM(folder, tensor_parallel_size=2, **options)
+        self.workers: Workers = self.two.runner._workers  # type: ignore[attr-defined]
+        self.pids = [process.pid for process in self.workers.processes]
+
+    def check_nothing_is_left(self) -> None:
+        assert all(map(has_ended, self.pids))
+        assert all(channel.fileno() == -1 for channel in self.workers.channels) and not self.workers._meeting
+        assert left_behind() <= self.files
+
+    def lose(self, number: int) -> str:
+        """Send rank 1 a signal in the middle of a generation; returns what every pending request ends with."""
+        stream = self.two.stream(prompts(), GREEDY)
+        for _ in range(9):
+            next(stream)
+        os.kill(self.pids[1], number)
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError) as caught:
+            list(stream)
+        assert time.monotonic() - start < LIMIT
+        for call in (self.two.step, lambda: self.two.generate([1, 2])):
+            with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+                call()
+        self.check_nothing_is_left()
+        return str(caught.value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("temporary"))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    made: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in made:
+            made[name] = Pair(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    yield get
+    for one in made.values():
+        one.two.close()
+        one.check_nothing_is_left()
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[tuple[int, ...]]]:
+    return [[c.token_ids for c in output.outputs] for output in llm.generate(prompts(), params)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_one_rank(name: str, pair: Callable[[str], Pair]) -> None:
+    """Chunked, with a prefix cache, cold and hot, and preempted for lack of blocks."""
+    both = pair(name)
+    for _ in range(2):
+        assert tokens(both.two, GREEDY) == tokens(both.one, GREEDY)
+    one, two = both.one.stats(), both.two.stats()
+    assert two == one
+    assert two.counters.preemptions > 0 and two.counters.cached_tokens > 0
+    assert two.counters.steps > 2 * 40 // 12 and two.num_free_blocks == two.num_blocks
+
+
+def test_sampled_tokens_and_their_probabilities(pair: Callable[[str], Pair]) -> None:
+    """Parameters, seeds and tokens so far reach the ranks: penalties, forks, min_tokens, stop ids, logprobs."""
+    both = pair("qwen3")
+    params = SamplingParams(
+        temperature=0.9,
+        top_k=40,
+        top_p=0.95,
+        seed=7,
+        n=2,
+        max_tokens=8,
+        min_tokens=3,
+        stop_token_ids=[*range(0, 500, 7)],
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        logprobs=2,
+    )
+    one, two = both.one.generate(prompts(), params), both.two.generate(prompts(), params)
+    lengths = set()
+    for a, b in zip(one, two, strict=True):
+        for c, d in zip(a.outputs, b.outputs, strict=True):
+            assert (c.token_ids, c.finish_reason) == (d.token_ids, d.finish_reason)
+            assert c.logprobs == pytest.approx(d.logprobs, abs=1e-5)
+            lengths.add((len(c.token_ids), c.finish_reason))
+    assert {reason for _, reason in lengths} == {"stop", "length"}
+
+
+def test_interrupts_leave_the_engine_usable(pair: Callable[[str], Pair]) -> None:
+    both, struck = pair("qwen3"), 0
+    want = tokens(both.one, GREEDY)
+
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, strike)
+    try:
+        for delay in range(12):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.007 * delay)
+                both.two.generate(prompts(), GREEDY)
+            except KeyboardInterrupt:
+                struck += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert struck > 8
+    assert tokens(both.two, GREEDY) == want
+    assert both.two.stats().cache_use == 0
+
+
+def test_ranks_listen_on_loopback_only(pair: Callable[[str], Pair]) -> None:
+    inodes = set()
+    for pid in pair("qwen3").pids:
+        for one in os.listdir(f"/proc/{pid}/fd"):
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{one}").removeprefix("socket:[").rstrip("]"))
+    addresses = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes and words[3] == "0A":  # listens
+                addresses.append(words[1].partition(":")[0])
+    assert set(addresses) == {"0100007F"}
+
+
+def test_a_killed_rank(pair: Callable[[str], Pair]) -> None:
+    assert "was killed by SIGKILL" in pair("qwen3").lose(signal.SIGKILL)
+
+
+def test_a_stopped_rank(pair: Callable[[str], Pair]) -> None:
+    assert "hangs: no sign of life for 3.5 s, it is stopped" in pair("llama").lose(signal.SIGSTOP)
+
+
+def test_an_error_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 raises while rank 0 is in the middle of the same step."""
+    save(hf_model("qwen3", torch.float32), tmp_path)
+    fault = """
+from pagedattn.engine.runner import ModelRunner
+real, steps = ModelRunner.execute, iter(range(100))
+def execute(self, step):
+    if self.model._ranks.rank == 1 and next(steps) == 5:
+        raise ZeroDivisionError("the reason")
+    return real(self, step)
+ModelRunner.execute = execute
+"""
+    plant = f"exec({fault!r}); from pagedattn.engine.parallel.worker"
+    monkeypatch.setattr(launcher, "_START", launcher._START.replace("from pagedattn.engine.parallel.worker", plant))
+    before = open_files()
+    llm = LLM(tmp_path, tensor_parallel_size=2, device="cpu", num_kv_blocks=64, dtype="float64")
+    pids = [process.pid for process in llm.runner._workers.processes]  # type: ignore[attr-defined]
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 .* failed: ZeroDivisionError: the reason") as caught:
+        llm.generate(prompts(), GREEDY)
+    assert time.monotonic() - start < LIMIT
+    assert "in execute" in str(caught.value.__cause__)
+    assert all(map(has_ended, pids)) and open_files() == before
+
+
+def test_ranks_die_with_their_driver(tmp_path: Path) -> None:
+    """The driver is killed while one rank is stopped, and the engine was made by a thread that has ended."""
+    save(hf_model("qwen3", torch.float32), tmp_path)
+    script = f"""
+import os, signal, threading
+from pagedattn import checkout; checkout.load("engine")
+from pagedattn.engine import LLM
+made = []
+options = dict(tensor_parallel_size=2, device="cpu", num_kv_blocks=64)
+thread = threading.Thread(target=lambda: made.append(LLM({str(tmp_path)!r}, **options)))
+thread.start(); thread.join()
+made[0].generate([1, 2, 3])
+pids = [process.pid for process in made[0].runner._workers.processes]
+os.kill(pids[0], signal.SIGSTOP)
+print(*pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    before = left_behind()
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=120)
+    pids = [int(word) for word in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 2
+    deadline = time.monotonic() + LIMIT
+    while not all(map(_is_dead, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert all(map(_is_dead, pids))
+    assert left_behind() <= before
+
+
+def _is_dead(pid: int) -> bool:
+    """Gone, or a zombie that whoever adopts orphans here has not reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_cannot_be_cut_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    save(hf_model("qwen3", torch.float32), tmp_path)
+    with pytest.raises(UnsupportedError, match=r"tensor_parallel_size=3.*4 attention heads; possible: \[1, 2, 4\]"):
+        LLM(tmp_path, tensor_parallel_size=3, device="cpu")
+    with pytest.raises(UnsupportedError, match="cuda"):
+        LLM(tmp_path, tensor_parallel_size=2, device="cuda:63")

@@ -1,0 +1,174 @@
+"""What the driver makes of ranks that answer, are slow, fail, die or hang; the ranks are processes without a model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fake_rank
+import pytest
+
+from pagedattn.engine.parallel import launcher
+from pagedattn.engine.parallel.channel import Channel, Kind, packets
+from pagedattn.engine.parallel.launcher import Workers
+from pagedattn.engine.parallel.watch import RankFailed, Watch
+from pagedattn.errors import EngineDeadError
+
+Make = Callable[..., Watch]
+
+
+def has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def kept() -> list[Workers]:
+    """What `make` has started, and ends."""
+    return []
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, kept: list[Workers]) -> Iterator[Make]:
+    """Watches over ranks of given roles; whatever became of them, nothing is left of them."""
+    before = open_files()
+
+    def start(*roles: str, text: str = "ValueError") -> Watch:
+        marks = iter(roles)
+
+        class Popen(launcher.subprocess.Popen):  # type: ignore[misc, name-defined]
+            def __init__(self, words: list[str], **options: object) -> None:
+                words = [sys.executable, "-S", fake_rank.__file__, words[3], next(marks), text]
+                super().__init__(words, **options)  # type: ignore[call-overload]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher.subprocess, "Popen", Popen)
+            kept.append(Workers(len(roles)))
+        return Watch(kept[-1])
+
+    yield start
+    for workers in kept:
+        workers.stop()
+        assert all(has_ended(process.pid) for process in workers.processes)
+    assert open_files() == before
+
+
+def ask(watch: Watch, body: bytes, silence: float = 5.0, limit: float = 20.0) -> list[bytes]:
+    return watch.answers(watch.send(Kind.STEP, [body]), 2, silence, limit)
+
+
+def test_every_rank_gets_every_message(make: Make) -> None:
+    watch = make("echo", "slow")
+    for size in (0, 1, 32 << 10, (32 << 10) + 1, 1_000_000):  # the last is more than the sockets hold
+        body = random.Random(size).randbytes(size)
+        assert ask(watch, body) == [body, body]
+    number = watch.send(Kind.STEP, [b"one", b"other"])
+    assert watch.answers(number, 2, 5, 20) == [b"one", b"other"]
+
+
+def test_an_interrupt_anywhere_loses_and_doubles_nothing(make: Make) -> None:
+    watch = make("echo", "echo")
+    ask(watch, b"")
+    draw, struck = random.Random(1), 0
+
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, strike)
+    try:
+        for turn in range(150):
+            body = turn.to_bytes(4, "little") * draw.choice((1, 30_000))
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 1e-3))
+                ask(watch, body)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                struck += 1
+            assert ask(watch, body[::-1]) == [body[::-1]] * 2
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert struck > 20
+
+
+@pytest.mark.parametrize(
+    ("roles", "why"),
+    [
+        (("echo", "fail"), r"rank 1 of 2 .* failed: ValueError: the reason"),
+        (("echo", "exit"), r"rank 1 of 2 .* ended with status 3"),
+        (("fail", "exit"), r"rank 1 of 2 .* ended with status 3"),  # rank 0 only felt it
+        (("mute", "echo"), r"rank 0 of 2 .* hangs: a step is not done after 1 s"),
+        (("echo", "silent"), r"rank 1 of 2 .* hangs: no sign of life for 1 s"),
+    ],
+)
+def test_a_lost_rank_is_named_with_its_cause(make: Make, roles: tuple[str, str], why: str) -> None:
+    watch = make(*roles)
+    ask(watch, b"first")
+    start = time.monotonic()
+    silence, limit = (1.0, 10.0) if "silent" in roles else (10.0, 1.0)
+    with pytest.raises(EngineDeadError, match=why) as caught:
+        ask(watch, b"second", silence, limit)
+        ask(watch, b"third", silence, limit)
+    assert time.monotonic() - start < 3
+    assert all(process.poll() is not None for process in watch._workers.processes)
+    with pytest.raises(EngineDeadError, match=why):
+        watch.send(Kind.STEP, [b""])
+    if "fail" in roles and "exit" not in roles:
+        assert "a trace" in str(caught.value.__cause__)
+
+
+def test_a_killed_and_a_stopped_rank(make: Make) -> None:
+    for number, why in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "for 1 s, it is stopped")):
+        watch = make("echo", "echo")
+        ask(watch, b"first")
+        os.kill(watch._workers.processes[1].pid, number)
+        with pytest.raises(RankFailed, match=f"rank 1 .*{why}") as caught:
+            ask(watch, b"second", silence=1.0)
+        assert caught.value.rank == 1
+
+
+def test_time_in_which_the_driver_was_stopped_is_not_silence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ctrl-Z and fg, of driver and ranks, the clock has gone on and nobody has spoken."""
+    watch = make("echo", "slow")
+    ask(watch, b"first")
+    number = watch.send(Kind.STEP, [b"second"])
+    clock = time.monotonic
+    jumps = iter([0.0, 3600.0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + next(jumps, 3600.0))
+    assert watch.answers(number, 2, 2.0, 5.0) == [b"second"] * 2
+
+
+def test_ranks_end_with_the_last_reference(make: Make, kept: list[Workers]) -> None:
+    watch = make("echo", "echo")
+    gone = weakref.ref(watch._workers)
+    pids = [process.pid for process in watch._workers.processes]
+    kept.clear()
+    del watch
+    gc.collect()
+    assert gone() is None
+    assert all(map(has_ended, pids))
+
+
+def test_packets_that_come_twice_or_not_at_all() -> None:
+    one, other = Channel.pair()
+    first, second = packets(Kind.STEP, 1, b"a" * 70_000), packets(Kind.STEP, 2, b"b" * 70_000)
+    assert len(first) == 3
+    whole = []
+    for packet in (first[0], first[1], first[1], *second, second[2], *second, *first):
+        assert one.offer(packet)
+        whole += other.received()
+    assert [(message.number, message.body) for message in whole] == [(2, b"b" * 70_000)]
+    one.close()
+    with pytest.raises(EOFError):
+        next(other.received())
+    other.close()
