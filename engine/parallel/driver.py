@@ -32,7 +32,7 @@ from .watch import RankFailed, Watch
 _SILENCE = 3.5  # seconds in which a rank gives seven signs of life
 _SILENCE_AT_START = 120.0  # loading libraries may hold the interpreter for long
 _SECONDS_TO_START = 3600.0
-_AS_IT_WAS = {error.__name__: error for error in (CapacityError, SecurityError, UnsupportedError, WeightsError)}
+_AS_IT_WAS = (CapacityError, SecurityError, UnsupportedError, WeightsError)
 
 
 class ParallelRunner:
@@ -42,7 +42,7 @@ class ParallelRunner:
 
     Raises:
         UnsupportedError: the model cannot be cut into so many parts, or there are not enough GPUs.
-        WeightsError, SecurityError, CapacityError: as `ModelRunner`, with the rank.
+        InvalidInputError, WeightsError, SecurityError, CapacityError: as `ModelRunner`, with the rank.
         EngineDeadError: a rank died at start.
     """
 
@@ -80,12 +80,8 @@ class ParallelRunner:
         Raises:
             EngineDeadError: a rank is lost, with its number and the cause; no rank is left.
         """
-        if self._in_doubt:
-            self._steps.forget()
-        self._in_doubt = True
-        number = self._watch.send(Kind.STEP, [self._steps.encode(step)])
+        number = self._begin(step)
         (answer,) = self._watch.answers(number, 1, _SILENCE, self._limit)
-        self._in_doubt = False
         return decode_tokens(answer, step)
 
     def close(self) -> None:
@@ -93,6 +89,15 @@ class ParallelRunner:
         self._workers.stop()
         if self._watch.dead is None:
             self._watch.dead = RankFailed("the engine was closed", 0)
+
+    def _begin(self, step: Step) -> int:
+        """Send a step; where an interrupt may have kept the one before from being sent, with all it needs."""
+        if self._in_doubt:
+            self._steps.forget()
+        self._in_doubt = True
+        number = self._watch.send(Kind.STEP, [self._steps.encode(step)])
+        self._in_doubt = False
+        return number
 
     def _start(self, config: EngineConfig, devices: list[str]) -> None:
         """Have every rank load, and take over what they found out."""
@@ -106,9 +111,7 @@ class ParallelRunner:
             number = self._watch.send(Kind.START, bodies)
             answers = self._watch.answers(number, len(devices), _SILENCE_AT_START, _SECONDS_TO_START)
         except RankFailed as error:
-            if error.kind in _AS_IT_WAS:
-                raise _AS_IT_WAS[error.kind](f"rank {error.rank}: {error.text}") from error.__cause__
-            raise
+            raise _as_it_was(error) from error.__cause__
         self._workers.have_met()
         facts = [json.loads(answer) for answer in answers]
         first = facts[0]
@@ -120,6 +123,17 @@ class ParallelRunner:
         self.max_model_len: int = first["max_model_len"]
         self.eos_token_ids: list[int] = first["eos_token_ids"]
         self._description: str = first["description"]
+
+
+def _as_it_was(error: RankFailed) -> Exception:
+    """What a rank raised at start, in the class in which a model of one rank raises it."""
+    failure = error.failure
+    if failure is None:
+        return error
+    if failure["fields"]:
+        return InvalidInputError(*failure["fields"])
+    kind = next((kind for kind in _AS_IT_WAS if kind.__name__ in failure["kinds"]), None)
+    return error if kind is None else kind(f"rank {error.rank}: {failure['text']}")
 
 
 def _devices(name: str | None, size: int) -> list[str]:

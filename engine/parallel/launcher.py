@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -87,6 +88,8 @@ def _start_and_stay(
     ended: threading.Event,
 ) -> None:
     """Start the processes, then live as long as they should. Knows nothing that keeps the `Workers` alive."""
+    # What a terminal sends to all is for the driver to act on; a process starts with the mask of who starts it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for _ in range(size):
             if ended.is_set():

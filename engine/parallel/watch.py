@@ -20,10 +20,10 @@ _GRACE = 0.3  # what follows from a failure elsewhere arrives within this of it
 
 
 class RankFailed(EngineDeadError):
-    """A rank died, failed or hung. `kind` is the class of its error, empty where it raised none."""
+    """A rank died, failed or hung. `failure` is what it said of its error, None where it raised none."""
 
-    def __init__(self, message: str, rank: int, kind: str = "", text: str = "") -> None:
-        self.rank, self.kind, self.text = rank, kind, text
+    def __init__(self, message: str, rank: int, failure: dict[str, Any] | None = None) -> None:
+        self.rank, self.failure = rank, failure
         super().__init__(message)
 
 
@@ -156,7 +156,7 @@ class Watch:
         rank = min(self._failures, key=lambda rank: self._failures[rank]["time"])
         failure = self._failures[rank]
         cause = PagedAttnError(f"rank {rank} raised this:\n{failure['trace']}")
-        return self._lost(rank, f"failed: {failure['kind']}: {failure['text']}", failure, cause)
+        return self._lost(rank, f"failed: {failure['kinds'][0]}: {failure['text']}", failure, cause)
 
     def _lost(
         self, rank: int, what: str, failure: dict[str, Any] | None = None, cause: Exception | None = None
@@ -164,15 +164,14 @@ class Watch:
         """End all ranks and say why, now and to everyone who asks later."""
         process = self._processes[rank]
         self._workers.kill()
-        kind, text = (failure["kind"], failure["text"]) if failure else ("", "")
         message = f"rank {rank} of {self._size} (process {process.pid}) {what}; make a new engine"
-        self.dead = RankFailed(message, rank, kind, text)
+        self.dead = RankFailed(message, rank, failure)
         self.dead.__cause__ = cause
         return self.dead
 
     def _check(self) -> None:
         if self.dead is not None:
-            raise RankFailed(str(self.dead), self.dead.rank, self.dead.kind, self.dead.text) from self.dead.__cause__
+            raise RankFailed(str(self.dead), self.dead.rank, self.dead.failure) from self.dead.__cause__
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

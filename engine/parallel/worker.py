@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from pagedattn.errors import InvalidInputError
+
 from ..config import EngineConfig
 from ..runner import ModelRunner
 from .channel import Channel, Kind, packets
@@ -54,7 +56,8 @@ class Pulse(threading.Thread):
     def failed(self, error: BaseException) -> NoReturn:
         """Report an error, again and again, until the driver ends this process: peers may be waiting for it."""
         failure = {
-            "kind": type(error).__name__,
+            "kinds": [kind.__name__ for kind in type(error).__mro__],
+            "fields": [error.param, error.expected, str(error.got)] if isinstance(error, InvalidInputError) else [],
             "text": str(error)[:_MAX_TEXT],
             "trace": "".join(traceback.format_exception(error))[-_MAX_TRACE:],
             "time": time.monotonic(),
@@ -69,7 +72,6 @@ class Pulse(threading.Thread):
 def main(descriptor: int, parent: int) -> None:
     """Serve the driver, process `parent`, whose other end of the socket `descriptor` is."""
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the driver decides
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     pulse = Pulse(channel)

@@ -39,8 +39,10 @@ def main(descriptor: int, role: str, text: str) -> None:
         count += 1
         if kind == kinds.STOP:
             os._exit(0)
-        if role == "fail" and count == 2:
-            failure = {"kind": text, "text": "the reason", "trace": "a trace", "time": time.monotonic()}
+        if (role == "fail" and count == 2) or role == "refuse":
+            kinds_of_error, *fields = text.split("|")
+            failure = {"kinds": kinds_of_error.split(), "fields": fields, "text": "the reason", "trace": "a trace"}
+            failure["time"] = time.monotonic()
             while True:
                 channel.send(kinds.FAILED, 0, json.dumps(failure).encode())
                 time.sleep(0.1)

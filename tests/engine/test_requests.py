@@ -186,6 +186,9 @@ def test_huge_values_are_refused_quickly_and_in_little_memory() -> None:
         ("load_format", "pickle"),
         ("seed", -1),
         ("max_waiting", 0),
+        ("tensor_parallel_size", 0),
+        ("step_timeout", 0),
+        ("step_timeout", "long"),
     ],
 )
 def test_bad_settings_are_refused(name: str, value: object) -> None:

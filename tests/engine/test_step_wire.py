@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import fields
 
 import pytest
 
@@ -93,6 +94,11 @@ def test_a_decode_sends_little_and_keeps_the_objects() -> None:
     long.block_ids = [list(range(500, 814))]  # preempted and computed again
     check(third := decoder.decode(encoder.encode(step)), step)
     assert third.scheduled[0].request.block_ids is not tables
+
+
+def test_every_field_of_a_step_travels() -> None:
+    assert {field.name for field in fields(Step)} == {"scheduled", "num_decodes", "copies"}
+    assert {field.name for field in fields(ScheduledRequest)} == {"request", "start", "num_tokens", "samples"}
 
 
 def test_copies_and_a_step_of_nothing_else() -> None:

@@ -181,6 +181,13 @@ def test_interrupts_leave_the_engine_usable(pair: Callable[[str], Pair]) -> None
     assert both.two.stats().cache_use == 0
 
 
+def test_an_interrupt_of_a_terminal_is_for_the_driver_only(pair: Callable[[str], Pair]) -> None:
+    both = pair("qwen3")
+    for pid in both.pids:
+        os.kill(pid, signal.SIGINT)
+    assert tokens(both.two, GREEDY) == tokens(both.one, GREEDY)
+
+
 def test_ranks_listen_on_loopback_only(pair: Callable[[str], Pair]) -> None:
     inodes = set()
     for pid in pair("qwen3").pids:

@@ -6,20 +6,25 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fake_rank
 import pytest
+import torch
+from tiny_models import hf_model, save
 
-from pagedattn.engine.parallel import launcher
+from pagedattn.engine import LLM
 from pagedattn.engine.parallel.channel import Channel, Kind, packets
 from pagedattn.engine.parallel.launcher import Workers
 from pagedattn.engine.parallel.watch import RankFailed, Watch
-from pagedattn.errors import EngineDeadError
+from pagedattn.errors import EngineDeadError, InvalidInputError, PagedAttnError, SecurityError, WeightsError
 
 Make = Callable[..., Watch]
 
@@ -32,6 +37,20 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@contextmanager
+def fake_ranks(roles: Sequence[str], text: str = "ValueError") -> Iterator[None]:
+    """Ranks that are started are fake ones, of these roles in turn."""
+    turn = iter(roles)
+
+    class Popen(subprocess.Popen):
+        def __init__(self, words: list[str], **options: Any) -> None:
+            super().__init__([sys.executable, "-S", fake_rank.__file__, words[3], next(turn), text], **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        yield
+
+
 @pytest.fixture
 def kept() -> list[Workers]:
     """What `make` has started, and ends."""
@@ -39,20 +58,12 @@ def kept() -> list[Workers]:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, kept: list[Workers]) -> Iterator[Make]:
+def make(kept: list[Workers]) -> Iterator[Make]:
     """Watches over ranks of given roles; whatever became of them, nothing is left of them."""
     before = open_files()
 
-    def start(*roles: str, text: str = "ValueError") -> Watch:
-        marks = iter(roles)
-
-        class Popen(launcher.subprocess.Popen):  # type: ignore[misc, name-defined]
-            def __init__(self, words: list[str], **options: object) -> None:
-                words = [sys.executable, "-S", fake_rank.__file__, words[3], next(marks), text]
-                super().__init__(words, **options)  # type: ignore[call-overload]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(launcher.subprocess, "Popen", Popen)
+    def start(*roles: str) -> Watch:
+        with fake_ranks(roles):
             kept.append(Workers(len(roles)))
         return Watch(kept[-1])
 
@@ -157,6 +168,27 @@ def test_ranks_end_with_the_last_reference(make: Make, kept: list[Workers]) -> N
     gc.collect()
     assert gone() is None
     assert all(map(has_ended, pids))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("WeightsError PagedAttnError ValueError", WeightsError, "rank 1: the reason"),
+        ("UnsafePathError SecurityError WeightsError", SecurityError, "rank 1: the reason"),
+        ("InvalidInputError ValueError|x|at most 3|4", InvalidInputError, "x must be at most 3, got 4"),
+        ("KeyError LookupError", EngineDeadError, "rank 1 of 2 .* failed: KeyError: the reason"),
+    ],
+)
+def test_what_a_rank_refuses_at_start_is_raised_as_it_was(
+    text: str, kind: type[PagedAttnError], message: str, tmp_path: Path
+) -> None:
+    before = open_files()
+    save(hf_model("qwen3", torch.float32), tmp_path)
+    with fake_ranks(("mute", "refuse"), text), pytest.raises(kind, match=message) as caught:
+        LLM(tmp_path, tensor_parallel_size=2, device="cpu")
+    assert "a trace" in str(caught.value.__cause__)
+    del caught
+    assert open_files() == before
 
 
 def test_packets_that_come_twice_or_not_at_all() -> None:
