@@ -181,6 +181,29 @@ def test_interrupts_leave_the_engine_usable(pair: Callable[[str], Pair]) -> None
     assert both.two.stats().cache_use == 0
 
 
+def test_a_step_that_was_never_sent_is_not_built_upon(
+    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair("qwen3")
+    watch = both.two.runner._watch  # type: ignore[attr-defined]
+    send, calls = watch.send, iter(range(1000))
+
+    def interrupted(*message: object) -> int:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return send(*message)
+
+    monkeypatch.setattr(watch, "send", interrupted)
+    names = [both.two.add_request(prompt, GREEDY) for prompt in prompts()]
+    outputs = {}
+    with pytest.raises(KeyboardInterrupt):
+        while both.two.has_unfinished:
+            outputs |= {output.request_id: output for output in both.two.step()}
+    while both.two.has_unfinished:
+        outputs |= {output.request_id: output for output in both.two.step()}
+    assert [[outputs[name].token_ids] for name in names] == tokens(both.one, GREEDY)
+
+
 def test_an_interrupt_of_a_terminal_is_for_the_driver_only(pair: Callable[[str], Pair]) -> None:
     both = pair("qwen3")
     for pid in both.pids:

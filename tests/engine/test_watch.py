@@ -112,6 +112,26 @@ def test_an_interrupt_anywhere_loses_and_doubles_nothing(make: Make) -> None:
     assert struck > 20
 
 
+def test_a_message_that_an_interrupt_kept_from_one_rank_reaches_it_before_the_next(make: Make) -> None:
+    """Else one rank would run a step that the other does not, and wait for it for ever."""
+    watch = make("echo", "echo")
+    ask(watch, b"first")
+    channel = watch._channels[1]
+    offer = channel.offer
+
+    def strike(_: bytes) -> bool:
+        channel.offer = offer  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    channel.offer = strike  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        watch.send(Kind.STEP, [b"second"])
+    kept_back = watch._number
+    number = watch.send(Kind.STEP, [b"third"])
+    assert watch.answers(kept_back, 2, 5, 20) == [b"second"] * 2
+    assert watch.answers(number, 2, 5, 20) == [b"third"] * 2
+
+
 @pytest.mark.parametrize(
     ("roles", "why"),
     [
