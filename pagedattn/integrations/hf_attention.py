@@ -103,8 +103,8 @@ def attention_forward(
     step: Attends | None = options.pop("paged_step", None)
     if step is None:
         raise UnsupportedError(
-            f"{where} was called with attn_implementation={NAME!r} but without a paged step; run the model through "
-            "pagedattn.integrations.transformers.PackedModel, and leave cross attention and vision towers on sdpa"
+            f"{where} got no paged step: run the model through pagedattn.integrations.transformers.PackedModel; if it "
+            "is run so, its layers do not hand keywords on to attention, or this one is a tower that should be on sdpa"
         )
     sinks = options.pop("s_aux", None)
     call = _read_call(module, where, query, key, value, scaling, dropout, sinks, options)

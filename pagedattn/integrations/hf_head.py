@@ -41,8 +41,10 @@ def decoder_of(model: Any) -> Any:
     Raises:
         UnsupportedError: the model does not say which it is.
     """
-    body = model.get_decoder()
-    if body is None or body is model or not any(module is body for module in model.modules()):
+    inside = {id(module) for module in model.modules()} - {id(model)}
+    candidates = model.get_decoder(), model.base_model, getattr(model, "model", None)
+    body = next((one for one in candidates if id(one) in inside), None)
+    if body is None:
         raise UnsupportedError(f"{type(model).__name__} has no decoder of its own under a language model head")
     return body
 

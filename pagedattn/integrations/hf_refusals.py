@@ -18,7 +18,7 @@ _OTHER_LAYERS = {
 _KNOWN_LENGTHS = ("dynamic", "longrope")
 
 
-def refuse(model_class: type[Any], config: Any, max_model_len: int | None = None) -> None:
+def refuse(model_class: Any, config: Any, max_model_len: int | None = None) -> None:
     """Raise UnsupportedError with every reason why this model cannot run over a paged cache.
 
     Args:
@@ -33,7 +33,7 @@ def refuse(model_class: type[Any], config: Any, max_model_len: int | None = None
         )
 
 
-def _of_architecture(model_class: type[Any], config: Any) -> list[str]:
+def _of_architecture(model_class: Any, config: Any) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder, whose cross attention is not paged here")
