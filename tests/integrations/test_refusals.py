@@ -109,6 +109,8 @@ def test_masks_are_told_apart() -> None:
     assert classify(functions.bidirectional_mask_function) is None
     prefix = functions.or_masks(causal, lambda b, h, q, k: (q < 4) & (k < 4))
     assert classify(prefix) is None
+    paragraph = functions.or_masks(causal, lambda b, h, q, k: (q // 20 == 2) & (k // 20 == 2))
+    assert classify(paragraph) is None, "both ways in the middle only"
     images = torch.zeros(1, 2, dtype=torch.long)
     assert classify(functions.or_masks(causal, lambda b, h, q, k: images[b, q] == images[b, k])) is None
 
@@ -134,6 +136,24 @@ def test_a_window_that_only_the_mask_has_is_honoured() -> None:
         got = packed_logits(packed, tokens, ((30, 12), (0, 8)), 4)
     assert [layer.spec.sliding_window for layer in packed.attention_layers()] == [8, 8]
     torch.testing.assert_close(torch.cat(got), torch.cat(wanted), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [(None, "builds no mask for layer 0"), (torch.ones(1, 1, 2, 2), "layer 0 has a mask that transformers' mask")],
+    ids=["none", "its own"],
+)
+def test_masks_that_are_not_known_are_refused(
+    mask: torch.Tensor | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", lambda *_, **__: mask)
+    with pytest.raises(UnsupportedError, match=message):
+        PackedModel(hf_model("llama"))
+
+
+def test_two_attentions_in_a_layer_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="layer 0 calls attention twice"):
+        PackedModel(build(transformers.DiffLlamaConfig(**_BASE)))
 
 
 class _Shift(torch.nn.Module):
