@@ -152,3 +152,26 @@ def test_steps_of_two_models_may_alternate() -> None:
     handle = first.model.model.layers[1].register_forward_pre_hook(lambda *_: inner.append(logits(second)))
     assert torch.equal(logits(first), alone) and torch.equal(inner[0], logits(second))
     handle.remove()
+
+
+def test_sinks_are_those_that_the_layer_was_built_with() -> None:
+    sinks, others = torch.zeros(4), torch.zeros(4)
+    asked = learnt(s_aux=sinks)
+    layer = Attention(4, 8, 2, sinks=sinks)
+    plan = plan_step([layer], CommonAttentionMetadata.from_lengths([5], [5]))
+    step = PackedStep({0: (asked, layer)}, None, plan)
+    assert call(step=step, s_aux=sinks).shape == (1, 5, 4, 8)
+    for given in (others, None):
+        with pytest.raises(UnsupportedError, match=r"layer 0 asks for .*, it used to"):
+            call(step=step, s_aux=given)
+
+
+def test_heads_whose_elements_lie_apart() -> None:
+    step = packed_step()
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    a, b, c = (x.mT.contiguous().mT for x in (q, k, v))
+    caller: Any = Module()
+    whole, _ = attention_forward(caller, q, k, v, None, paged_step=step)
+    assert a.stride(-1) != 1
+    assert torch.equal(attention_forward(caller, a, b, c, None, paged_step=step)[0], whole)
