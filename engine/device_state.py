@@ -12,7 +12,7 @@ from pagedattn.errors import InvalidInputError
 
 from .request import Request
 from .sampling_params import SamplingParams
-from .step import KVGroup, ScheduledRequest
+from .step import KVGroup
 
 PARAMS = 6  # int32 words: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
 _LOWEST_TEMPERATURE = 1e-5
@@ -54,29 +54,32 @@ class DeviceState:
         self._lists: list[object] = [None] * self.num_rows
         self._free = list(range(self.num_rows - 1, -1, -1))
 
-    def place(self, items: Sequence[ScheduledRequest], starts: np.ndarray) -> tuple[np.ndarray, Deltas]:
+    def place(self, requests: Sequence[Request], starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, Deltas]:
         """The rows [n] of a step's requests, and what has to be sent for them.
+
+        Args:
+            starts, ends: [n] int32, the first new token of each, and the end of its new tokens.
 
         Raises:
             InvalidInputError: more requests than rows.
         """
-        known, lists = self._row_of, self._lists
-        rows = [known.get(item.request, -1) for item in items]
-        if -1 in rows:
-            fresh = [at for at, row in enumerate(rows) if row < 0]
-            self._enter(items, rows, fresh)
-        else:
-            fresh = []
-        moved = [at for at, item in enumerate(items) if lists[rows[at]] is not item.request.block_ids]
+        find, lists = self._row_of.get, self._lists
+        rows = [find(request, -1) for request in requests]
+        fresh = [at for at, row in enumerate(rows) if row < 0] if -1 in rows else []
+        if fresh:
+            self._enter(requests, rows, fresh)
+        moved = [
+            at for at, (row, one) in enumerate(zip(rows, requests, strict=True)) if lists[row] is not one.block_ids
+        ]
         places = np.array(rows, dtype=np.int32)
-        entries, blocks = self._current_blocks(items, places, starts)
+        entries, blocks = self._current_blocks(requests, places, starts)
         for at in moved:
-            lists[rows[at]] = items[at].request.block_ids
-            self._send(items[at], rows[at], 0, entries, blocks)
-        for item, row in zip(items, rows, strict=True):
-            if item.num_tokens > 1:
-                self._send(item, row, item.start, entries, blocks)
-        params = np.array([_params(items[at].request) for at in fresh], dtype=np.int32).reshape(-1, PARAMS)
+            lists[rows[at]] = requests[at].block_ids
+        whole = {*moved}
+        for at in sorted({*moved, *np.flatnonzero(ends - starts > 1).tolist()}):
+            first = 0 if at in whole else int(starts[at])
+            self._send(requests[at], rows[at], first, int(ends[at]), entries, blocks)
+        params = request_params([requests[at] for at in fresh])
         return places, Deltas(np.concatenate(entries), np.concatenate(blocks), places[fresh], params)
 
     def apply(self, entries: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
@@ -86,31 +89,31 @@ class DeviceState:
         if len(rows):
             self.params.index_put_((rows,), params.view(-1, PARAMS))
 
-    def _enter(self, items: Sequence[ScheduledRequest], rows: list[int], fresh: Sequence[int]) -> None:
+    def _enter(self, requests: Sequence[Request], rows: list[int], fresh: Sequence[int]) -> None:
         """Give rows to new requests; where there are none left, those that are not in this step lose theirs."""
-        if len(items) > self.num_rows:
-            raise InvalidInputError("step", f"at most {self.num_rows} requests (max_num_seqs)", len(items))
+        if len(requests) > self.num_rows:
+            raise InvalidInputError("step", f"at most {self.num_rows} requests (max_num_seqs)", len(requests))
         if len(fresh) > len(self._free):
-            here = {item.request for item in items}
+            here = {*requests}
             for request in [request for request in self._row_of if request not in here]:
                 row = self._row_of.pop(request)
                 self._lists[row] = None
                 self._free.append(row)
         for at in fresh:
-            request, row = items[at].request, self._free.pop()
+            request, row = requests[at], self._free.pop()
             rows[at] = self._row_of[request] = row
             sampling = request.sampling
             self.special[row] = has_penalty(sampling) or sampling.min_tokens > 0 or sampling.logprobs is not None
 
     def _current_blocks(
-        self, items: Sequence[ScheduledRequest], rows: np.ndarray, starts: np.ndarray
+        self, requests: Sequence[Request], rows: np.ndarray, starts: np.ndarray
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The block of each request's first new token, where the device has another one."""
         entries, blocks = [], []
         _, per_group, columns = self.sent.shape
         for group, size in enumerate(self.block_sizes):
             at = starts // size
-            tables = [item.request.block_ids[group] for item in items]
+            tables = [request.block_ids[group] for request in requests]
             current = np.array([table[i] for table, i in zip(tables, at.tolist(), strict=True)], dtype=np.int32)
             changed = np.flatnonzero(self.sent[group, rows, at] != current)
             self.sent[group, rows[changed], at[changed]] = current[changed]
@@ -119,15 +122,15 @@ class DeviceState:
         return entries, blocks
 
     def _send(
-        self, item: ScheduledRequest, row: int, first: int, entries: list[np.ndarray], blocks: list[np.ndarray]
+        self, request: Request, row: int, first: int, end: int, entries: list[np.ndarray], blocks: list[np.ndarray]
     ) -> None:
-        """The blocks of the tokens from `first` to the step's last."""
+        """The blocks of the tokens from `first` to `end`."""
         _, per_group, columns = self.sent.shape
         for group, size in enumerate(self.block_sizes):
-            begin, end = first // size, -(-(item.start + item.num_tokens) // size)
-            new = np.array(item.request.block_ids[group][begin:end], dtype=np.int32)
-            self.sent[group, row, begin:end] = new
-            entries.append(np.arange(begin, end, dtype=np.int32) + (group * per_group + row) * columns)
+            begin, stop = first // size, -(-end // size)
+            new = np.array(request.block_ids[group][begin:stop], dtype=np.int32)
+            self.sent[group, row, begin:stop] = new
+            entries.append(np.arange(begin, stop, dtype=np.int32) + (group * per_group + row) * columns)
             blocks.append(new)
 
 

@@ -28,15 +28,15 @@ class OverlapScheduler(Scheduler):
             raise PagedAttnError("assume() got another step than the one in flight")
         self._count(step)
         self._gone: dict[Request, tuple[list, list[int], int]] = {}
-        for item in step.scheduled:
-            request = item.request
-            if request.status is not RequestStatus.RUNNING:
-                self.stats.dropped_tokens += item.num_tokens
+        running = RequestStatus.RUNNING
+        for request, start, num_tokens, samples in step.scheduled:
+            if request.status is not running:
+                self.stats.dropped_tokens += num_tokens
                 continue
-            computed = request.num_computed_tokens = item.start + item.num_tokens
+            computed = request.num_computed_tokens = start + num_tokens
             if computed >= request.next_commit:
                 self.kv.commit(request)
-            if item.samples:
+            if samples:
                 request.token_ids.append(UNKNOWN)
         self._in_flight, self._assumed = None, step
 
@@ -51,8 +51,7 @@ class OverlapScheduler(Scheduler):
         """
         items = () if self._assumed is None else self._assumed.scheduled
         self._assumed, advanced, ended, self._ended = None, [], self._ended, []
-        for item, token in zip(items, sampled, strict=True):
-            request = item.request
+        for (request, *_), token in zip(items, sampled, strict=True):
             if token is None or request.token_ids[-1] != UNKNOWN:
                 continue
             if token.error is not None:
@@ -60,12 +59,12 @@ class OverlapScheduler(Scheduler):
                 self._fail(request, token.error)
                 advanced.append((request, None))
                 continue
-            request.token_ids[-1] = token.token_id
-            self.stats.generated_tokens += 1
+            request.token_ids[-1] = token_id = token.token_id
             advanced.append((request, token))
-            may_end = len(request.token_ids) >= request.max_total_tokens or token.token_id in request.stop_ids
+            may_end = len(request.token_ids) >= request.max_total_tokens or token_id in request.stop_ids
             if may_end and (status := request.ending()) is not None and not self.finish(request, status):
                 request.status, request.explanation = status, None  # it ended for lack of room, not knowing this
+        self.stats.generated_tokens += sum(token is not None for _, token in advanced)
         seen = {request for request, _ in advanced} if ended else ()
         return advanced + [(request, None) for request in ended if request not in seen]
 

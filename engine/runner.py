@@ -142,7 +142,7 @@ class ModelRunner:
         if not step.scheduled:
             return None
         inputs = self._inputs.pack(step)
-        sampling = [item.request for item in step.scheduled if item.samples]
+        sampling = [request for request, _, _, samples in step.scheduled if samples]
         if self._graphs is not None and self._graphs.serves(inputs):
             logits, drawn = self._graphs.run(inputs)
         else:

@@ -42,7 +42,9 @@ class DrawnTokens:
         if self._on_gpu:
             self._arrived.synchronize()
         tokens, *logprobs = (copy.tolist() for copy in self._copies)
-        out = [SampledToken(token) if token >= 0 else _BROKEN for token in tokens]
+        out = [*map(SampledToken, tokens)]
+        if min(tokens) < 0:
+            out = [token if token.token_id >= 0 else _BROKEN for token in out]
         if logprobs:
             reporting = [row for row, count in enumerate(self._wanted) if count is not None]
             for row, (own,), values, ids in zip(reporting, *logprobs, strict=True):

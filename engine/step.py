@@ -20,15 +20,16 @@ class KVGroup:
     sliding_window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled."""
+class ScheduledRequest(NamedTuple):
+    """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled.
+
+    `samples`: whether the last row is sampled, `start + num_tokens == len(request.token_ids)`.
+    """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last row is sampled: `start + num_tokens == len(request.token_ids)`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from pagedattn import CommonAttentionMetadata, ops
 
 from .device_state import DeviceState
-from .step import KVGroup, ScheduledRequest, Step
+from .step import KVGroup, Step
 
 _ALIGN = 32  # int32 elements: every part starts on 128 bytes, as kernels and their compilers like it
 
@@ -42,19 +42,19 @@ class InputPacker:
 
     def pack(self, step: Step) -> StepInputs:
         """Everything of `step`. After an error between this and the step's end, the state must `forget`."""
-        items, state = step.scheduled, self._state
-        count = len(items)
-        starts = np.array([item.start for item in items], dtype=np.int32)
-        decodes = step.num_decodes == count
-        counts = np.ones_like(starts) if decodes else np.array([item.num_tokens for item in items], dtype=np.int32)
+        requests, firsts, sizes, samples = zip(*step.scheduled, strict=True)
+        state, count, decodes = self._state, len(requests), step.num_decodes == len(requests)
+        starts, counts = np.array(firsts, dtype=np.int32), np.array(sizes, dtype=np.int32)
         ends = starts + counts
         query_start_loc = np.zeros(count + 1, dtype=np.int32)
         counts.cumsum(out=query_start_loc[1:])
         tokens = _tokens(step)
-        rows, deltas = state.place(items, starts)
-        sampled = np.flatnonzero([item.samples for item in items]).astype(np.int32)
+        rows, deltas = state.place(requests, starts, ends)
+        sampled = np.flatnonzero(samples).astype(np.int32)
         last_rows = query_start_loc[1:][sampled] - 1
-        positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(ends - query_start_loc[1:], counts)
+        positions = starts
+        if not decodes:
+            positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(ends - query_start_loc[1:], counts)
         sent = (tokens, positions, query_start_loc, ends, rows, last_rows, rows[sampled], ends[sampled])
         parts = self._send([*sent, deltas.entries, deltas.blocks, deltas.rows, deltas.params.reshape(-1)])
         ids, positions_dev, starts_dev, seq_lens, rows_dev, last_rows_dev, state_rows, lengths, *changed = parts
@@ -125,16 +125,10 @@ def _known(ids: torch.Tensor, num_decodes: int, last_tokens: torch.Tensor, rows:
 
 
 def _tokens(step: Step) -> np.ndarray:
-    decodes = [item.request.token_ids[item.start] for item in step.scheduled[: step.num_decodes]]
+    decodes = [request.token_ids[start] for request, start, _, _ in step.scheduled[: step.num_decodes]]
     rest = step.scheduled[step.num_decodes :]
-    if not rest:
-        return np.array(decodes, dtype=np.int32)
-    chunks = (_chunk(item) for item in rest)
+    chunks = (np.array(request.token_ids[start : start + size], dtype=np.int32) for request, start, size, _ in rest)
     return np.concatenate([np.array(decodes, dtype=np.int32), *chunks])
-
-
-def _chunk(item: ScheduledRequest) -> np.ndarray:
-    return np.array(item.request.token_ids[item.start : item.start + item.num_tokens], dtype=np.int32)
 
 
 def _same_columns(table: np.ndarray, rows: np.ndarray, columns: int) -> int:

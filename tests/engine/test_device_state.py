@@ -32,7 +32,9 @@ def grow(one: Request, end: int, draw: random.Random) -> None:
 
 
 def put(state: DeviceState, items: list[ScheduledRequest]) -> tuple[np.ndarray, int]:
-    rows, deltas = state.place(items, np.array([item.start for item in items], dtype=np.int32))
+    starts = np.array([item.start for item in items], dtype=np.int32)
+    ends = starts + np.array([item.num_tokens for item in items], dtype=np.int32)
+    rows, deltas = state.place([item.request for item in items], starts, ends)
     state.apply(*map(torch.from_numpy, deltas))
     return rows, len(deltas.entries)
 
@@ -101,7 +103,7 @@ def test_parameters_are_sent_once() -> None:
     assert found[4:].view(torch.int64).item() == int(next_state(np.array([-5 % 2**64], np.uint64)).view(np.int64)[0])
     assert state.params[rows[1].item(), 0].item() == 0 and state.params.shape[1] == PARAMS
     assert state.special[rows].tolist() == [False, True]
-    _, deltas = state.place([ScheduledRequest(one, 1, 1, True)], np.array([1], dtype=np.int32))
+    _, deltas = state.place([one], np.array([1], dtype=np.int32), np.array([2], dtype=np.int32))
     assert len(deltas.rows) == 0
 
 
