@@ -149,7 +149,7 @@ class Sampler:
         flat = flat + owner * logits.shape[1]
         some = logits[where].float()
         seen = torch.zeros(some.numel(), dtype=torch.bool, device=self.device)
-        seen[flat] = True
+        seen.index_fill_(0, flat, True)
         counts = torch.zeros(some.numel(), device=self.device)
         counts.index_put_((flat,), self._to_device(generated.astype(np.float32)), accumulate=True)
         seen, counts = seen.view_as(some), counts.view_as(some)
@@ -173,7 +173,7 @@ class Sampler:
         if not pairs:
             return scores
         where = self._to_device(pairs)
-        return scores.float().index_put((where[:, 0], where[:, 1]), torch.tensor(-_INFINITY, device=self.device))
+        return scores.float().index_put((where[:, 0], where[:, 1]), torch.full((), -_INFINITY, device=self.device))
 
     def _draw(self, scores: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """Gumbel-max: the argmax of log probability plus Gumbel noise is a sample (Gumbel 1954; no softmax needed)."""
@@ -233,7 +233,10 @@ class Sampler:
         return self._to_device(np.array(rows, dtype=np.float32)).split(1, dim=1)
 
     def _to_device(self, values: Sequence[object] | np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values)).to(self.device, non_blocking=True)
+        host = torch.from_numpy(np.asarray(values))
+        if self.device.type == "cuda":
+            host = host.pin_memory()  # from pageable memory a transfer waits for the device
+        return host.to(self.device, non_blocking=True)
 
 
 def _row_keys(requests: Sequence[Request]) -> np.ndarray:
