@@ -1,5 +1,5 @@
 """StepInputs: what one step feeds the model. The host packs what changed into one buffer and sends it in one transfer;
-slots, positions of decodes and the step's tables are made of it on the device."""
+tokens that nobody has read, slots and the step's tables are made of it on the device."""
 
 from __future__ import annotations
 

@@ -46,6 +46,20 @@ def test_padding_writes_nowhere_and_reads_nothing_of_others(reference: Any, fold
     assert [one.num_generated for one in requests] == [11, 9, 7, 5, 3]
 
 
+def test_padded_rows_are_nobodys(folder: Path) -> None:
+    runner = make_runner(folder, graph_sizes=(4,))
+    driver, graphs = Driver(runner), runner._graphs
+    assert graphs is not None
+    one, two = (driver.request(list(prompt)) for prompt in PROMPTS[:2])
+    driver.run([(one, 5), (two, 37)])
+    driver.run([(one, 1), (two, 1)])
+    rows = [runner._state._row_of[each] for each in (one, two)]
+    assert graphs._rows.tolist() == [*rows, *[runner._state.num_rows] * 2]
+    driver.run([(two, 1)])
+    assert graphs._rows.tolist() == [rows[1], *[runner._state.num_rows] * 3]
+    assert graphs._ids[1:].tolist() == graphs._positions[1:].tolist() == [0] * 3
+
+
 def test_larger_batches_and_mixed_steps_run_eagerly(folder: Path) -> None:
     runner = make_runner(folder, graph_sizes=(2,))
     driver, graphs = Driver(runner), runner._graphs
