@@ -112,5 +112,5 @@ def engine_cases(gpu: bool) -> list[EngineCase]:
         EngineCase("shared", *small_model, shared, {**usual, "max_num_seqs": 512}),
         EngineCase("preempt", *small_model, common, {**usual, "num_kv_blocks": 4000}),
         EngineCase("latency", *small_model, lambda: equal(1, 128, 512), usual),
-        EngineCase("common", "Llama-8B", LLAMA_8B, common, usual),
+        EngineCase("8B", "Llama-8B", LLAMA_8B, common, usual),
     ]

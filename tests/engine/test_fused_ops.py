@@ -27,7 +27,8 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal but for the order of a sum, which may move a rounding by one step."""
     step = torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got, wanted, rtol=4 * step, atol=4 * step)
+    room = 16 if got.dtype == torch.float32 and got.is_cuda else 4  # a GPU's exp is right to a few units in float32
+    torch.testing.assert_close(got, wanted, rtol=room * step, atol=room * step)
     if got.dtype != torch.float32:
         assert (got != wanted).float().mean() < 0.01, "roundings are those of torch"
 
