@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pagedattn.errors import InvalidInputError, UnsupportedError
@@ -28,6 +29,10 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that the engine may use.
         enable_prefix_caching: share blocks between requests with equal beginnings.
         enforce_eager: no CUDA graphs.
+        graph_sizes: batch sizes that steps of decodes are captured for; larger batches run eagerly. None takes sizes up
+            to max_num_seqs or 512 on a GPU, and none elsewhere.
+        overlap: launch each step before the tokens of the last are read. None does so on a GPU: elsewhere there is
+            nothing to overlap, and tokens would come a step later.
         tensor_parallel_size: 1.
         backend: attention backend by name; None chooses.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
@@ -53,6 +58,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    graph_sizes: Sequence[int] | None = None
+    overlap: bool | None = None
     tensor_parallel_size: int = 1
     backend: str | None = None
     model_impl: str = "auto"
@@ -75,13 +82,16 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
-        for name in ("enable_prefix_caching", "enforce_eager"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(name, "a bool", repr(getattr(self, name)))
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
+                raise InvalidInputError(name, "a bool", repr(value))
         for name in ("gpu_memory_utilization", "max_prefill_share"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
+        if self.graph_sizes is not None:
+            object.__setattr__(self, "graph_sizes", _checked_sizes(self.graph_sizes))
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("model_impl", self.model_impl, _MODEL_IMPLS)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
@@ -117,7 +127,14 @@ _LOWEST = {
     "seed": 0,
     "max_waiting": 1,
 }
-_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting")
+_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap")
+
+
+def _checked_sizes(sizes: object) -> tuple[int, ...]:
+    whole = isinstance(sizes, list | tuple | range) and all(type(size) is int and size > 0 for size in sizes)
+    if not whole or not sizes:
+        raise InvalidInputError("graph_sizes", "positive integers, one at least", repr(sizes), "or enforce_eager=True")
+    return tuple(sizes)  # type: ignore[arg-type]
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

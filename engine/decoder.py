@@ -10,9 +10,12 @@ from torch import nn
 
 from pagedattn import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
 
+from .fused_ops import turn_and_write, turned
 from .layers import GatedMLP, MergedLinear, RMSNorm
 from .model_config import ModelConfig
-from .rope import RotaryEmbedding, rotate
+from .rope import RotaryEmbedding
+
+Place = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of all positions, and the positions of the step's tokens
 
 
 class SelfAttention(nn.Module):
@@ -22,26 +25,22 @@ class SelfAttention(nn.Module):
         super().__init__()
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
-        self.head_dim = dim
+        self.kv_heads, self.head_dim, self.eps = kv_heads, dim, config.rms_norm_eps
         self.qkv_proj = MergedLinear(config.hidden_size, sizes, config.qkv_bias, dtype, device)
         self.o_proj = nn.Linear(heads * dim, config.hidden_size, config.output_bias, device, dtype)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.attn = attention
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: LayerCache | None,
-        metadata: StepMetadata,
-    ) -> torch.Tensor:
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        out = self.attn(rotate(query, cos, sin), rotate(key, cos, sin), value, cache, metadata)
-        return self.o_proj(out.flatten(1))
+    def forward(self, x: torch.Tensor, place: Place, cache: LayerCache | None, metadata: StepMetadata) -> torch.Tensor:
+        qkv = self.qkv_proj(x)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        if cache is None:
+            parts = turned(qkv, self.kv_heads, self.head_dim, norms, self.eps, *place)
+            return self.o_proj(self.attn(*parts, None, metadata).flatten(1))
+        slots = metadata.of(self.attn.plan_key).common.slot_mapping
+        query = turn_and_write(qkv, norms, self.eps, *place, cache, slots)
+        return self.o_proj(self.attn(query, None, None, cache, metadata).flatten(1))
 
 
 class DecoderLayer(nn.Module):
@@ -57,14 +56,16 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        place: Place,
         cache: LayerCache | None,
         metadata: StepMetadata,
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """What the layer before (None: there is none) adds to `residual`, in place, to what this layer adds."""
+        normed = self.input_layernorm(residual) if x is None else self.input_layernorm(x, residual)
+        x = self.self_attn(normed, place, cache, metadata)
+        return self.mlp(self.post_attention_layernorm(x, residual))
 
 
 class Decoder(nn.Module):
@@ -73,6 +74,7 @@ class Decoder(nn.Module):
     Parameters are named as in a checkpoint, without the leading `model.`, except for the merged ones.
     """
 
+    capturable: ClassVar[bool] = True
     merged: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -107,16 +109,16 @@ class Decoder(nn.Module):
         metadata: StepMetadata,
     ) -> torch.Tensor:
         """input_ids and positions [T] to hidden states [T, hidden_size]; the new keys and values go to `caches`."""
-        x = self.embed_tokens(input_ids)
-        cos, sin = self.rope(positions)
+        residual, x = self.embed_tokens(input_ids), None
+        place = (self.rope.cos_sin, positions)
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, caches[index] if caches is not None else None, metadata)
-        return self.norm(x)
+            x = layer(x, residual, place, caches[index] if caches is not None else None, metadata)
+        return self.norm(x, residual)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] to float32 [n, vocab_size]."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, written to `out` where it is given."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return nn.functional.linear(hidden, head.weight).float()
+        return torch.mm(hidden, head.weight.t(), out=out)
 
     def attention_layers(self) -> list[Attention]:
         """The attention of every layer, in order."""

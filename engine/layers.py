@@ -7,23 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .fused_ops import rms_norm, silu_mul
+
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension (arXiv 1910.07467).
-
-    Computed in float32 in every model dtype, float64 included, and rounded before the weight: as transformers does.
-    """
+    """Root-mean-square norm over the last dimension, of the sum with a residual stream where there is one."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] of any strides to the same shape and dtype."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, size] to the same shape and dtype; `residual` is added to in place."""
+        return rms_norm(x, self.weight, self.eps, residual)
 
 
 class MergedLinear(nn.Module):
@@ -38,9 +35,9 @@ class MergedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x [T, in_features] to one view [T, size] per part."""
-        return nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in_features] to the parts side by side, [T, sum of sizes]."""
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class GatedMLP(nn.Module):
@@ -54,5 +51,4 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x)
-        return self.down_proj(nn.functional.silu(gate) * up)
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))

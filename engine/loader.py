@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm import tqdm
 
 from pagedattn.errors import CapacityError, WeightsError
 
@@ -166,10 +167,12 @@ def _refuse(what: str, keys: Iterable[str]) -> None:
 
 def _stream(stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], tied: bool) -> None:
     """Copy tensor by tensor, converting to the model's type on the way."""
-    for path in dict.fromkeys(tensor.file for tensor in stored.values()):
-        with safe_open(path, framework="pt") as file:
-            for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
-                views[key].copy_(file.get_tensor(key))
+    with tqdm(total=len(views), desc="loading weights", unit="tensor", disable=None) as bar:
+        for path in dict.fromkeys(tensor.file for tensor in stored.values()):
+            with safe_open(path, framework="pt") as file:
+                for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
+                    views[key].copy_(file.get_tensor(key))
+                    bar.update()
     if tied and "lm_head.weight" in stored:
         _check_tied(stored["lm_head.weight"].file, views["model.embed_tokens.weight"])
 

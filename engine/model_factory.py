@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -38,7 +38,12 @@ class ModelShape(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the engine needs of a model, whoever implements it."""
+    """What the engine needs of a model, whoever implements it. `capturable`: a CUDA graph may record it."""
+
+    capturable: ClassVar[bool]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def config(self) -> ModelShape: ...
@@ -51,7 +56,7 @@ class CausalModel(Protocol):
         metadata: StepMetadata,
     ) -> torch.Tensor: ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def attention_layers(self) -> list[Attention]: ...
 

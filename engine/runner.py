@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -10,11 +11,13 @@ from pagedattn import LayerCache, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
 
 from .config import EngineConfig
+from .decode_graphs import DecodeGraphs, default_sizes
 from .detokenizer import Detokenizer
+from .device_state import DeviceState
 from .kv_memory import size_kv_blocks
 from .model_factory import make_model
 from .paths import ModelFolder
-from .sampler import Sampler
+from .sampler import DrawnTokens, Sampler
 from .step import KVGroup, SampledToken, Step
 from .step_inputs import InputPacker
 from .tokenizer import Tokenizer
@@ -29,6 +32,7 @@ class ModelRunner:
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
         kv_groups: block size and window per KV group.
+        prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
 
     Raises:
@@ -43,6 +47,7 @@ class ModelRunner:
         self.model = make_model(config, folder, self.device)
         self.model_config = self.model.config
         self.max_model_len = config.longest_sequence(self.model_config.max_position_embeddings)
+        self.prefers_overlap = self.device.type == "cuda"
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = Tokenizer.from_folder(folder)
         self.eos_token_ids = self.model_config.eos_token_ids
@@ -52,20 +57,36 @@ class ModelRunner:
         layout = PagedKVCache.from_specs(self._specs, 1, device="meta")
         self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
         self._attentions = self.model.attention_layers()
-        self._inputs = InputPacker(self.kv_groups, self.device)
+        self._state = DeviceState(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
+        self._inputs = InputPacker(self.kv_groups, self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
-        self.cache = self._make_cache(1)
-        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
-        self.num_kv_blocks = size_kv_blocks(
-            config,
-            self.device,
-            layout.nbytes,
-            per_sequence,
-            self.execute,
-            len(self.kv_groups),
-            self.max_model_len,
-        )
+        self._graphs = self._make_graphs(config)
+        self.num_kv_blocks = self._count_blocks(config, layout.nbytes)
         self.cache = self._make_cache(self.num_kv_blocks)
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(self._layers)
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """The buffers of captured steps, if the configuration and the device want any."""
+        sizes = config.graph_sizes
+        if config.enforce_eager or not self.model.capturable or (sizes is None and self.device.type != "cuda"):
+            return None
+        sizes = default_sizes(config.max_num_seqs) if sizes is None else sizes
+        with torch.inference_mode():
+            return DecodeGraphs(self.model, self._state, sizes, len(self.kv_groups), self.max_model_len, self.device)
+
+    def _count_blocks(self, config: EngineConfig, block_bytes: int) -> int:
+        """How many blocks the cache has, measured with a cache of one, on which graphs are tried out too."""
+        self.cache = self._make_cache(1)
+        spare = 0
+        if self._graphs is not None and config.num_kv_blocks is None:
+            with torch.inference_mode():
+                spare = -(-self._graphs.measure(self._layers) // block_bytes)
+        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
+        groups, longest = len(self.kv_groups), self.max_model_len
+        blocks = size_kv_blocks(config, self.device, block_bytes, per_sequence, self.execute, groups, longest)
+        return max(blocks - spare, 2)
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
@@ -77,7 +98,6 @@ class ModelRunner:
         """Which attention backend every kind of layer has, and why."""
         return "\n".join(dict.fromkeys(layer.selection.describe() for layer in self._attentions))
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> list[SampledToken | None]:
         """Run one step: block copies, forward, and a token for every row that `samples`, None for the others.
 
@@ -85,33 +105,88 @@ class ModelRunner:
             CapacityError: out of device memory; the cache and the engine are intact.
             EngineDeadError: the device failed and no further step can run.
         """
-        try:
-            return self._execute(step)
-        except torch.OutOfMemoryError as error:
-            remedy = "lower max_num_batched_tokens or gpu_memory_utilization"
-            raise CapacityError(f"a step of {step.num_tokens} tokens ran out of memory; {remedy}: {error}") from error
-        except torch.AcceleratorError as error:
-            raise EngineDeadError(f"the device failed: {error}") from error
+        return self.launch(step).read()
 
-    def _execute(self, step: Step) -> list[SampledToken | None]:
+    @torch.inference_mode()
+    def launch(self, step: Step) -> LaunchedStep:
+        """Start a step and wait for nothing. Steps run one after another, each on what those before it wrote.
+
+        A token that is UNKNOWN to its request is the one that the request's step before has drawn.
+
+        Raises:
+            CapacityError, EngineDeadError: as `execute`.
+        """
+        try:
+            with typed_faults(step):
+                return LaunchedStep(step, self._launch(step))
+        except BaseException:
+            self._state.forget()
+            raise
+
+    def _launch(self, step: Step) -> DrawnTokens | None:
         if step.copies:
             self.cache.copy_blocks(step.copies)
         if not step.scheduled:
-            return []
+            return None
         inputs = self._inputs.pack(step)
-        metadata = plan_step(self._attentions, inputs.commons)
-        hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
-        sampling = [item.request for item in step.scheduled if item.samples]
-        if not sampling:
-            return [None] * len(step.scheduled)
-        logits = self.model.logits(hidden.index_select(0, inputs.sampled_rows))
-        tokens = iter(self._sampler.sample(logits, sampling))
-        return [next(tokens) if item.samples else None for item in step.scheduled]
+        sampling = [request for request, _, _, samples in step.scheduled if samples]
+        if self._graphs is not None and self._graphs.serves(inputs):
+            logits, drawn = self._graphs.run(inputs)
+        else:
+            metadata = plan_step(self._attentions, inputs.commons)
+            hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
+            if not sampling:
+                return None
+            drawn, rows = None, hidden if inputs.only_decodes else hidden.index_select(0, inputs.sampled_rows)
+            logits = self.model.logits(rows)
+        last = self._state.last_tokens
+        tokens = self._sampler.draw(
+            logits,
+            sampling,
+            params=(self._state.params, inputs.state_rows, inputs.lengths),
+            last_tokens=last.index_select(0, inputs.state_rows) if inputs.special else None,
+            drawn=drawn,
+            special=inputs.special,
+        )
+        if tokens.tokens is not drawn:
+            last.index_put_((inputs.state_rows,), tokens.tokens.to(torch.int32))
+        return tokens
 
     def _make_cache(self, num_blocks: int) -> PagedKVCache:
         cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
         self._layers: Sequence[LayerCache] = [cache.layer(index) for index in range(cache.num_layers)]
         return cache
+
+
+class LaunchedStep:
+    """A step that the device is working on."""
+
+    def __init__(self, step: Step, drawn: DrawnTokens | None) -> None:
+        self._step, self._drawn = step, drawn
+
+    def read(self) -> list[SampledToken | None]:
+        """Wait for the tokens: one for every row that `samples`, None for the others."""
+        items = self._step.scheduled
+        if self._drawn is None:
+            return [None] * len(items)
+        with typed_faults(self._step):
+            tokens = self._drawn.read()
+        if len(tokens) == len(items):
+            return [*tokens]
+        rest = iter(tokens)
+        return [next(rest) if item.samples else None for item in items]
+
+
+@contextmanager
+def typed_faults(step: Step) -> Iterator[None]:
+    """What torch raises of a device as the errors that the engine knows."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = "lower max_num_batched_tokens or gpu_memory_utilization"
+        raise CapacityError(f"a step of {step.num_tokens} tokens ran out of memory; {remedy}: {error}") from error
+    except torch.AcceleratorError as error:
+        raise EngineDeadError(f"the device failed: {error}") from error
 
 
 def _device(name: str | None) -> torch.device:

@@ -91,9 +91,8 @@ class Scheduler:
         self._schedule_running(plan)
         if self.stats.preemptions == preemptions:
             self._schedule_waiting(plan)
-        if not plan.decodes and not plan.prefills:
-            return None
-        self._in_flight = Step((*plan.decodes, *plan.prefills), len(plan.decodes), tuple(plan.copies))
+        if plan.decodes or plan.prefills:
+            self._in_flight = Step((*plan.decodes, *plan.prefills), len(plan.decodes), tuple(plan.copies))
         return self._in_flight
 
     def update(
@@ -173,8 +172,10 @@ class Scheduler:
         while index < len(running):
             request = running[index]
             index += 1
-            start = request.num_computed_tokens
-            remaining = num_tokens = len(request.token_ids) - start
+            start, length = request.num_computed_tokens, len(request.token_ids)
+            if length >= request.max_total_tokens:  # it ends when its last token is read
+                continue
+            remaining = num_tokens = length - start
             if remaining > 1:
                 # Every request behind this one is left a token of the budget, so prompts never starve decodes.
                 num_tokens = min(remaining, self.max_chunk, budget - (len(running) - index))
@@ -235,8 +236,7 @@ class Scheduler:
         self._admitted.append((request, request.status))
         request.status = RequestStatus.RUNNING
         self.running.append(request)
-        start = request.num_computed_tokens
-        remaining = len(request.token_ids) - start
+        remaining = len(request.token_ids) - (start := request.num_computed_tokens)
         num_tokens = min(remaining, self.max_chunk, budget, request.num_slots - start)
         return ScheduledRequest(request, start, num_tokens, num_tokens == remaining)
 

@@ -10,7 +10,8 @@ class Counters:
     """Counts since the start.
 
     Every computed token was scheduled once more than it was recomputed, or came from the cache: when all requests have
-    ended, scheduled_tokens + cached_tokens = tokens whose KV was ever needed + recomputed_tokens.
+    ended, scheduled_tokens + cached_tokens = tokens whose KV was ever needed + recomputed_tokens + dropped_tokens.
+    Dropped are those of steps launched for a request before its end was known.
     """
 
     steps: int = 0
@@ -21,6 +22,7 @@ class Counters:
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    dropped_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

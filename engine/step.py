@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from .request import Request
+
+UNKNOWN = -1
+"""Stands among a request's tokens for its last one, where the device has drawn it and nobody has read it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +20,16 @@ class KVGroup:
     sliding_window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled."""
+class ScheduledRequest(NamedTuple):
+    """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled.
+
+    `samples`: whether the last row is sampled, `start + num_tokens == len(request.token_ids)`.
+    """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last row is sampled: `start + num_tokens == len(request.token_ids)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,7 @@ class Step:
         return sum(item.num_tokens for item in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One sampled token. With `error` (the logits of this request were NaN) token_id is -1 and the request ends."""
 
     token_id: int
@@ -103,3 +106,24 @@ class Runner(Protocol):
     def make_detokenizer(self) -> Detokenizer: ...
 
     def execute(self, step: Step) -> list[SampledToken | None]: ...
+
+
+class Launched(Protocol):
+    """A step that a runner has begun."""
+
+    def read(self) -> Sequence[SampledToken | None]:
+        """Wait for its tokens, as `Runner.execute` returns them."""
+        ...
+
+
+@runtime_checkable
+class Launches(Protocol):
+    """A runner that can begin a step before the one before it has ended.
+
+    Steps run one after another in the order of their launches. An UNKNOWN token of a request is the one that its step
+    before has drawn, or 0 where that was an error. `prefers_overlap` says whether it gains by that.
+    """
+
+    prefers_overlap: bool
+
+    def launch(self, step: Step) -> Launched: ...

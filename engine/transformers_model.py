@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -41,6 +41,8 @@ class TransformersShape:
 class TransformersModel:
     """A `PackedModel` behind the interface of the engine's own decoder."""
 
+    capturable: ClassVar[bool] = False  # nobody knows what a model's own code does between its layers
+
     def __init__(self, config: TransformersShape, packed: PackedModel) -> None:
         self.config = config
         self._packed = packed
@@ -65,9 +67,10 @@ class TransformersModel:
         """input_ids and positions [T] to hidden states [T, hidden_size]; the new keys and values go to `caches`."""
         return self._packed(input_ids, positions, caches, metadata)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] to float32 [n, vocab_size]."""
-        return self._packed.logits(hidden).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [n, hidden_size] to float32 [n, vocab_size], in `out` where that is given."""
+        logits = self._packed.logits(hidden).float()
+        return logits if out is None else out.copy_(logits)
 
     def attention_layers(self) -> list[Attention]:
         """The attention of every layer, in order."""

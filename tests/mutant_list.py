@@ -21,6 +21,7 @@ PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
 MANAGER = "engine/kv_cache_manager.py"
+GRAPHS, OVERLAP = "engine/decode_graphs.py", "engine/overlap.py"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
 ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
@@ -261,6 +262,25 @@ _REPEATED = (
           "tests/test_launcher.py a_checked_call_does"),
 )  # fmt: skip
 
+_STEPS = (
+    fault("padding that stands in a request's row", GRAPHS, "self._rows[count:size].fill_(self._state.num_rows)",
+          "self._rows[count:size].fill_(0)", "tests/engine/test_decode_graphs.py padded_rows_are_nobodys"),
+    fault("a changed block that is not sent", "engine/device_state.py", "self.sent[group, rows, at] != current",
+          "self.sent[group, rows, at] == 0", "tests/engine/test_device_state.py whatever_happened[0]"),
+    fault("a token that nobody has read taken for another", "engine/step_inputs.py",
+          "torch.where(ids[:num_decodes] < 0, own, ids[:num_decodes])", "ids[:num_decodes].clamp(min=0)",
+          "tests/engine/test_overlap.py draws_the_same"),
+    fault("UNKNOWN left after an interrupt", OVERLAP, "while request.token_ids[-1] == UNKNOWN:", "while False:",
+          "tests/engine/test_overlap.py no_token[interrupt]"),
+    fault("nothing remembered of who was preempted in flight", OVERLAP, "if request in self._gone:", "if False:",
+          "tests/engine/test_overlap.py preempted_in_flight"),
+    fault("noise that does not depend on the position", "engine/kernels/draw.py",
+          "state ^ tl.load(lengths + at).to(tl.uint64)", "state", "tests/engine/test_draw_kernels.py tokens_are_those"),
+    fault("a key turned by another token's position", "engine/kernels/fused.py",
+          "tl.load(positions + token).to(tl.int64)", "tl.load(positions).to(tl.int64)",
+          "tests/engine/test_fused_ops.py turn_and_write"),
+)  # fmt: skip
+
 MUTANTS: tuple[Mutant, ...] = (
-    *(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS, *_REPEATED),
+    *(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS, *_REPEATED, *_STEPS),
 )

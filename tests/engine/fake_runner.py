@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.llm import LLM
 from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import KVGroup, SampledToken, ScheduledRequest, Step
+from pagedattn.engine.step import UNKNOWN, KVGroup, SampledToken, ScheduledRequest, Step
 
 VOCAB = 97
 EOS = 96
@@ -135,6 +136,45 @@ class FakeRunner:
         if request.sampling.logprobs is None:
             return SampledToken(token)
         return SampledToken(token, -float(token), {token: -float(token)})
+
+
+class LaunchingRunner(FakeRunner):
+    """A fake device that runs ahead: it knows the tokens that it drew before anybody has read them."""
+
+    prefers_overlap = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.unknown = 0
+        self.on_read: Callable[[Step], None] = lambda step: None
+        self._drawn: dict[int, tuple[Request, int]] = {}
+
+    def launch(self, step: Step) -> LaunchedFake:
+        hidden = [item.request for item in step.scheduled if item.request.token_ids[-1] == UNKNOWN]
+        self.unknown += len(hidden)
+        for request in hidden:
+            request.token_ids[-1] = self._drawn[id(request)][1]
+        try:
+            tokens = self.execute(step)
+        finally:
+            for request in hidden:
+                request.token_ids[-1] = UNKNOWN
+        for item, token in zip(step.scheduled, tokens, strict=True):
+            if token is not None:
+                self._drawn[id(item.request)] = item.request, max(token.token_id, 0)
+        return LaunchedFake(self, step, tokens)
+
+
+class LaunchedFake(NamedTuple):
+    """A step whose tokens are there already."""
+
+    runner: LaunchingRunner
+    step: Step
+    tokens: list[SampledToken | None]
+
+    def read(self) -> list[SampledToken | None]:
+        self.runner.on_read(self.step)
+        return self.tokens
 
 
 def next_token(tokens: Iterable[int], seed: int = 0) -> int:

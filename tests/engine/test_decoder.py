@@ -83,7 +83,7 @@ def paged_logits(model: Decoder, ids: torch.Tensor, chunks: tuple[int, ...], blo
 def test_logits_equal_transformers(name: str, dtype: torch.dtype, chunks: tuple[int, ...]) -> None:
     _, ids, wanted = reference(name, dtype)
     logits = paged_logits(decoder(name, dtype), ids, chunks)
-    assert logits.dtype == torch.float32
+    assert logits.dtype == dtype
     assert logits.shape == wanted.shape
     torch.testing.assert_close(logits.double(), wanted.double(), rtol=0, atol=TOLERANCE[dtype])
     assert torch.equal(logits.argmax(-1), wanted.argmax(-1))

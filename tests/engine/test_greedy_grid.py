@@ -12,6 +12,7 @@ import torch
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.loops import OverlapLoop
 
 NEW_TOKENS = 28
 
@@ -26,6 +27,8 @@ class Axes(NamedTuple):
     pool: str
     block_size: int
     batch: int
+    graphs: bool  # on a CPU a graph is a plain call over the same buffers
+    overlap: bool
 
 
 LEVELS: dict[str, tuple[Any, ...]] = {
@@ -36,6 +39,8 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "pool": ("ample", "tight"),
     "block_size": (4, 16),
     "batch": (1, 8),
+    "graphs": (False, True),
+    "overlap": (False, True),
 }
 GRID = [Axes(*point) for point in itertools.product(*LEVELS.values())]
 
@@ -101,6 +106,8 @@ def run(axes: Axes, folder: Path) -> None:
         max_num_batched_tokens=32 if axes.chunk else 1024,
         max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
         enable_prefix_caching=axes.prefix != "off",
+        graph_sizes=(1, 3, 8) if axes.graphs else None,
+        overlap=axes.overlap,
     )
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts(), params)
@@ -110,7 +117,7 @@ def run(axes: Axes, folder: Path) -> None:
     happened(axes, llm)
 
 
-def happened(axes: Axes, llm: LLM) -> None:
+def happened(axes: Axes, llm: Any) -> None:
     """Every axis that should leave a trace did."""
     counters = llm.stats().counters
     if axes.pool == "tight" and axes.model == "mistral":
@@ -123,6 +130,9 @@ def happened(axes: Axes, llm: LLM) -> None:
         # Prompts that run together may or may not find each other's beginnings; later ones must.
         assert counters.cached_tokens == 0 or axes.prefix != "off"
         assert counters.cached_tokens > 0 or axes.prefix == "off" or (axes.prefix, axes.batch) == ("on", 8)
+    graphs = llm.runner._graphs
+    assert graphs.replays > 20 if axes.graphs else graphs is None
+    assert isinstance(llm._loop, OverlapLoop) == axes.overlap
     if axes.chunk:
         rounds = 2 if axes.prefix == "hot" else 1
         assert counters.steps > rounds * (NEW_TOKENS - 1) + 50 // axes.chunk - 1
@@ -142,7 +152,7 @@ def test_full_grid(axes: Axes, folders: dict[str, Path]) -> None:
 
 def test_the_cover_is_a_cover() -> None:
     cover = pairwise(GRID)
-    assert len(GRID) == 576 and len(cover) < 30
+    assert len(GRID) == 2304 and len(cover) < 30
     for (i, first), (j, second) in itertools.combinations(enumerate(LEVELS.values()), 2):
         assert {(point[i], point[j]) for point in cover} == set(itertools.product(first, second))
 

@@ -1,0 +1,1 @@
+"""Triton kernels of the engine, imported on first use only."""
