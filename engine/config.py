@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
+_PREEMPTIONS = ("auto", "recompute", "swap")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -34,6 +35,10 @@ class EngineConfig:
         device: None takes CUDA where there is one, else the CPU.
         max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
         max_waiting: most requests that may wait; None is no limit.
+        preemption: what becomes of a request whose blocks are needed for an older one: "recompute" computes it again,
+            "swap" copies its blocks to host memory and back while there is swap space, "auto" does what costs less.
+        swap_space: bytes of (pinned) host memory for swapped blocks; None takes 4 GiB where "auto" may swap on a GPU,
+            or "swap" is asked for.
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
@@ -57,6 +62,8 @@ class EngineConfig:
     device: str | None = None
     max_prefill_share: float = 0.5
     max_waiting: int | None = None
+    preemption: str = "auto"
+    swap_space: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
@@ -80,6 +87,7 @@ class EngineConfig:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
+        _check_choice("preemption", self.preemption, _PREEMPTIONS)
         if self.tensor_parallel_size != 1:
             raise UnsupportedError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
 
@@ -104,8 +112,9 @@ _LOWEST = {
     "tensor_parallel_size": 1,
     "seed": 0,
     "max_waiting": 1,
+    "swap_space": 0,
 }
-_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting")
+_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "swap_space")
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -43,6 +43,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_share=config.max_prefill_share,
+            tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_room.tokens_per_block,
         )
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
@@ -273,7 +274,7 @@ class Engine:
 
     def _new_cache(self) -> KVCacheManager:
         pool = BlockPool(self.runner.num_kv_blocks, enable_caching=self.config.enable_prefix_caching)
-        return KVCacheManager(pool, self.runner.kv_groups)
+        return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_room.num_blocks)
 
     def _name(self, request_id: str | None, n: int) -> str:
         """The id asked for, or a new one, that no unfinished request or completion has."""

@@ -1,4 +1,7 @@
-"""How many KV blocks fit: given, or measured on a GPU after a warm-up at the full token budget, or a share of a CPU."""
+"""How many KV blocks fit: given, or measured on a GPU after a warm-up at the full token budget, or a share of a CPU.
+
+And how many more the host has room for, where preempted requests are swapped.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from pagedattn.errors import CapacityError
 from .config import EngineConfig
 from .request import Request
 from .sampling_params import SamplingParams
-from .step import ScheduledRequest, Step
+from .step import ScheduledRequest, Step, SwapRoom
 
 _CPU_BYTES = 1 << 30
 _WARM_UP_CONTEXT = 4096
 _GIB = 1 << 30
+_SWAP_BYTES = 4 << 30
+# What a device moves to or from pinned host memory, in bytes/s, and what it multiplies while it computes prompts, in
+# FLOP/s. Their ratio decides between swap and recompute, and is within a factor of two of these on H100, H200 and A100.
+_RATES = {"cuda": (50e9, 4e14), "cpu": (1e10, 1e11)}
 
 logger = logging.getLogger("pagedattn.engine")
 
@@ -65,6 +72,27 @@ def size_kv_blocks(
         )
     logger.info("KV cache of %d blocks, %.1f GiB (%s)", blocks, blocks * block_bytes / _GIB, parts)
     return blocks
+
+
+def swap_room(config: EngineConfig, device: torch.device, block_bytes: int, num_parameters: int) -> SwapRoom:
+    """Host memory for swapped blocks, and what one costs: its bytes twice, against 2 FLOP per parameter and token.
+
+    Args:
+        block_bytes: as `size_kv_blocks`.
+        num_parameters: of the model.
+
+    Raises:
+        CapacityError: preemption="swap", and not even one block fits into `swap_space`.
+    """
+    default = _SWAP_BYTES if config.preemption == "swap" or device.type == "cuda" else 0
+    space = default if config.swap_space is None else config.swap_space
+    if config.preemption == "recompute":
+        return SwapRoom()
+    if config.preemption == "swap" and space < block_bytes:
+        raise CapacityError(f"swap_space={space} holds no block: one has {block_bytes} bytes; raise swap_space")
+    bandwidth, flops = _RATES.get(device.type, _RATES["cpu"])
+    tokens = (2 * block_bytes / bandwidth) / (2 * num_parameters / flops)
+    return SwapRoom(space // block_bytes, tokens)
 
 
 def _peak_of_activations(

@@ -9,10 +9,11 @@ import torch
 from pagedattn import LayerCache, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
 
+from .block_mover import BlockMover
 from .config import EngineConfig
 from .decoder import Decoder
 from .detokenizer import Detokenizer
-from .kv_memory import size_kv_blocks
+from .kv_memory import size_kv_blocks, swap_room
 from .loader import load_weights
 from .model_config import load_model_config
 from .paths import ModelFolder
@@ -30,6 +31,7 @@ class ModelRunner:
         tokenizer: of the folder, None where it has none.
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
+        swap_room: host memory for blocks of preempted requests.
         kv_groups: block size and window per KV group.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
 
@@ -67,18 +69,7 @@ class ModelRunner:
         self._attentions = self.model.attention_layers()
         self._inputs = InputPacker(self.kv_groups, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
-        self.cache = self._make_cache(1)
-        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
-        self.num_kv_blocks = size_kv_blocks(
-            config,
-            self.device,
-            layout.nbytes,
-            per_sequence,
-            self.execute,
-            len(self.kv_groups),
-            self.max_model_len,
-        )
-        self.cache = self._make_cache(self.num_kv_blocks)
+        self._allocate(config, layout.nbytes)
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
@@ -107,8 +98,7 @@ class ModelRunner:
             raise EngineDeadError(f"the device failed: {error}") from error
 
     def _execute(self, step: Step) -> list[SampledToken | None]:
-        if step.copies:
-            self.cache.copy_blocks(step.copies)
+        self._mover.move(step)
         if not step.scheduled:
             return []
         inputs = self._inputs.pack(step)
@@ -121,10 +111,21 @@ class ModelRunner:
         tokens = iter(self._sampler.sample(logits, sampling))
         return [next(tokens) if item.samples else None for item in step.scheduled]
 
-    def _make_cache(self, num_blocks: int) -> PagedKVCache:
-        cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
-        self._layers: Sequence[LayerCache] = [cache.layer(index) for index in range(cache.num_layers)]
-        return cache
+    def _allocate(self, config: EngineConfig, block_bytes: int) -> None:
+        """Make the cache as large as memory allows, which a run with a cache of one block finds out."""
+        self._make_cache(1, 0)
+        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
+        self.num_kv_blocks = size_kv_blocks(
+            config, self.device, block_bytes, per_sequence, self.execute, len(self.kv_groups), self.max_model_len
+        )
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.swap_room = swap_room(config, self.device, block_bytes, num_parameters)
+        self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
+        self._mover = BlockMover(self.cache, num_host_blocks)
+        self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
 
 
 def _device(name: str | None) -> torch.device:

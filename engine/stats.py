@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start.
+    """Counts since the start. `swaps` are those preemptions that were made by swap; `preemptions` counts all.
 
     Every computed token was scheduled once more than it was recomputed, or came from the cache: when all requests have
     ended, scheduled_tokens + cached_tokens = tokens whose KV was ever needed + recomputed_tokens.
@@ -20,6 +20,9 @@ class Counters:
     queried_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     recomputed_tokens: int = 0
 
 

@@ -16,6 +16,22 @@ class KVGroup:
     block_size: int
     sliding_window: int | None = None
 
+    def first_live(self, num_computed_tokens: int) -> int:
+        """Index of the first block that a token at position `num_computed_tokens` reads."""
+        window = self.sliding_window
+        return 0 if window is None else max(0, num_computed_tokens - window + 1) // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRoom:
+    """Host memory for the blocks of preempted requests.
+
+    `tokens_per_block` is how many tokens can be computed in the time that one block takes there and back.
+    """
+
+    num_blocks: int = 0
+    tokens_per_block: float = 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
@@ -30,12 +46,19 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Decodes (one token, start > 0) come first; `copies` are made before anything else runs."""
+    """One batch. Decodes (one token, start > 0) come first.
+
+    Blocks are moved before anything else runs, all layers of each: first `swap_out`, then `swap_in`, then `copies`.
+    """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_decodes: int
     copies: tuple[tuple[int, int], ...]
-    """(source block, target block), all layers."""
+    """(source block, target block)."""
+    swap_out: tuple[tuple[int, int], ...] = ()
+    """(block, host block)."""
+    swap_in: tuple[tuple[int, int], ...] = ()
+    """(host block, block)."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +107,9 @@ class Runner(Protocol):
 
     @property
     def num_kv_blocks(self) -> int: ...
+
+    @property
+    def swap_room(self) -> SwapRoom: ...
 
     @property
     def kv_groups(self) -> Sequence[KVGroup]: ...

@@ -20,7 +20,7 @@ FEW = "pagedattn/ops/kernels/decode.py"
 PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
-MANAGER = "engine/kv_cache_manager.py"
+PREFIXES, STEP = "engine/prefix_cache.py", "engine/step.py"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
 ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
@@ -233,9 +233,9 @@ _BLOCKS = (
           "tests/test_block_pool.py tail_first"),
     fault("an open block shared by a fork", POOL, "copies = self.allocate(1) if has_open_block else []", "copies = []",
           "tests/test_block_pool.py fork_shares"),
-    fault("a hit of the last token", MANAGER, "limit = (len(request.token_ids) - 1) //",
-          "limit = len(request.token_ids) //", "tests/engine/test_scheduler_traps.py full_hit"),
-    fault("a window's block released too early", MANAGER, "num_computed_tokens - window + 1)",
+    fault("a hit of the last token", PREFIXES, "self._aligned(len(request.token_ids) - 1)",
+          "self._aligned(len(request.token_ids))", "tests/engine/test_scheduler_traps.py full_hit"),
+    fault("a window's block released too early", STEP, "num_computed_tokens - window + 1)",
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
 )  # fmt: skip
 

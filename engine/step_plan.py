@@ -1,0 +1,47 @@
+"""StepPlan: a step in the making."""
+
+from __future__ import annotations
+
+from .kv_cache_manager import KVCacheManager
+from .request import Request
+from .step import ScheduledRequest, Step
+
+
+class StepPlan:
+    """What of the budget is left, what runs, which blocks move, and the blocks that its prompts will need later."""
+
+    __slots__ = ("_decodes", "_kv", "_prefills", "budget", "copies", "reserved", "swap_in", "swap_out", "swapped_out")
+
+    def __init__(self, kv: KVCacheManager, budget: int) -> None:
+        self._kv = kv
+        self._decodes: list[ScheduledRequest] = []
+        self._prefills: list[ScheduledRequest] = []
+        self.budget = budget
+        self.reserved = 0
+        self.copies: list[tuple[int, int]] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.swapped_out: list[Request] = []
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Let the next `num_tokens` of a request, which has the blocks for them, run in this step."""
+        start, total = request.num_computed_tokens, len(request.token_ids)
+        end = start + num_tokens
+        self.budget -= num_tokens
+        item = ScheduledRequest(request, start, num_tokens, end == total)
+        (self._decodes if num_tokens == 1 and start else self._prefills).append(item)
+        if end != total:
+            self.reserved += self._outstanding(end, total)
+
+    def step(self) -> Step | None:
+        """The step, or None where nothing runs."""
+        if not self._decodes and not self._prefills:
+            return None
+        items = (*self._decodes, *self._prefills)
+        moves = tuple(self.copies), tuple(self.swap_out), tuple(self.swap_in)
+        return Step(items, len(self._decodes), *moves)
+
+    def _outstanding(self, end: int, total: int) -> int:
+        """Blocks that a prompt still needs after its chunk, windows aside: those give back as many as they take."""
+        sizes = zip(self._kv.block_sizes, self._kv.windows, strict=True)
+        return sum(-(-total // size) - -(-end // size) for size, window in sizes if window is None)
