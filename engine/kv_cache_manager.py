@@ -36,12 +36,12 @@ class KVCacheManager:
         self.swap = SwapSpace(num_swap_blocks)
         self.block_sizes = tuple(group.block_size for group in groups)
         self.windows = tuple(group.sliding_window for group in groups)
-        self._prefixes = PrefixCache(pool, self.groups)
+        self.prefixes = PrefixCache(pool, self.groups)
         self._poisoned: set[int] = set()
 
     def lookup(self, request: Request) -> PrefixHit:
         """The cached beginning of a request that holds no blocks: full blocks only, never its last token."""
-        return self._prefixes.lookup(request, self._poisoned)
+        return self.prefixes.lookup(request, self._poisoned)
 
     def start(self, request: Request, hit: PrefixHit, num_new_tokens: int, headroom: int = 0) -> bool:
         """Give a request that holds no blocks its hit and room for `num_new_tokens` more; all groups or nothing.

@@ -46,7 +46,7 @@ class PrefixCache:
         if limit:
             sizes = {group.block_size for group in self._groups}
             chains = {size: self._chain(request, size, limit // size, poisoned) for size in sizes}
-            length = self._aligned(min(len(chain) * size for size, chain in chains.items()))
+            length = self.aligned(min(len(chain) * size for size, chain in chains.items()))
             tables = [
                 [self._pool.block_of(node, index) for node in chains[group.block_size][: length // group.block_size]]
                 for index, group in enumerate(self._groups)
@@ -60,9 +60,17 @@ class PrefixCache:
     def longest_hit(self, request: Request) -> int:
         """Tokens of the longest hit that the request could have; 0 for one that reads nothing from the cache."""
         reads = self._pool.enable_caching and not request.skip_prefix_cache_reads
-        return self._aligned(len(request.token_ids) - 1) if reads else 0
+        return self.aligned(len(request.token_ids) - 1) if reads else 0
 
-    def _aligned(self, num_tokens: int) -> int:
+    def is_new(self, request: Request) -> bool:
+        """Whether the next block that a running request fills has a content that the cache does not know."""
+        size, index = self._groups[0].block_size, request.num_keyed[0]
+        tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
+        extra = () if index else first_extra(request)
+        return self._pool.enable_caching and self._pool.find(request.tails[0], tokens, extra) is None
+
+    def aligned(self, num_tokens: int) -> int:
+        """The longest length up to `num_tokens` at which a hit can end."""
         return num_tokens // self.alignment * self.alignment
 
     def _chain(self, request: Request, size: int, limit: int, poisoned: set[int]) -> list[ContentNode]:
@@ -91,7 +99,7 @@ class PrefixCache:
         size = group.block_size
         if group.sliding_window is None:
             missing = next((index for index, block in enumerate(table) if block is None), len(table))
-            return min(length, self._aligned(missing * size))
+            return min(length, self.aligned(missing * size))
         index = length // size - 1
         while length:
             first = group.first_live(length)
@@ -99,7 +107,7 @@ class PrefixCache:
                 index -= 1
             if index < first:
                 return length
-            length = self._aligned(index * size)
+            length = self.aligned(index * size)
             index = length // size - 1
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .coming_blocks import ComingBlocks
 from .kv_cache_manager import KVCacheManager
 from .request import Request
 from .step import ScheduledRequest, Step
@@ -10,13 +11,25 @@ from .step import ScheduledRequest, Step
 class StepPlan:
     """What of the budget is left, what runs, which blocks move, and the blocks that its prompts will need later."""
 
-    __slots__ = ("_decodes", "_kv", "_prefills", "budget", "copies", "reserved", "swap_in", "swap_out", "swapped_out")
+    __slots__ = (
+        "_decodes",
+        "_kv",
+        "_prefills",
+        "budget",
+        "coming",
+        "copies",
+        "reserved",
+        "swap_in",
+        "swap_out",
+        "swapped_out",
+    )
 
     def __init__(self, kv: KVCacheManager, budget: int) -> None:
         self._kv = kv
         self._decodes: list[ScheduledRequest] = []
         self._prefills: list[ScheduledRequest] = []
         self.budget = budget
+        self.coming = ComingBlocks(kv.prefixes)
         self.reserved = 0
         self.copies: list[tuple[int, int]] = []
         self.swap_out: list[tuple[int, int]] = []
@@ -30,6 +43,8 @@ class StepPlan:
         self.budget -= num_tokens
         item = ScheduledRequest(request, start, num_tokens, end == total)
         (self._decodes if num_tokens == 1 and start else self._prefills).append(item)
+        if num_tokens > 1:
+            self.coming.add(request, start, end)
         if end != total:
             self.reserved += self._outstanding(end, total)
 

@@ -7,8 +7,9 @@ is never preempted for a newer one.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
+from itertools import takewhile
 from operator import attrgetter
 
 from .kv_cache_manager import KVCacheManager
@@ -104,17 +105,31 @@ class StepPlanner:
                 plan.add(request, num_tokens)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting requests, oldest first, until one does not fit."""
+        """Admit waiting requests, oldest first, until one does not fit. Who had better wait a step is passed over."""
+        passed_over = []
         while self.waiting and plan.budget and len(self.running) < self.max_num_seqs:
             request = next(iter(self.waiting.values()))
-            parent = request.fork_of
-            if parent is not None and parent.status is RequestStatus.RUNNING and not request.num_generated:
-                if parent.num_computed_tokens < parent.prompt_len or parent.swapped is not None:
-                    break
-                plan.copies += self.kv.fork(parent, request, self._headroom(plan)) or ()
+            if self._should_wait(request, plan):
+                passed_over.append(self.waiting.pop(request.request_id))
+                continue
+            if request.fork_of is not None:
+                self._fork(request.fork_of, request, plan)
             if not request.num_slots and (self._is_known_not_to_fit(request) or not self._admit(request, plan)):
                 break
             self._enter(request, plan)
+        self._put_first(passed_over)
+
+    def _should_wait(self, request: Request, plan: StepPlan) -> bool:
+        """Whether this step computes what the request can share with another once it is computed."""
+        parent = request.fork_of
+        if parent is not None and parent.status is RequestStatus.RUNNING and not request.num_generated:
+            return parent.num_computed_tokens < parent.prompt_len or parent.swapped is not None
+        return request.swapped is None and plan.coming.serve(request)
+
+    def _fork(self, parent: Request, request: Request, plan: StepPlan) -> None:
+        """Let a completion share the prompt of the first one, if that still runs and there is room."""
+        if parent.status is RequestStatus.RUNNING and not request.num_generated and request.swapped is None:
+            plan.copies += self.kv.fork(parent, request, self._headroom(plan)) or ()
 
     def _is_known_not_to_fit(self, request: Request) -> bool:
         """Whether nothing was freed since this request did not fit, so that looking it up again can be saved.
@@ -161,7 +176,7 @@ class StepPlanner:
         del self.waiting[request.request_id]
         self._admitted.append((request, request.status))
         request.status = RequestStatus.RUNNING
-        self.running.append(request)
+        insort(self.running, request, key=by_arrival)
         start = request.num_computed_tokens
         remaining = len(request.token_ids) - start
         plan.add(request, min(remaining, self.max_chunk, plan.budget, request.num_slots - start))
@@ -199,11 +214,16 @@ class StepPlanner:
         self._requeue(victim, RequestStatus.PREEMPTED)
 
     def _requeue(self, request: Request, status: RequestStatus) -> None:
-        """Put a request that left the running ones before all waiting ones, without blocks."""
+        """Put a request that left the running ones back in its place among the waiting ones, without blocks."""
         self.kv.free(request)
         request.status = status
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        older = takewhile(lambda other: other.arrival < request.arrival, self.waiting.values())
+        self._put_first([*older, request])
+
+    def _put_first(self, requests: list[Request]) -> None:
+        for request in reversed(requests):
+            self.waiting[request.request_id] = request
+            self.waiting.move_to_end(request.request_id, last=False)
 
     def _end_for_lack_of_room(self, request: Request) -> None:
         usable, tokens = self.kv.pool.num_usable, len(request.token_ids)

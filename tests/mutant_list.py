@@ -233,8 +233,8 @@ _BLOCKS = (
           "tests/test_block_pool.py tail_first"),
     fault("an open block shared by a fork", POOL, "copies = self.allocate(1) if has_open_block else []", "copies = []",
           "tests/test_block_pool.py fork_shares"),
-    fault("a hit of the last token", PREFIXES, "self._aligned(len(request.token_ids) - 1)",
-          "self._aligned(len(request.token_ids))", "tests/engine/test_scheduler_traps.py full_hit"),
+    fault("a hit of the last token", PREFIXES, "self.aligned(len(request.token_ids) - 1)",
+          "self.aligned(len(request.token_ids))", "tests/engine/test_scheduler_traps.py full_hit"),
     fault("a window's block released too early", STEP, "num_computed_tokens - window + 1)",
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
 )  # fmt: skip
