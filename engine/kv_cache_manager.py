@@ -205,11 +205,7 @@ class KVCacheManager:
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Blocks that a request of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
-        total = 0
-        for size, window in zip(self.block_sizes, self.windows, strict=True):
-            need = -(-num_tokens // size)
-            total += need if window is None else min(need, -(-(window - 1 + chunk) // size) + 1)
-        return total
+        return sum(group.blocks_for(num_tokens, chunk) for group in self.groups)
 
     def _open(self, request: Request, tails: list[ContentNode | None]) -> None:
         """Set up the bookkeeping of new tables, whose full blocks all carry keys already."""

@@ -21,6 +21,11 @@ class KVGroup:
         window = self.sliding_window
         return 0 if window is None else max(0, num_computed_tokens - window + 1) // self.block_size
 
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
+        need, window = -(-num_tokens // self.block_size), self.sliding_window
+        return need if window is None else min(need, -(-(window - 1 + chunk) // self.block_size) + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class SwapRoom:

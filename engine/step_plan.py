@@ -46,7 +46,7 @@ class StepPlan:
         if num_tokens > 1:
             self.coming.add(request, start, end)
         if end != total:
-            self.reserved += self._outstanding(end, total)
+            self.reserved += self._kv.blocks_for(total, num_tokens) - self._kv.blocks_for(end, num_tokens)
 
     def step(self) -> Step | None:
         """The step, or None where nothing runs."""
@@ -55,8 +55,3 @@ class StepPlan:
         items = (*self._decodes, *self._prefills)
         moves = tuple(self.copies), tuple(self.swap_out), tuple(self.swap_in)
         return Step(items, len(self._decodes), *moves)
-
-    def _outstanding(self, end: int, total: int) -> int:
-        """Blocks that a prompt still needs after its chunk, windows aside: those give back as many as they take."""
-        sizes = zip(self._kv.block_sizes, self._kv.windows, strict=True)
-        return sum(-(-total // size) - -(-end // size) for size, window in sizes if window is None)
