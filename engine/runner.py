@@ -114,9 +114,8 @@ class ModelRunner:
     def _allocate(self, config: EngineConfig, block_bytes: int) -> None:
         """Make the cache as large as memory allows, which a run with a cache of one block finds out."""
         self._make_cache(1, 0)
-        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
         self.num_kv_blocks = size_kv_blocks(
-            config, self.device, block_bytes, per_sequence, self.execute, len(self.kv_groups), self.max_model_len
+            config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute
         )
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.swap_room = swap_room(config, self.device, block_bytes, num_parameters)
