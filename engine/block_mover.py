@@ -20,13 +20,16 @@ class BlockMover:
     waits for none of them.
     """
 
-    def __init__(self, cache: PagedKVCache, num_host_blocks: int) -> None:
+    def __init__(self, cache: PagedKVCache, num_host_blocks: int, clean: bool = False) -> None:
         """Serve `cache`, with host memory for `num_host_blocks` blocks of all its layers, pinned if that is on a GPU.
+
+        Args:
+            clean: zero blocks when they are handed out, so that no slot ever holds what another request left there.
 
         Raises:
             CapacityError: the host has not enough memory.
         """
-        self._cache = cache
+        self._cache, self._clean = cache, clean
         layers, _, size = cache.slabs.shape
         try:
             pinned = cache.device.type == "cuda"
@@ -36,9 +39,11 @@ class BlockMover:
             raise CapacityError(f"the host has no {need} bytes for swapped blocks; lower swap_space") from error
 
     def move(self, step: Step) -> None:
-        """Make the step's copies: out, in, then from block to block."""
+        """Make the step's copies: out, in, then from block to block; and zero in between what must be clean."""
         if step.swap_out:
             self._swap(self._cache.slabs, self._host, step.swap_out)
+        if self._clean and step.fresh_blocks:
+            self._cache.zero_blocks(step.fresh_blocks)
         if step.swap_in:
             self._swap(self._host, self._cache.slabs, step.swap_in)
         if step.copies:

@@ -35,6 +35,7 @@ class EngineConfig:
         device: None takes CUDA where there is one, else the CPU.
         max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
         max_waiting: most requests that may wait; None is no limit.
+        clean_cache: zero blocks when they are handed out. Some backends (flash-attn 3) are chosen only then.
         preemption: what becomes of a request whose blocks are needed for an older one: "recompute" computes it again,
             "swap" copies its blocks to host memory and back while there is swap space, "auto" does what costs less.
         swap_space: bytes of (pinned) host memory for swapped blocks; None takes 4 GiB where "auto" may swap on a GPU,
@@ -62,6 +63,7 @@ class EngineConfig:
     device: str | None = None
     max_prefill_share: float = 0.5
     max_waiting: int | None = None
+    clean_cache: bool = False
     preemption: str = "auto"
     swap_space: int | None = None
 
@@ -78,7 +80,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "clean_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(name, "a bool", repr(getattr(self, name)))
         for name in ("gpu_memory_utilization", "max_prefill_share"):

@@ -87,12 +87,13 @@ class Decoder(nn.Module):
         max_positions: int,
         block_size: int,
         backend: str | None = None,
+        clean_cache: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        self._attentions = self._build_attentions(block_size, device, backend)
+        self._attentions = self._build_attentions(block_size, device, backend, clean_cache)
         self.layers = nn.ModuleList(DecoderLayer(config, attention, dtype, "meta") for attention in self._attentions)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, "meta")
         self.rope = RotaryEmbedding(config.rope, config.head_dim, max_positions, dtype, device)
@@ -149,7 +150,9 @@ class Decoder(nn.Module):
                 views[key] = tensor
         return views
 
-    def _build_attentions(self, block_size: int, device: torch.device | str, backend: str | None) -> list[Attention]:
+    def _build_attentions(
+        self, block_size: int, device: torch.device | str, backend: str | None, clean_cache: bool
+    ) -> list[Attention]:
         config = self.config
         layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
         return [
@@ -163,6 +166,7 @@ class Decoder(nn.Module):
                 backend=backend,
                 dtype=self.dtype,
                 device=device,
+                clean_cache=clean_cache,
                 kv_group=layout.group_of(layer),
             )
             for layer, window in enumerate(config.sliding_windows)

@@ -38,6 +38,7 @@ class KVCacheManager:
         self.windows = tuple(group.sliding_window for group in groups)
         self.prefixes = PrefixCache(pool, self.groups)
         self._poisoned: set[int] = set()
+        self._fresh: list[int] = []
 
     def lookup(self, request: Request) -> PrefixHit:
         """The cached beginning of a request that holds no blocks: full blocks only, never its last token."""
@@ -126,12 +127,18 @@ class KVCacheManager:
         if total > self.pool.num_free:
             return False
         fresh = self.pool.allocate(total)
+        self._fresh += fresh
         taken = 0
         for table, need in zip(request.block_ids, needs, strict=True):
             table.extend(fresh[taken : taken + need])
             taken += need
         self._count_slots(request)
         return True
+
+    def take_fresh(self) -> list[int]:
+        """Blocks handed out since the last call to be written token by token, with whatever others left in them."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def commit(self, request: Request) -> None:
         """Key the blocks that `num_computed_tokens` has filled, then release what the windows have passed."""

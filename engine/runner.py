@@ -58,6 +58,7 @@ class ModelRunner:
             max_positions=self.max_model_len,
             block_size=config.block_size,
             backend=config.backend,
+            clean_cache=config.clean_cache,
         )
         load_weights(self.model, folder, self.device, config.load_format, config.seed)
         self._specs = self.model.kv_cache_specs(config.block_size)
@@ -113,6 +114,7 @@ class ModelRunner:
 
     def _allocate(self, config: EngineConfig, block_bytes: int) -> None:
         """Make the cache as large as memory allows, which a run with a cache of one block finds out."""
+        self._clean_cache = config.clean_cache
         self._make_cache(1, 0)
         self.num_kv_blocks = size_kv_blocks(
             config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute
@@ -123,7 +125,7 @@ class ModelRunner:
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
-        self._mover = BlockMover(self.cache, num_host_blocks)
+        self._mover = BlockMover(self.cache, num_host_blocks, self._clean_cache)
         self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
 
 

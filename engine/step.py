@@ -54,6 +54,8 @@ class Step:
     """One batch. Decodes (one token, start > 0) come first.
 
     Blocks are moved before anything else runs, all layers of each: first `swap_out`, then `swap_in`, then `copies`.
+    `fresh_blocks` were handed out for this step and hold what others left there, unless the runner zeroes them between
+    `swap_out` and the rest.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -64,6 +66,7 @@ class Step:
     """(block, host block)."""
     swap_in: tuple[tuple[int, int], ...] = ()
     """(host block, block)."""
+    fresh_blocks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -54,4 +54,4 @@ class StepPlan:
             return None
         items = (*self._decodes, *self._prefills)
         moves = tuple(self.copies), tuple(self.swap_out), tuple(self.swap_in)
-        return Step(items, len(self._decodes), *moves)
+        return Step(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))

@@ -106,6 +106,7 @@ class FakeRunner:
             rows = slots.reshape(-1, group.block_size)
             for source, target in step.swap_out:
                 host[target] = rows[source]
+            rows[list(step.fresh_blocks)] = 0
             for source, target in step.swap_in:
                 rows[target] = host[source]
             sources = [(target, rows[source].copy()) for source, target in step.copies]
