@@ -20,7 +20,8 @@ FEW = "pagedattn/ops/kernels/decode.py"
 PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
-PREFIXES, STEP = "engine/prefix_cache.py", "engine/step.py"
+PREFIXES, STEP, PLANNER = "engine/prefix_cache.py", "engine/step.py", "engine/step_planner.py"
+SIMULATION = "tests/engine/test_scheduler_simulation.py"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
 ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
@@ -237,6 +238,16 @@ _BLOCKS = (
           "self.aligned(len(request.token_ids))", "tests/engine/test_scheduler_traps.py full_hit"),
     fault("a window's block released too early", STEP, "num_computed_tokens - window + 1)",
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
+    fault("a failed swap that is trusted", "engine/scheduler.py",
+          "        self._lose_swapped()\n        self._admitted", "        self._admitted", f"{SIMULATION} [swap]"),
+    fault("content that was swapped in and not keyed", "engine/kv_cache_manager.py",
+          "keyed = min([len(contents), *entries])", "keyed = len(contents)", "tests/engine/test_swap.py hit_again"),
+    fault("a shared block that is swapped out", "engine/swap.py", "if pool.ref_count(block) == 1 or", "if",
+          "tests/engine/test_swap.py others_hold"),
+    fault("a fork of what is still being swapped in", PLANNER, "or parent.swapped is not None", "",
+          f"{SIMULATION} swap"),
+    fault("a twin of another salt", "engine/coming_blocks.py", "return request.cache_salt, request",
+          "return None, request", "tests/engine/test_twins.py salts"),
 )  # fmt: skip
 
 _REPEATED = (

@@ -15,7 +15,7 @@ from pagedattn.engine.outputs import RequestOutput
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import KVGroup, Step
 
-SEEDS = 7
+SEEDS = 4
 STEPS = 1000
 MAX_MODEL_LEN = 72
 

@@ -85,6 +85,18 @@ def test_blocks_that_stay_cached_are_not_copied_back() -> None:
     bench.finish()
 
 
+def test_what_was_copied_back_can_be_hit_again() -> None:
+    """Blocks that others took meanwhile lost their keys; those that replace them get new ones once they are filled."""
+    bench = tight()
+    victim = until_preempted(bench)
+    while victim.status is RequestStatus.PREEMPTED:
+        step = bench.step()
+    assert step is not None and len(step.swap_in) > 1
+    twin = Request("twin", victim.token_ids[:], victim.sampling, arrival=99, max_total_tokens=99)
+    assert bench.kv.lookup(twin).num_tokens == victim.num_computed_tokens // 4 * 4
+    bench.finish()
+
+
 def test_blocks_that_others_hold_are_not_copied_out() -> None:
     bench = Bench(15, swap_blocks=40, budget=64, seqs=3)
     bench.add(prompt(17), 1)
