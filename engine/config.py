@@ -35,6 +35,7 @@ class EngineConfig:
         device: None takes CUDA where there is one, else the CPU.
         max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
         max_waiting: most requests that may wait; None is no limit.
+        log_interval: seconds between log lines (INFO) about queues, cache and speed; None logs none.
         clean_cache: zero blocks when they are handed out. Some backends (flash-attn 3) are chosen only then.
         preemption: what becomes of a request whose blocks are needed for an older one: "recompute" computes it again,
             "swap" copies its blocks to host memory and back while there is swap space, "auto" does what costs less.
@@ -63,6 +64,7 @@ class EngineConfig:
     device: str | None = None
     max_prefill_share: float = 0.5
     max_waiting: int | None = None
+    log_interval: float | None = 10.0
     clean_cache: bool = False
     preemption: str = "auto"
     swap_space: int | None = None
@@ -87,6 +89,11 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
+        seconds = self.log_interval
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0
+        ):
+            raise InvalidInputError("log_interval", "a positive number of seconds, or None", repr(seconds))
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
         _check_choice("preemption", self.preemption, _PREEMPTIONS)

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -23,7 +22,7 @@ from .prompts import Prompt
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .stats import EngineStats
+from .stats import EngineStats, Metrics
 from .step import Runner, SampledToken, Step
 
 
@@ -45,6 +44,7 @@ class Engine:
             max_prefill_share=config.max_prefill_share,
             tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_room.tokens_per_block,
         )
+        self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
         self._inbox = Inbox()
@@ -119,17 +119,8 @@ class Engine:
             return self._scheduler.kv.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Queues, blocks and counters as they are now."""
-        scheduler = self._scheduler
-        pool = scheduler.kv.pool
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            counters=replace(scheduler.stats),
-        )
+        """Queues, blocks, counters and step times as they are now."""
+        return self._metrics.look(self._scheduler)
 
     @property
     def has_unfinished(self) -> bool:
@@ -166,7 +157,7 @@ class Engine:
     def _advance(self) -> None:
         """Run one step and put what it produced into the inboxes."""
         with self._exclusive():
-            self._dirty = True
+            self._dirty, started = True, time.perf_counter()
             step = self._scheduler.schedule()
             sampled = self._execute(step) if step is not None else []
             advanced = self._scheduler.update(step, sampled)
@@ -174,6 +165,7 @@ class Engine:
                 raise PagedAttnError("no request can make progress: a defect of the scheduler, please report it")
             self._report(advanced)
             self._dirty = False
+            self._metrics.saw_step(started, self._scheduler)
             self._tidy()
 
     def _drop(self, inbox: Inbox) -> None:

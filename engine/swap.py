@@ -42,6 +42,7 @@ class SwapSpace:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_requests = 0
         # Block ids are handed out from the bottom, so that a large space that is hardly used costs nothing.
         self._untouched, self._freed = 0, list[int]()
 
@@ -71,6 +72,7 @@ class SwapSpace:
         for index, entry, block in moves:
             places[index][entry] = host = self._take()
             pairs.append((block, host))
+        self.num_requests += 1
         request.swapped = SwappedRequest(request.num_computed_tokens, request.num_cached_tokens, contents, places)
         return pairs
 
@@ -80,6 +82,7 @@ class SwapSpace:
             for places in request.swapped.places:
                 self._freed += places.values()
             request.swapped = None
+            self.num_requests -= 1
 
     def _take(self) -> int:
         if self._freed:

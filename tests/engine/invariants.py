@@ -53,6 +53,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(not request.block_ids and not request.num_computed_tokens for request in waiting)
     assert all(request.swapped is None or request.status is RequestStatus.PREEMPTED for request in running + waiting)
     places = [request.swapped.places for request in waiting if request.swapped is not None]
+    assert len(places) == scheduler.kv.swap.num_requests
     host = [block for groups in places for group in groups for block in group.values()]
     assert len(set(host)) == len(host) == scheduler.kv.swap.num_blocks - scheduler.kv.swap.num_free
     check_tables(scheduler.kv, running)
