@@ -122,11 +122,13 @@ def _check_longest(config: EngineConfig, blocks: int, groups: Sequence[KVGroup],
     logger.warning("%s: sequences end at %d tokens", problem, reachable)
 
 
-def swap_room(config: EngineConfig, device: torch.device, block_bytes: int, num_parameters: int) -> SwapRoom:
+def swap_room(
+    config: EngineConfig, device: torch.device, block_bytes: int, groups: Sequence[KVGroup], num_parameters: int
+) -> SwapRoom:
     """Host memory for swapped blocks, and what one costs: its bytes twice, against 2 FLOP per parameter and token.
 
     Args:
-        block_bytes: as `size_kv_blocks`.
+        block_bytes, groups: as `size_kv_blocks`.
         num_parameters: of the model.
 
     Raises:
@@ -140,6 +142,8 @@ def swap_room(config: EngineConfig, device: torch.device, block_bytes: int, num_
         raise CapacityError(f"swap_space={space} holds no block: one has {block_bytes} bytes; raise swap_space")
     bandwidth, flops = _RATES.get(device.type, _RATES["cpu"])
     tokens = (2 * block_bytes / bandwidth) / (2 * num_parameters / flops)
+    if config.preemption == "auto" and tokens >= max(group.block_size for group in groups):
+        return SwapRoom()  # no block holds so many tokens that moving it would pay
     return SwapRoom(space // block_bytes, tokens)
 
 

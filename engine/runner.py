@@ -120,7 +120,7 @@ class ModelRunner:
             config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute
         )
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.swap_room = swap_room(config, self.device, block_bytes, num_parameters)
+        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, num_parameters)
         self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from .request import Request
 
@@ -38,8 +38,7 @@ class SwapRoom:
     tokens_per_block: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled."""
 
     request: Request

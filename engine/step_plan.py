@@ -48,6 +48,11 @@ class StepPlan:
         if end != total:
             self.reserved += self._kv.blocks_for(total, num_tokens) - self._kv.blocks_for(end, num_tokens)
 
+    def add_decode(self, request: Request) -> None:
+        """As `add`, for a request with one token to compute, which has its slot: what most steps do most of."""
+        self.budget -= 1
+        self._decodes.append(ScheduledRequest(request, request.num_computed_tokens, 1, True))
+
     def step(self) -> Step | None:
         """The step, or None where nothing runs."""
         if not self._decodes and not self._prefills:

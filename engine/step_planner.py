@@ -95,11 +95,15 @@ class StepPlanner:
         while index < len(running):
             request = running[index]
             index += 1
-            remaining = num_tokens = len(request.token_ids) - request.num_computed_tokens
+            start = request.num_computed_tokens
+            remaining = num_tokens = len(request.token_ids) - start
+            if remaining == 1 and 0 < start < request.num_slots:
+                plan.add_decode(request)
+                continue
             if remaining > 1:
                 # Every request behind this one is left a token of the budget, so prompts never starve decodes.
                 num_tokens = min(remaining, self.max_chunk, plan.budget - (len(running) - index))
-            if request.num_computed_tokens + num_tokens > request.num_slots:
+            if start + num_tokens > request.num_slots:
                 num_tokens = self._grow(request, num_tokens, plan)
             if num_tokens:
                 plan.add(request, num_tokens)

@@ -253,8 +253,9 @@ def test_blocks_come_back_byte_for_byte() -> None:
 
 
 def test_how_much_room_there_is_and_what_it_costs() -> None:
-    def room(device: str, **options: Any) -> tuple[int, float]:
-        found = swap_room(EngineConfig(model="m", **options), torch.device(device), 1 << 20, 600_000_000)
+    def room(device: str, size: int = 16, **options: Any) -> tuple[int, float]:
+        config, groups = EngineConfig(model="m", **options), [KVGroup(size)]
+        found = swap_room(config, torch.device(device), 1 << 20, groups, 600_000_000)
         return found.num_blocks, found.tokens_per_block
 
     assert room("cuda")[0] == 4096 and room("cpu")[0] == 0
@@ -262,6 +263,7 @@ def test_how_much_room_there_is_and_what_it_costs() -> None:
     assert room("cuda", swap_space=5 << 20)[0] == 5
     # 2 MiB over the bus at 50 GB/s take as long as 14 tokens of 1.2 GFLOP.
     assert 13 < room("cuda")[1] < 15
+    assert room("cuda", 14)[0] == 4096 and room("cuda", 13)[0] == 0 and room("cuda", 13, preemption="swap")[0] == 4096
     with pytest.raises(CapacityError, match=r"swap_space=7 holds no block: one has 1048576 bytes"):
         room("cuda", preemption="swap", swap_space=7)
     with pytest.raises(InvalidInputError, match="preemption"):
