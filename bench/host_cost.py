@@ -176,7 +176,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ.setdefault("PAGEDATTN_REPLAY", "1")  # read when the kernels are imported
     if not GPU:
         sys.path.append(str(Path(__file__).parent.parent / "tests"))
         import fake_gpu

@@ -31,7 +31,7 @@ class ResultFile:
 
     def __init__(self, path: Path | None, ceilings: Mapping[str, float], contenders: Sequence[Contender]) -> None:
         self.path, self.rows = path, list[Row]()
-        self.meta = _meta([one.name for one in contenders if one.peer]) | dict(ceilings)
+        self.meta = meta([one.name for one in contenders if one.peer]) | dict(ceilings)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Keep rows, and write the file."""
@@ -44,7 +44,8 @@ class ResultFile:
             partial.replace(self.path)
 
 
-def _meta(peers: Sequence[str]) -> dict[str, Any]:
+def meta(peers: Sequence[str] = ()) -> dict[str, Any]:
+    """Where and with what something was measured."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": platform.processor() or platform.machine(),

@@ -72,6 +72,9 @@ def attention() -> int:
     cases = [case for case in CASES if case.id in wanted]
     cases += [case for case in CASES if case.kv_cache_dtype != "auto" and case.head_dim % 16 == 0][:3]
     cases += [Case(sliding_window=17, sinks=0.5, softcap=5.0), Case(alibi=True, heads=(5, 1), deterministic=True)]
+    # On Hopper, its prefill kernel: a decode among prompts, tails of blocks, and what a window releases.
+    prompts = Case(head_dim=128, heads=(8, 2), query_lens=(1, 40, 130), seq_lens=(200, 40, 500))
+    cases += [prompts, prompts.but(sliding_window=33, sinks=0.5, poison_behind=True, block_size=32)]
     for case in cases:
         variant = case.but(dtype=HALF)
         # On the CPU: what cuBLAS stores through TMA counts as never written.

@@ -31,6 +31,7 @@ from pagedattn.ops.paged_attention import decode_config_of, new_workspace, prefi
 
 from .measure import release
 from .problem import DEVICE, Problem, make_problem
+from .report import meta
 from .table import Case, cases
 from .timing import capture, elapsed_us
 
@@ -252,7 +253,7 @@ def main() -> None:
             continue
         rows += tune(name, variants, args.rounds)
         release()
-        args.out.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+        args.out.write_text(json.dumps({"meta": meta(), "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
     for group in (GROUPS[name] for name in args.groups):
         print("\n".join(table([row for row in rows if row.case in group.cases] or rows)), flush=True)
     print(f"done in {time.perf_counter() - started:.0f} s", flush=True)

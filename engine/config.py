@@ -11,6 +11,7 @@ from pagedattn.errors import InvalidInputError, UnsupportedError
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
 _PREEMPTIONS = ("auto", "recompute", "swap")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: 1.
         backend: attention backend by name; None chooses.
+        model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
+            its own modules (slower); "auto" takes the first where it can run the model.
         load_format: "auto" and "safetensors" read the folder, "dummy" draws random weights.
         seed: of dummy weights and of requests without a seed of their own.
         device: None takes CUDA where there is one, else the CPU.
@@ -59,6 +62,7 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     backend: str | None = None
+    model_impl: str = "auto"
     load_format: str = "auto"
     seed: int = 0
     device: str | None = None
@@ -95,10 +99,18 @@ class EngineConfig:
         ):
             raise InvalidInputError("log_interval", "a positive number of seconds, or None", repr(seconds))
         _check_choice("dtype", self.dtype, _DTYPES)
+        _check_choice("model_impl", self.model_impl, _MODEL_IMPLS)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
         _check_choice("preemption", self.preemption, _PREEMPTIONS)
         if self.tensor_parallel_size != 1:
             raise UnsupportedError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
+
+    def longest_sequence(self, positions: int) -> int:
+        """`max_model_len`, or what a model with `positions` positions allows; InvalidInputError where that is less."""
+        if self.max_model_len is not None and self.max_model_len > positions:
+            expected = f"at most the model's max_position_embeddings ({positions})"
+            raise InvalidInputError("max_model_len", expected, self.max_model_len)
+        return self.max_model_len or positions
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: dict[str, object]) -> EngineConfig:

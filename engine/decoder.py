@@ -119,6 +119,11 @@ class Decoder(nn.Module):
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return nn.functional.linear(hidden, head.weight).float()
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def attention_layers(self) -> list[Attention]:
         """The attention of every layer, in order."""
         return list(self._attentions)

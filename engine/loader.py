@@ -64,6 +64,19 @@ def load_weights(
         setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
+def read_tensors(folder: ModelFolder) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors by name, in the types they are stored in.
+
+    Raises:
+        WeightsError: there are none, or a file is broken, missing or no safetensors.
+    """
+    stored, tensors = _inventory(folder), {}
+    for path in dict.fromkeys(tensor.file for tensor in stored.values()):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({key: file.get_tensor(key) for key, tensor in stored.items() if tensor.file == path})
+    return tensors
+
+
 def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, from `model.safetensors` or from the shards of the index."""
     single = folder.find(_SINGLE)

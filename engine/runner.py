@@ -11,11 +11,9 @@ from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, 
 
 from .block_mover import BlockMover
 from .config import EngineConfig
-from .decoder import Decoder
 from .detokenizer import Detokenizer
 from .kv_memory import size_kv_blocks, swap_room
-from .loader import load_weights
-from .model_config import load_model_config
+from .model_factory import make_model
 from .paths import ModelFolder
 from .sampler import Sampler
 from .step import KVGroup, SampledToken, Step
@@ -43,30 +41,18 @@ class ModelRunner:
     def __init__(self, config: EngineConfig) -> None:
         folder = ModelFolder(config.model)
         self.folder = folder
-        self.model_config = load_model_config(folder)
         self.device = _device(config.device)
-        self.max_model_len = _max_model_len(config.max_model_len, self.model_config.max_position_embeddings)
+        self.model = make_model(config, folder, self.device)
+        self.model_config = self.model.config
+        self.max_model_len = config.longest_sequence(self.model_config.max_position_embeddings)
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = Tokenizer.from_folder(folder)
         self.eos_token_ids = self.model_config.eos_token_ids
         if not self.eos_token_ids and self.tokenizer is not None:
             self.eos_token_ids = self.tokenizer.eos_token_ids
-        self.model = Decoder(
-            self.model_config,
-            dtype=self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-            device=self.device,
-            max_positions=self.max_model_len,
-            block_size=config.block_size,
-            backend=config.backend,
-            clean_cache=config.clean_cache,
-        )
-        load_weights(self.model, folder, self.device, config.load_format, config.seed)
         self._specs = self.model.kv_cache_specs(config.block_size)
         layout = PagedKVCache.from_specs(self._specs, 1, device="meta")
-        self.kv_groups = [
-            KVGroup(group.spec.block_size, self.model_config.sliding_windows[group.layers[0]])
-            for group in layout.groups
-        ]
+        self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
         self._attentions = self.model.attention_layers()
         self._inputs = InputPacker(self.kv_groups, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
@@ -119,8 +105,7 @@ class ModelRunner:
         self.num_kv_blocks = size_kv_blocks(
             config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute
         )
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, num_parameters)
+        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
         self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -140,9 +125,3 @@ def _device(name: str | None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise UnsupportedError(f"device {device} is not there: torch sees {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
-
-
-def _max_model_len(asked: int | None, positions: int) -> int:
-    if asked is not None and asked > positions:
-        raise InvalidInputError("max_model_len", f"at most the model's max_position_embeddings ({positions})", asked)
-    return asked or positions

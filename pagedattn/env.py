@@ -11,7 +11,7 @@ VARIABLES = {
     "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
     "PAGEDATTN_FLASH_ATTN": "2, 3 or 4: the only FlashAttention version to use (4 is used in no other way)",
     "PAGEDATTN_LOG": "log level of the `pagedattn` logger: debug, info, warning (default), error",
-    "PAGEDATTN_REPLAY": "1 launches Triton kernels past its dispatcher (triton 3.6 only), 0 (default) through it",
+    "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 only), 0 through it",
     "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
 }
 
@@ -42,8 +42,8 @@ def plugins_enabled() -> bool:
 
 
 def replay() -> bool:
-    """Whether launches may go past Triton's dispatcher. Off until a GPU run that shows it right is committed."""
-    return _one_of("PAGEDATTN_REPLAY", ("0", "1"), "0") == "1"
+    """Whether launches may go past Triton's dispatcher."""
+    return _one_of("PAGEDATTN_REPLAY", ("0", "1"), "1") == "1"
 
 
 def _one_of(name: str, allowed: tuple[str, ...], default: str) -> str:

@@ -157,7 +157,7 @@ def _pick(
             raise UnsupportedError(f"backend {asked}, asked for by {request.source}, cannot serve this:\n{reasons}")
         return get_backend(asked)
     usual = spec.replace(block_size=_USUAL_BLOCK_SIZE)
-    for name in PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]:
+    for name in _order(phase, spec):
         reasons = rejections[name] or (() if spec.block_size or not spec.uses_cache else _reasons(name, usual))
         if not reasons:
             return get_backend(name)
@@ -166,6 +166,12 @@ def _pick(
             _warn_once(f"block size {spec.block_size} excludes {name}, which is faster: {why}")
     everyone = "\n".join(f"  {name}: " + "; ".join(map(str, why)) for name, why in rejections.items())
     raise UnsupportedError(f"no backend can serve {spec}:\n{everyone}")
+
+
+def _order(phase: str, spec: AttentionSpec) -> list[str]:
+    """The priority of a phase, but who was measured to be the fastest at just this comes first."""
+    names = PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]
+    return sorted(names, key=lambda name: not get_backend(name).leads(phase, spec))
 
 
 def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:

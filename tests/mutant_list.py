@@ -136,6 +136,11 @@ _SHARED_OUT = (
     fault("decodes among the items", "pagedattn/backends/triton_metadata.py",
           "common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]",
           "common.query_start_loc, common.seq_lens", "tests/backends/test_triton_metadata.py listed_once"),
+    fault("decodes after all prompts", "pagedattn/ops/kernels/work_list.py",
+          "tl.where(light, tl.minimum(rank + 1, count - count_light), tl.minimum(rank, count_light))",
+          "tl.where(light, count - count_light, 0)", "tests/ops/test_work_list.py in_order"),
+    fault("decodes join however long", "pagedattn/ops/hopper.py", "and max_seq_len <= room", "",
+          "tests/ops/test_hopper_calls.py that_join"),
     fault("short sequences first", "pagedattn/ops/kernels/work_list.py", "theirs[None, :] > keys[:, None]",
           "theirs[None, :] < keys[:, None]", "tests/ops/test_work_list.py in_order[1]"),
     fault("scales that Hopper's kernel does not read", "pagedattn/ops/hopper.py", " or inputs.out_scale != 1.0", "",
@@ -153,8 +158,8 @@ _STORED = (
           "qk_scale *= tl.load(v_scale + kv_head * s_vscale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
     fault("one head's scale for all heads, TRITON", TRITON, "tl.load(v_scale + kv_head * s_vscale)",
           "tl.load(v_scale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
-    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "if deterministic or not paged:",
-          "if not paged:", "tests/test_deterministic.py test_the_same_bits plain"),
+    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "if deterministic or not paged or",
+          "if not paged or", "tests/test_deterministic.py test_the_same_bits plain"),
 )  # fmt: skip
 
 _ADAPTERS = (

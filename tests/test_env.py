@@ -17,7 +17,7 @@ READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
     "PAGEDATTN_BACKEND": (env.backend, None, {"TRITON": "TRITON", "prefill=A,decode=B": "prefill=A,decode=B"}),
     "PAGEDATTN_CHECK": (env.check_level, 1, {"0": 0, "1": 1, "2": 2}),
     "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3, "4": 4}),
-    "PAGEDATTN_REPLAY": (env.replay, False, {"0": False, "1": True}),
+    "PAGEDATTN_REPLAY": (env.replay, True, {"0": False, "1": True}),
     "PAGEDATTN_LOG": (env.log_level, "WARNING", {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
     "PAGEDATTN_PLUGINS": (env.plugins_enabled, True, {"0": False, "1": True}),
 }

@@ -17,6 +17,7 @@ from pagedattn.backends import registry
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.capabilities import Capabilities, IntRange
 from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.ops import hopper
 from pagedattn.ops.library import interpreted
 from pagedattn.spec import ContextParallel
 
@@ -55,6 +56,22 @@ def test_priority_decides_where_nobody_asks() -> None:
     assert (chosen.source, chosen.block_size, chosen.spec) == ("measured priority", 16, SPEC)
     assert selector.PRIORITY["cuda"]["prefill"] == ("FLASH_ATTN", "TRITON", "TORCH")
     assert selector.PRIORITY["cuda"]["decode"] == ("TRITON", "FLASH_ATTN", "TORCH")
+
+
+def test_who_leads_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selector.PRIORITY, "cpu", {"prefill": ("TORCH", "SMALL"), "decode": ("TORCH", "SMALL")})
+    monkeypatch.setattr(SmallBlocks, "leads", classmethod(lambda cls, phase, spec: phase == "prefill"))
+    assert select_backend(SPEC).name == "prefill=SMALL,decode=TORCH"
+
+
+def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=128)
+    monkeypatch.setattr(hopper, "interpreted", lambda: False)
+    monkeypatch.setattr(hopper, "why_not_on", hopper.why_not_on.__wrapped__)
+    assert selector._order("prefill", spec) == ["TRITON", "FLASH_ATTN", "TORCH"]
+    assert selector._order("prefill", spec.replace(capability=(8, 0)))[0] == "FLASH_ATTN"
+    for other in ({"has_alibi": True}, {"head_dim": 96}, {"kv_cache_dtype": "fp8_e4m3"}, {"deterministic": True}):
+        assert selector._order("prefill", spec.replace(**other))[0] == "FLASH_ATTN", other
 
 
 def test_each_phase_has_its_own_priority(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,11 @@ class AttentionBackend(ABC):
         return cls.capabilities().default_block_size
 
     @classmethod
+    def leads(cls, phase: str, spec: AttentionSpec) -> bool:
+        """Whether it was measured to be the fastest of all at just this, whatever the usual order of a phase is."""
+        return False
+
+    @classmethod
     def rejections(cls, spec: AttentionSpec) -> list[Rejection]:
         """Every reason why it cannot serve `spec`; none means that it can."""
         state = cls.availability()

@@ -10,11 +10,12 @@ import torch
 
 from .. import env
 from ..capabilities import Capabilities, IntRange, Rejection
+from ..ops import hopper
 from ..ops.library import interpreted
 from ..spec import AttentionSpec, AttentionType, GraphLevel
 from .base import AttentionBackend, AttentionMetadata, Availability
 from .op_backend import OpAttentionImpl
-from .triton_metadata import TritonMetadata, TritonMetadataBuilder
+from .triton_metadata import TritonMetadata, TritonMetadataBuilder, why_not_hopper
 
 
 class TritonImpl(OpAttentionImpl):
@@ -71,6 +72,10 @@ class TritonBackend(AttentionBackend):
             compile=True,
             graph_level=GraphLevel.ALWAYS,
         )
+
+    @classmethod
+    def leads(cls, phase: str, spec: AttentionSpec) -> bool:
+        return phase == "prefill" and not why_not_hopper(spec, hopper.why_not_on(spec.capability))
 
     @classmethod
     def rejections(cls, spec: AttentionSpec) -> list[Rejection]:

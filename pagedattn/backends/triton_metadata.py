@@ -148,12 +148,17 @@ def _fill(items: torch.Tensor, metadata: TritonMetadata) -> None:
 
 
 def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:
-    """Why the list for Hopper's prefill kernel is not made once for all layers; "" where it is."""
+    return why_not_hopper(spec, hopper.why_not_here(common.seq_lens.device))
+
+
+def why_not_hopper(spec: AttentionSpec, here: str) -> str:
+    """Why the prefill kernel for Hopper does not serve a layer, on a device with this reason against it; "" where it
+    does, so that its list is made once for all layers."""
     stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
     facts = (spec.dtype, stored, spec.head_dim, spec.value_dim, spec.block_size, spec.has_alibi)
     if not spec.uses_cache or spec.deterministic:
         return "deterministic" if spec.deterministic else "no paged cache"
-    return hopper.why_not_here(common.seq_lens.device) or hopper.why_not_shape(*facts)
+    return here or hopper.why_not_shape(*facts)
 
 
 def _configs(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work, shared: int) -> list[DecodeConfig]:

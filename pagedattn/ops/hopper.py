@@ -18,10 +18,15 @@ _KEYS_PER_SM_ITEM = 2048  # of longer ones, for each that an SM has
 _TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
 
 
-@cache
 def why_not_here(device: torch.device) -> str:
     """Why the kernel cannot run on `device`; "" where it can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    return why_not_on(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+@cache
+def why_not_on(capability: tuple[int, int] | None) -> str:
+    """Why the kernel cannot run on a GPU of this compute capability (None: no GPU); "" where it can."""
+    if capability != (9, 0):
         return "no Hopper GPU"
     try:
         found = version("triton")

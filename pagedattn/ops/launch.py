@@ -92,10 +92,11 @@ class Work(NamedTuple):
     longest: int
 
 
-# Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better
-# (bench/results/h200/tune_decode.json).
-FULL = DecodeTuning(block_n=128, num_warps=4, num_stages=2, per_sm=2)
+# Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better.
+# Where an SM's share is part of one item, adding up states takes longest (bench/results/h200/tune_decode.json).
+FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, lead=2)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
+FEW_ITEMS = LATENCY._replace(in_flight=128)
 
 
 @cache
@@ -172,30 +173,36 @@ def decode_config(
     heads = min(group, block_m)
     tokens = max(1, min(max_query_len, block_m // heads))
     items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
+    together = 1  # programs that an SM shall have room for
     if tuning is None:
-        tuning = _tuning(2 * items >= 3 * target.num_sms, block_m * width, itemsize, stored_itemsize)
-    # A tile's buffers are free once it has been multiplied, so that one stage needs none.
-    while _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape) > target.shared_bytes:
-        if tuning.num_stages > 2:
-            tuning = tuning._replace(num_stages=tuning.num_stages - 1)
-        elif tuning.block_n > 16:
-            tuning = tuning._replace(block_n=tuning.block_n // 2)
-        else:
-            break
-    room = target.shared_bytes // _shared(block_m, tuning.block_n, max(1, tuning.num_stages - 1), *shape)
+        tuning = _tuning(items / target.num_sms, block_m * width, itemsize, stored_itemsize)
+        together = tuning.per_sm
+
+    def taken(
+        chosen: DecodeTuning,
+    ) -> int:  # a tile's buffers are free once it has been multiplied: one stage needs none
+        return _shared(block_m, chosen.block_n, max(1, chosen.num_stages - 1), *shape)
+
+    while together * taken(tuning) > target.shared_bytes and tuning.num_stages > 2:
+        tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+    while taken(tuning) > target.shared_bytes and tuning.block_n > 16:
+        tuning = tuning._replace(block_n=tuning.block_n // 2)
+    room = target.shared_bytes // taken(tuning)
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
     parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
     programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
     programs = max(1, programs // parts) * parts
-    rows = _power_of_2(tokens * heads)
+    # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
+    rows = max(_power_of_2(tokens * heads), tuning.num_warps)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
 
-def _tuning(busy: bool, outputs: int, itemsize: int, stored_itemsize: int) -> DecodeTuning:
+def _tuning(items_per_sm: float, outputs: int, itemsize: int, stored_itemsize: int) -> DecodeTuning:
     """FULL where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
     tiles of output, and keys and values that are converted. `outputs`: elements of a query block's output."""
-    tuning = FULL if busy else LATENCY
+    busy = items_per_sm >= 1.5
+    tuning = FULL if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
     if outputs > 32 * 128:
         tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
     elif outputs > 16 * 128:

@@ -113,7 +113,7 @@ def test_many_programs_to_an_item(programs: int, fan_in: int, device: torch.devi
 def test_as_many_states_at_once_as_registers_hold(in_flight: int, device: torch.device) -> None:
     case = Case(**LONG)
     config = config_of(make_problem(case, device), 44, fan_in=7, in_flight=in_flight)
-    assert config.at_once == {1: 4, 4: 8, 64: 8}[in_flight]
+    assert config.at_once == {1: 2, 4: 8, 64: 8}[in_flight]
     check(case, 44, device, fan_in=7, in_flight=in_flight)
 
 
