@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
+_PREEMPTIONS = ("auto", "recompute", "swap")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _MODEL_IMPLS = ("auto", "native", "transformers")
 
@@ -42,6 +43,12 @@ class EngineConfig:
         device: None takes CUDA where there is one, else the CPU.
         max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
         max_waiting: most requests that may wait; None is no limit.
+        log_interval: seconds between log lines (INFO) about queues, cache and speed; None logs none.
+        clean_cache: zero blocks when they are handed out. Some backends (flash-attn 3) are chosen only then.
+        preemption: what becomes of a request whose blocks are needed for an older one: "recompute" computes it again,
+            "swap" copies its blocks to host memory and back while there is swap space, "auto" does what costs less.
+        swap_space: bytes of (pinned) host memory for swapped blocks; None takes 4 GiB where "auto" may swap on a GPU,
+            or "swap" is asked for.
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
@@ -68,6 +75,10 @@ class EngineConfig:
     device: str | None = None
     max_prefill_share: float = 0.5
     max_waiting: int | None = None
+    log_interval: float | None = 10.0
+    clean_cache: bool = False
+    preemption: str = "auto"
+    swap_space: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
@@ -82,7 +93,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
-        for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "clean_cache"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
                 raise InvalidInputError(name, "a bool", repr(value))
@@ -92,9 +103,15 @@ class EngineConfig:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
         if self.graph_sizes is not None:
             object.__setattr__(self, "graph_sizes", _checked_sizes(self.graph_sizes))
+        seconds = self.log_interval
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0
+        ):
+            raise InvalidInputError("log_interval", "a positive number of seconds, or None", repr(seconds))
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("model_impl", self.model_impl, _MODEL_IMPLS)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
+        _check_choice("preemption", self.preemption, _PREEMPTIONS)
         if self.tensor_parallel_size != 1:
             raise UnsupportedError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
 
@@ -126,8 +143,9 @@ _LOWEST = {
     "tensor_parallel_size": 1,
     "seed": 0,
     "max_waiting": 1,
+    "swap_space": 0,
 }
-_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap")
+_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "swap_space")
 
 
 def _checked_sizes(sizes: object) -> tuple[int, ...]:

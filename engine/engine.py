@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from pagedattn import BlockPool
 from pagedattn.errors import EngineDeadError, PagedAttnError, RequestError, UnsupportedError
@@ -23,7 +22,7 @@ from .prompts import Prompt
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .stats import EngineStats
+from .stats import EngineStats, Metrics
 from .step import Launches, Runner, SampledToken
 
 
@@ -46,8 +45,10 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_share=config.max_prefill_share,
+            tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_room.tokens_per_block,
         )
         self._loop = make_loop(self._scheduler, runner)
+        self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
         self._inbox = Inbox()
@@ -122,17 +123,8 @@ class Engine:
             return self._scheduler.kv.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Queues, blocks and counters as they are now."""
-        scheduler = self._scheduler
-        pool = scheduler.kv.pool
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            counters=replace(scheduler.stats),
-        )
+        """Queues, blocks, counters and step times as they are now."""
+        return self._metrics.look(self._scheduler)
 
     @property
     def has_unfinished(self) -> bool:
@@ -169,7 +161,7 @@ class Engine:
     def _advance(self) -> None:
         """Take a turn of the loop and put what it produced into the inboxes."""
         with self._exclusive():
-            self._dirty = True
+            self._dirty, started = True, time.perf_counter()
             try:
                 advanced, idle, error = self._loop.turn()
             except EngineDeadError as failure:
@@ -179,6 +171,7 @@ class Engine:
                 raise PagedAttnError("no request can make progress: a defect of the scheduler, please report it")
             self._report(advanced)
             self._dirty = False
+            self._metrics.saw_step(started, self._scheduler)
             if isinstance(error, EngineDeadError):
                 self._dead = error
             if error is not None:
@@ -266,7 +259,7 @@ class Engine:
 
     def _new_cache(self) -> KVCacheManager:
         pool = BlockPool(self.runner.num_kv_blocks, enable_caching=self.config.enable_prefix_caching)
-        return KVCacheManager(pool, self.runner.kv_groups)
+        return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_room.num_blocks)
 
     def _name(self, request_id: str | None, n: int) -> str:
         """The id asked for, or a new one, that no unfinished request or completion has."""

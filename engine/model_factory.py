@@ -48,6 +48,9 @@ class CausalModel(Protocol):
     @property
     def config(self) -> ModelShape: ...
 
+    @property
+    def num_parameters(self) -> int: ...
+
     def __call__(
         self,
         input_ids: torch.Tensor,
@@ -95,6 +98,7 @@ def _native(config: EngineConfig, folder: ModelFolder, device: torch.device) -> 
         max_positions=config.longest_sequence(shape.max_position_embeddings),
         block_size=config.block_size,
         backend=config.backend,
+        clean_cache=config.clean_cache,
     )
     load_weights(model, folder, device, config.load_format, config.seed)
     return model

@@ -10,6 +10,7 @@ from .kv_cache_manager import KVCacheManager
 from .request import Request, RequestStatus
 from .scheduler import Scheduler
 from .step import UNKNOWN, SampledToken, Step
+from .step_plan import StepPlan
 
 
 class OverlapScheduler(Scheduler):
@@ -38,6 +39,8 @@ class OverlapScheduler(Scheduler):
                 self.kv.commit(request)
             if samples:
                 request.token_ids.append(UNKNOWN)
+        for request, _ in self._admitted:  # what was swapped in is read before anything is swapped out to its place
+            self.kv.swap.drop(request)
         self._in_flight, self._assumed = None, step
 
     def resolve(self, sampled: Sequence[SampledToken | None]) -> list[tuple[Request, SampledToken | None]]:
@@ -81,10 +84,14 @@ class OverlapScheduler(Scheduler):
         """End a request whose values are not to be trusted, also where its blocks were given back meanwhile."""
         if request in self._gone:
             request.tails, request.num_keyed, request.num_cached_tokens = self._gone[request]
-        if request.tails:
+        if request.tails or request.swapped is not None:
             self.kv.discard(request)
         if not self.finish(request, RequestStatus.FINISHED_ERROR, why):
             request.status, request.explanation = RequestStatus.FINISHED_ERROR, why
+
+    def _preempt(self, victim: Request, plan: StepPlan) -> None:
+        self._remember(victim)
+        super()._preempt(victim, plan)
 
     def _requeue(self, request: Request, status: RequestStatus) -> None:
         self._remember(request)
@@ -96,5 +103,5 @@ class OverlapScheduler(Scheduler):
 
     def _remember(self, request: Request) -> None:
         """Keep what of a request's blocks carries keys, in case its token turns out to be an error."""
-        if self._assumed is not None and request.token_ids[-1] == UNKNOWN:
+        if self._assumed is not None and request.token_ids[-1] == UNKNOWN and request.tails:
             self._gone[request] = request.tails, request.num_keyed, request.num_cached_tokens

@@ -10,11 +10,12 @@ import torch
 from pagedattn import LayerCache, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
 
+from .block_mover import BlockMover
 from .config import EngineConfig
 from .decode_graphs import DecodeGraphs, default_sizes
 from .detokenizer import Detokenizer
 from .device_state import DeviceState
-from .kv_memory import size_kv_blocks
+from .kv_memory import size_kv_blocks, swap_room
 from .model_factory import make_model
 from .paths import ModelFolder
 from .sampler import DrawnTokens, Sampler
@@ -31,6 +32,7 @@ class ModelRunner:
         tokenizer: of the folder, None where it has none.
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
+        swap_room: host memory for blocks of preempted requests.
         kv_groups: block size and window per KV group.
         prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
@@ -61,8 +63,7 @@ class ModelRunner:
         self._inputs = InputPacker(self.kv_groups, self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
         self._graphs = self._make_graphs(config)
-        self.num_kv_blocks = self._count_blocks(config, layout.nbytes)
-        self.cache = self._make_cache(self.num_kv_blocks)
+        self._allocate(config, layout.nbytes)
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture(self._layers)
@@ -75,18 +76,6 @@ class ModelRunner:
         sizes = default_sizes(config.max_num_seqs) if sizes is None else sizes
         with torch.inference_mode():
             return DecodeGraphs(self.model, self._state, sizes, len(self.kv_groups), self.max_model_len, self.device)
-
-    def _count_blocks(self, config: EngineConfig, block_bytes: int) -> int:
-        """How many blocks the cache has, measured with a cache of one, on which graphs are tried out too."""
-        self.cache = self._make_cache(1)
-        spare = 0
-        if self._graphs is not None and config.num_kv_blocks is None:
-            with torch.inference_mode():
-                spare = -(-self._graphs.measure(self._layers) // block_bytes)
-        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
-        groups, longest = len(self.kv_groups), self.max_model_len
-        blocks = size_kv_blocks(config, self.device, block_bytes, per_sequence, self.execute, groups, longest)
-        return max(blocks - spare, 2)
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
@@ -124,8 +113,7 @@ class ModelRunner:
             raise
 
     def _launch(self, step: Step) -> DrawnTokens | None:
-        if step.copies:
-            self.cache.copy_blocks(step.copies)
+        self._mover.move(step)
         if not step.scheduled:
             return None
         inputs = self._inputs.pack(step)
@@ -152,10 +140,25 @@ class ModelRunner:
             last.index_put_((inputs.state_rows,), tokens.tokens.to(torch.int32))
         return tokens
 
-    def _make_cache(self, num_blocks: int) -> PagedKVCache:
-        cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
-        self._layers: Sequence[LayerCache] = [cache.layer(index) for index in range(cache.num_layers)]
-        return cache
+    def _allocate(self, config: EngineConfig, block_bytes: int) -> None:
+        """Make the cache as large as memory allows, which a run with a cache of one block finds out."""
+        self._clean_cache = config.clean_cache
+        self._make_cache(1, 0)
+        self.num_kv_blocks = size_kv_blocks(
+            *(config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute), self._graph_bytes
+        )
+        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
+        self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
+
+    def _graph_bytes(self) -> int:
+        """What captured steps will take, found out with the cache that there is."""
+        with torch.inference_mode():
+            return 0 if self._graphs is None else self._graphs.measure(self._layers)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
+        self._mover = BlockMover(self.cache, num_host_blocks, self._clean_cache)
+        self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
 
 
 class LaunchedStep:

@@ -19,6 +19,27 @@ class KVGroup:
     block_size: int
     sliding_window: int | None = None
 
+    def first_live(self, num_computed_tokens: int) -> int:
+        """Index of the first block that a token at position `num_computed_tokens` reads."""
+        window = self.sliding_window
+        return 0 if window is None else max(0, num_computed_tokens - window + 1) // self.block_size
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
+        need, window = -(-num_tokens // self.block_size), self.sliding_window
+        return need if window is None else min(need, -(-(window - 1 + chunk) // self.block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRoom:
+    """Host memory for the blocks of preempted requests.
+
+    `tokens_per_block` is how many tokens can be computed in the time that one block takes there and back.
+    """
+
+    num_blocks: int = 0
+    tokens_per_block: float = 0.0
+
 
 class ScheduledRequest(NamedTuple):
     """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled.
@@ -34,12 +55,22 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Decodes (one token, start > 0) come first; `copies` are made before anything else runs."""
+    """One batch. Decodes (one token, start > 0) come first.
+
+    Blocks are moved before anything else runs, all layers of each: first `swap_out`, then `swap_in`, then `copies`.
+    `fresh_blocks` were handed out for this step and hold what others left there, unless the runner zeroes them between
+    `swap_out` and the rest.
+    """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_decodes: int
     copies: tuple[tuple[int, int], ...]
-    """(source block, target block), all layers."""
+    """(source block, target block)."""
+    swap_out: tuple[tuple[int, int], ...] = ()
+    """(block, host block)."""
+    swap_in: tuple[tuple[int, int], ...] = ()
+    """(host block, block)."""
+    fresh_blocks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +118,9 @@ class Runner(Protocol):
 
     @property
     def num_kv_blocks(self) -> int: ...
+
+    @property
+    def swap_room(self) -> SwapRoom: ...
 
     @property
     def kv_groups(self) -> Sequence[KVGroup]: ...

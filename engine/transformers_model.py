@@ -72,6 +72,11 @@ class TransformersModel:
         logits = self._packed.logits(hidden).float()
         return logits if out is None else out.copy_(logits)
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights, of experts that rest too."""
+        return sum(parameter.numel() for parameter in self._packed.model.parameters())
+
     def attention_layers(self) -> list[Attention]:
         """The attention of every layer, in order."""
         return self._packed.attention_layers()
@@ -115,7 +120,11 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
     except torch.OutOfMemoryError as error:
         raise CapacityError(f"the weights do not fit on {device}: {error}") from None
     packed = PackedModel(
-        model, block_size=config.block_size, backend=config.backend, max_model_len=config.max_model_len
+        model,
+        block_size=config.block_size,
+        backend=config.backend,
+        max_model_len=config.max_model_len,
+        clean_cache=config.clean_cache,
     )
     return TransformersModel(shape, packed)
 

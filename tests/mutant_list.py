@@ -20,8 +20,9 @@ FEW = "pagedattn/ops/kernels/decode.py"
 PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
-MANAGER = "engine/kv_cache_manager.py"
 GRAPHS, OVERLAP = "engine/decode_graphs.py", "engine/overlap.py"
+PREFIXES, STEP, PLANNER = "engine/prefix_cache.py", "engine/step.py", "engine/step_planner.py"
+SIMULATION = "tests/engine/test_scheduler_simulation.py"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
 ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
@@ -239,10 +240,20 @@ _BLOCKS = (
           "tests/test_block_pool.py tail_first"),
     fault("an open block shared by a fork", POOL, "copies = self.allocate(1) if has_open_block else []", "copies = []",
           "tests/test_block_pool.py fork_shares"),
-    fault("a hit of the last token", MANAGER, "limit = (len(request.token_ids) - 1) //",
-          "limit = len(request.token_ids) //", "tests/engine/test_scheduler_traps.py full_hit"),
-    fault("a window's block released too early", MANAGER, "num_computed_tokens - window + 1)",
+    fault("a hit of the last token", PREFIXES, "self.aligned(len(request.token_ids) - 1)",
+          "self.aligned(len(request.token_ids))", "tests/engine/test_scheduler_traps.py full_hit"),
+    fault("a window's block released too early", STEP, "num_computed_tokens - window + 1)",
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
+    fault("a failed swap that is trusted", "engine/scheduler.py",
+          "        self._lose_swapped()\n        self._admitted", "        self._admitted", f"{SIMULATION} [swap]"),
+    fault("content that was swapped in and not keyed", "engine/kv_cache_manager.py",
+          "keyed = min([len(contents), *entries])", "keyed = len(contents)", "tests/engine/test_swap.py hit_again"),
+    fault("a shared block that is swapped out", "engine/swap.py", "if pool.ref_count(block) == 1 or", "if",
+          "tests/engine/test_swap.py others_hold"),
+    fault("a fork of what is still being swapped in", PLANNER, "or parent.swapped is not None", "",
+          f"{SIMULATION} swap"),
+    fault("a twin of another salt", "engine/coming_blocks.py", "return request.cache_salt, request",
+          "return None, request", "tests/engine/test_twins.py salts"),
 )  # fmt: skip
 
 _REPEATED = (

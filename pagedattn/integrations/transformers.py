@@ -39,6 +39,7 @@ class PackedModel:
         block_size: int = 16,
         backend: str | None = None,
         max_model_len: int | None = None,
+        clean_cache: bool = False,
     ) -> None:
         """Wrap a loaded model; runs it on two tokens to learn what its layers ask for.
 
@@ -47,6 +48,7 @@ class PackedModel:
             block_size: tokens per block of the widest KV group; others get a multiple, see `PagedKVCache.from_specs`.
             backend: attention backend by name; None chooses.
             max_model_len: longest sequence that will be run; None is the model's own limit.
+            clean_cache: whoever hands out blocks zeroes them, see `PagedKVCache.zero_blocks`; some backends need that.
 
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
@@ -68,7 +70,7 @@ class PackedModel:
         calls = [layer.call for layer in self._learnt]
         self._layers = {
             call.layer: (call, attention)
-            for call, attention in zip(calls, self._attentions(block_size, backend), strict=True)
+            for call, attention in zip(calls, self._attentions(block_size, backend, clean_cache), strict=True)
         }
 
     def __call__(
@@ -93,7 +95,7 @@ class PackedModel:
         """What every layer keeps per token, for blocks of `block_size` tokens."""
         return [_cache_spec(layer, self.dtype, block_size) for layer in self._learnt]
 
-    def _attentions(self, block_size: int, backend: str | None) -> list[Attention]:
+    def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention]:
         layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
         return [
             Attention(
@@ -107,6 +109,7 @@ class PackedModel:
                 sinks=layer.sinks,
                 block_size=layout.groups[layout.group_of(index)].spec.block_size,
                 backend=backend,
+                clean_cache=clean_cache,
                 kv_group=layout.group_of(index),
                 dtype=self.dtype,
                 device=self.model.device,

@@ -17,7 +17,7 @@ from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.llm import LLM
 from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import UNKNOWN, KVGroup, SampledToken, ScheduledRequest, Step
+from pagedattn.engine.step import UNKNOWN, KVGroup, SampledToken, ScheduledRequest, Step, SwapRoom
 
 VOCAB = 97
 EOS = 96
@@ -51,9 +51,11 @@ class FakeRunner:
         max_model_len: int = 256,
         tokenizer: FakeTokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
+        swap_blocks: int = 0,
     ) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.kv_groups = tuple(groups)
+        self.swap_room = SwapRoom(swap_blocks, tokens_per_block=1.0)
         self.vocab_size = VOCAB
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
@@ -64,6 +66,7 @@ class FakeRunner:
         self.steps: list[Step] = []
         self.ref_count: Callable[[int], int] | None = None
         self._slots = [np.zeros(num_kv_blocks * group.block_size, dtype=np.int64) for group in groups]
+        self._host = [np.zeros((swap_blocks, group.block_size), dtype=np.int64) for group in groups]
         self._identities: dict[tuple[int, int], int] = {}
         self._roots: dict[str | None, int] = {}
         self._known: dict[int, tuple[Request, list[int]]] = {}
@@ -76,7 +79,7 @@ class FakeRunner:
         decodes = [item.num_tokens == 1 and item.start > 0 for item in step.scheduled]
         assert decodes == [index < step.num_decodes for index in range(len(decodes))]
         self.before(step)
-        self._copy(step.copies)
+        self._move(step)
         for item in step.scheduled:
             self._check_context(item, item.start)
         for item in step.scheduled:
@@ -97,10 +100,17 @@ class FakeRunner:
             known.append(parent)
         return np.array(known, dtype=np.int64)
 
-    def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        for group, slots in zip(self.kv_groups, self._slots, strict=True):
+    def _move(self, step: Step) -> None:
+        """A host block, like any other, holds what all groups have in it."""
+        assert all(len({target for _, target in pairs}) == len(pairs) for pairs in (step.swap_out, step.swap_in))
+        for group, slots, host in zip(self.kv_groups, self._slots, self._host, strict=True):
             rows = slots.reshape(-1, group.block_size)
-            sources = [(target, rows[source].copy()) for source, target in pairs]
+            for source, target in step.swap_out:
+                host[target] = rows[source]
+            rows[list(step.fresh_blocks)] = 0
+            for source, target in step.swap_in:
+                rows[target] = host[source]
+            sources = [(target, rows[source].copy()) for source, target in step.copies]
             for target, row in sources:
                 rows[target] = row
 

@@ -82,7 +82,8 @@ def test_tokens_equal_generate(name: str, folders: Any) -> None:
     )
     assert tokens_of(llm) == generated(name)
     counters = llm.stats().counters
-    assert counters.preemptions > 0 and counters.recomputed_tokens > 0
+    # Whom a window bounds is admitted with room for all that it will ever hold, and is never preempted.
+    assert (counters.preemptions > 0) == (counters.recomputed_tokens > 0) == (not windowed)
     assert counters.steps > NEW_TOKENS + 5
     roomy = make_llm(folders(name), model_impl="transformers")
     assert tokens_of(roomy) == tokens_of(roomy) == generated(name)
