@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pagedattn import checkout
 from pagedattn.errors import InvalidInputError
 
 from . import cache_ops
@@ -30,8 +31,13 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
     Raises:
         InvalidInputError: an unknown suite or contender, a workload of another grammar, or no matplotlib for `plot`.
     """
+    if suite == "engine":
+        checkout.load("engine")
+        from . import engine_bench
+
+        return engine_bench.run(backends, workloads, json)
     if suite not in SUITES:
-        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
+        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}, engine", repr(suite))
     if plot and find_spec("matplotlib") is None:
         raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()

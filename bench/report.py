@@ -37,6 +37,14 @@ class ResultFile:
         """Keep rows, and write the file."""
         self.rows += rows
         self.meta["summary"] = summarise(self.rows)
+        self._write()
+
+    def add_plain(self, row: Row) -> None:
+        """As `add`, a row that is compared with nobody."""
+        self.rows.append(row)
+        self._write()
+
+    def _write(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_name(f"{self.path.name}.partial")

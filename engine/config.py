@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pagedattn.errors import InvalidInputError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
+_PREEMPTIONS = ("auto", "recompute", "swap")
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +30,26 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that the engine may use.
         enable_prefix_caching: share blocks between requests with equal beginnings.
         enforce_eager: no CUDA graphs.
+        graph_sizes: batch sizes that steps of decodes are captured for; larger batches run eagerly. None takes sizes up
+            to max_num_seqs or 512 on a GPU, and none elsewhere.
+        overlap: launch each step before the tokens of the last are read. None does so on a GPU: elsewhere there is
+            nothing to overlap, and tokens would come a step later.
         tensor_parallel_size: processes that share the model, each on a GPU of its own from `device` on (or on the CPU).
         step_timeout: seconds after which a step of several processes counts as hung although all of them live.
         backend: attention backend by name; None chooses.
+        model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
+            its own modules (slower); "auto" takes the first where it can run the model.
         load_format: "auto" and "safetensors" read the folder, "dummy" draws random weights.
         seed: of dummy weights and of requests without a seed of their own.
         device: None takes CUDA where there is one, else the CPU.
         max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
         max_waiting: most requests that may wait; None is no limit.
+        log_interval: seconds between log lines (INFO) about queues, cache and speed; None logs none.
+        clean_cache: zero blocks when they are handed out. Some backends (flash-attn 3) are chosen only then.
+        preemption: what becomes of a request whose blocks are needed for an older one: "recompute" computes it again,
+            "swap" copies its blocks to host memory and back while there is swap space, "auto" does what costs less.
+        swap_space: bytes of (pinned) host memory for swapped blocks, of each process; None takes 4 GiB where "auto" may
+            swap on a GPU, or "swap" is asked for.
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
@@ -50,14 +65,21 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    graph_sizes: Sequence[int] | None = None
+    overlap: bool | None = None
     tensor_parallel_size: int = 1
     step_timeout: float = 300.0
     backend: str | None = None
+    model_impl: str = "auto"
     load_format: str = "auto"
     seed: int = 0
     device: str | None = None
     max_prefill_share: float = 0.5
     max_waiting: int | None = None
+    log_interval: float | None = 10.0
+    clean_cache: bool = False
+    preemption: str = "auto"
+    swap_space: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
@@ -72,18 +94,35 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
-        for name in ("enable_prefix_caching", "enforce_eager"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(name, "a bool", repr(getattr(self, name)))
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "clean_cache"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
+                raise InvalidInputError(name, "a bool", repr(value))
         for name in ("gpu_memory_utilization", "max_prefill_share"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
+        if self.graph_sizes is not None:
+            object.__setattr__(self, "graph_sizes", _checked_sizes(self.graph_sizes))
+        seconds = self.log_interval
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0
+        ):
+            raise InvalidInputError("log_interval", "a positive number of seconds, or None", repr(seconds))
         _check_choice("dtype", self.dtype, _DTYPES)
+        _check_choice("model_impl", self.model_impl, _MODEL_IMPLS)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
+        _check_choice("preemption", self.preemption, _PREEMPTIONS)
         limit = self.step_timeout
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise InvalidInputError("step_timeout", "a positive number of seconds", repr(limit))
+
+    def longest_sequence(self, positions: int) -> int:
+        """`max_model_len`, or what a model with `positions` positions allows; InvalidInputError where that is less."""
+        if self.max_model_len is not None and self.max_model_len > positions:
+            expected = f"at most the model's max_position_embeddings ({positions})"
+            raise InvalidInputError("max_model_len", expected, self.max_model_len)
+        return self.max_model_len or positions
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: dict[str, object]) -> EngineConfig:
@@ -106,8 +145,16 @@ _LOWEST = {
     "tensor_parallel_size": 1,
     "seed": 0,
     "max_waiting": 1,
+    "swap_space": 0,
 }
-_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting")
+_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "swap_space")
+
+
+def _checked_sizes(sizes: object) -> tuple[int, ...]:
+    whole = isinstance(sizes, list | tuple | range) and all(type(size) is int and size > 0 for size in sizes)
+    if not whole or not sizes:
+        raise InvalidInputError("graph_sizes", "positive integers, one at least", repr(sizes), "or enforce_eager=True")
+    return tuple(sizes)  # type: ignore[arg-type]
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

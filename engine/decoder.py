@@ -75,6 +75,7 @@ class Decoder(nn.Module):
     Parameters are named as in a checkpoint, without the leading `model.`, except for the merged ones.
     """
 
+    capturable: ClassVar[bool] = True
     merged: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -89,12 +90,13 @@ class Decoder(nn.Module):
         max_positions: int,
         block_size: int,
         backend: str | None = None,
+        clean_cache: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        self._attentions = self._build_attentions(block_size, device, backend)
+        self._attentions = self._build_attentions(block_size, device, backend, clean_cache)
         self.layers = nn.ModuleList(DecoderLayer(config, attention, dtype, "meta") for attention in self._attentions)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, "meta")
         self.rope = RotaryEmbedding(config.rope, config.head_dim, max_positions, dtype, device)
@@ -119,6 +121,11 @@ class Decoder(nn.Module):
         """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, written to `out` where it is given."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return torch.mm(hidden, head.weight.t(), out=out)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def attention_layers(self) -> list[Attention]:
         """The attention of every layer, in order."""
@@ -155,7 +162,9 @@ class Decoder(nn.Module):
         """Which part of a checkpoint's tensors `checkpoint_views` shows; those not named are shown whole."""
         return {}
 
-    def _build_attentions(self, block_size: int, device: torch.device | str, backend: str | None) -> list[Attention]:
+    def _build_attentions(
+        self, block_size: int, device: torch.device | str, backend: str | None, clean_cache: bool
+    ) -> list[Attention]:
         config = self.config
         layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
         return [
@@ -169,6 +178,7 @@ class Decoder(nn.Module):
                 backend=backend,
                 dtype=self.dtype,
                 device=device,
+                clean_cache=clean_cache,
                 kv_group=layout.group_of(layer),
             )
             for layer, window in enumerate(config.sliding_windows)

@@ -8,23 +8,22 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-
-import torch
 
 from pagedattn import BlockPool
-from pagedattn.errors import CapacityError, EngineDeadError, PagedAttnError, RequestError, UnsupportedError
+from pagedattn.errors import EngineDeadError, PagedAttnError, RequestError, UnsupportedError
 
 from .admission import CheckedRequest, Inbox, TrackedRequest, check_name, check_request, sequence_names
 from .config import EngineConfig
 from .kv_cache_manager import KVCacheManager
+from .loops import make_loop
 from .outputs import RequestOutput, SequenceOutput
+from .overlap import OverlapScheduler
 from .prompts import Prompt
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .stats import EngineStats
-from .step import Runner, SampledToken, Step
+from .stats import EngineStats, Metrics
+from .step import Launches, Runner, SampledToken
 
 
 class Engine:
@@ -38,12 +37,18 @@ class Engine:
         """Serve `runner`, whose cache belongs to this engine alone."""
         self.config = config
         self.runner = runner
-        self._scheduler = Scheduler(
+        overlaps = isinstance(runner, Launches) and (
+            runner.prefers_overlap if config.overlap is None else config.overlap
+        )
+        self._scheduler = (OverlapScheduler if overlaps else Scheduler)(
             self._new_cache(),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_share=config.max_prefill_share,
+            tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_room.tokens_per_block,
         )
+        self._loop = make_loop(self._scheduler, runner)
+        self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
         self._inbox = Inbox()
@@ -118,17 +123,8 @@ class Engine:
             return self._scheduler.kv.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Queues, blocks and counters as they are now."""
-        scheduler = self._scheduler
-        pool = scheduler.kv.pool
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            counters=replace(scheduler.stats),
-        )
+        """Queues, blocks, counters and step times as they are now."""
+        return self._metrics.look(self._scheduler)
 
     @property
     def has_unfinished(self) -> bool:
@@ -163,16 +159,23 @@ class Engine:
         return name
 
     def _advance(self) -> None:
-        """Run one step and put what it produced into the inboxes."""
+        """Take a turn of the loop and put what it produced into the inboxes."""
         with self._exclusive():
-            self._dirty = True
-            step = self._scheduler.schedule()
-            sampled = self._execute(step) if step is not None else []
-            advanced = self._scheduler.update(step, sampled)
-            if step is None and not advanced and self._tracked:
+            self._dirty, started = True, time.perf_counter()
+            try:
+                advanced, idle, error = self._loop.turn()
+            except EngineDeadError as failure:
+                self._dead = failure
+                raise
+            if idle and not advanced and self._tracked:
                 raise PagedAttnError("no request can make progress: a defect of the scheduler, please report it")
             self._report(advanced)
             self._dirty = False
+            self._metrics.saw_step(started, self._scheduler)
+            if isinstance(error, EngineDeadError):
+                self._dead = error
+            if error is not None:
+                raise error
             self._tidy()
 
     def _drop(self, inbox: Inbox) -> None:
@@ -200,24 +203,6 @@ class Engine:
             self._repair()
         while self._late_aborts:
             self._abort(self._late_aborts.popleft())
-
-    def _execute(self, step: Step) -> list[SampledToken | None]:
-        try:
-            sampled = self.runner.execute(step)
-            if [token is not None for token in sampled] != [item.samples for item in step.scheduled]:
-                raise PagedAttnError("the runner must return a token exactly where the step samples: please report it")
-            return sampled
-        except BaseException as error:
-            self._scheduler.rollback(step)
-            self._dirty = False
-            if isinstance(error, torch.OutOfMemoryError | MemoryError):
-                raise CapacityError(
-                    f"out of memory in a step of {step.num_tokens} tokens, which was taken back ({error}); "
-                    "lower max_num_batched_tokens or gpu_memory_utilization, or abort requests"
-                ) from error
-            if isinstance(error, EngineDeadError):
-                self._dead = error
-            raise
 
     def _report(self, advanced: list[tuple[Request, SampledToken | None]]) -> None:
         """Hand what a step produced to its sequences. A token that nobody looks at yet costs nothing here."""
@@ -261,6 +246,7 @@ class Engine:
             for sequence in tracked.sequences
             if sequence.index not in tracked.completions
         ]
+        self._loop.abandon()
         self._owners = {pair[1].request.request_id: pair for pair in open_sequences}
         self._scheduler.restart(self._new_cache(), [sequence.request for _, sequence in open_sequences])
         now = time.perf_counter()
@@ -273,7 +259,7 @@ class Engine:
 
     def _new_cache(self) -> KVCacheManager:
         pool = BlockPool(self.runner.num_kv_blocks, enable_caching=self.config.enable_prefix_caching)
-        return KVCacheManager(pool, self.runner.kv_groups)
+        return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_room.num_blocks)
 
     def _name(self, request_id: str | None, n: int) -> str:
         """The id asked for, or a new one, that no unfinished request or completion has."""

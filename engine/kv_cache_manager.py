@@ -9,58 +9,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import lcm
 from typing import TYPE_CHECKING
 
 from pagedattn import BlockPool
 
+from .prefix_cache import PrefixCache, PrefixHit, first_extra
 from .request import Request
 from .step import KVGroup
+from .swap import SwapSpace, contents_of, found_tables
 
 if TYPE_CHECKING:
     from pagedattn.block_pool import ContentNode
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The longest computed beginning of a request that every group still holds.
-
-    `blocks[g]` is the table of group g over `num_tokens` tokens (null blocks before its window), `tails[g]` the content
-    of the last of them.
-    """
-
-    num_tokens: int
-    blocks: tuple[list[int], ...]
-    tails: tuple[ContentNode | None, ...]
-
-
 class KVCacheManager:
     """Block tables of all requests. Every method leaves the state as it was where it returns False or None."""
 
-    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup]) -> None:
-        """Manage `pool`, whose block ids all `groups` share (an id belongs to one group at a time)."""
+    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], num_swap_blocks: int = 0) -> None:
+        """Manage `pool`, whose block ids all `groups` share (an id belongs to one group at a time).
+
+        Args:
+            num_swap_blocks: blocks of host memory that preempted requests may be swapped to.
+        """
         self.pool = pool
+        self.groups = tuple(groups)
+        self.swap = SwapSpace(num_swap_blocks)
         self.block_sizes = tuple(group.block_size for group in groups)
         self.windows = tuple(group.sliding_window for group in groups)
-        self._alignment = lcm(*self.block_sizes)
+        self.prefixes = PrefixCache(pool, self.groups)
         self._poisoned: set[int] = set()
+        self._fresh: list[int] = []
 
     def lookup(self, request: Request) -> PrefixHit:
         """The cached beginning of a request that holds no blocks: full blocks only, never its last token."""
-        limit = (len(request.token_ids) - 1) // self._alignment * self._alignment
-        if limit and self.pool.enable_caching and not request.skip_prefix_cache_reads:
-            chains = {size: self._chain(request, size, limit // size) for size in set(self.block_sizes)}
-            length = min(len(chain) * size for size, chain in chains.items()) // self._alignment * self._alignment
-            tables = [
-                [self.pool.block_of(node, group) for node in chains[size][: length // size]]
-                for group, size in enumerate(self.block_sizes)
-            ]
-            length = self._common_length(tables, length)
-            if length:
-                return self._hit(chains, tables, length)
-        empty = len(self.block_sizes)
-        return PrefixHit(0, tuple([] for _ in range(empty)), (None,) * empty)
+        return self.prefixes.lookup(request, self._poisoned)
 
     def start(self, request: Request, hit: PrefixHit, num_new_tokens: int, headroom: int = 0) -> bool:
         """Give a request that holds no blocks its hit and room for `num_new_tokens` more; all groups or nothing.
@@ -79,6 +61,52 @@ class KVCacheManager:
         request.num_computed_tokens = request.num_cached_tokens = hit.num_tokens
         self._open(request, list(hit.tails))
         return self.allocate_slots(request, num_new_tokens)
+
+    def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
+        """Free a request's blocks for now; returns pairs (block, host block) to copy before they are written again.
+
+        None, and nothing done, where there is no host memory for them.
+        """
+        pairs = self.swap.store(request, self.pool, self.groups)
+        if pairs is not None:
+            self.free(request)
+        return pairs
+
+    def swap_in(self, request: Request, num_new_tokens: int, headroom: int = 0) -> list[tuple[int, int]] | None:
+        """As `start`, for a swapped request: blocks for all that it had, and room for `num_new_tokens` more.
+
+        What is stored of the request stays until `swap.drop`. Where a block was lost it is dropped at once: the request
+        must be started anew.
+
+        Returns:
+            Pairs (host block, block) to copy before the next step, or None where there are not enough free blocks.
+        """
+        swapped = request.swapped
+        found = found_tables(swapped, self.pool, self.groups) if swapped is not None else None
+        if swapped is None or found is None:
+            self.swap.drop(request)
+            return None
+        end = swapped.num_computed_tokens + num_new_tokens
+        held = [block for table in found for block in table if block]
+        unheld = sum(not self.pool.ref_count(block) for block in held)
+        entries = sum(block is not None for table in found for block in table)
+        if sum(-(-end // size) for size in self.block_sizes) - entries + headroom > self.pool.num_free - unheld:
+            return None
+        self.pool.touch(held)
+        missing = [[entry for entry, block in enumerate(table) if block is None] for table in found]
+        fresh = iter(self.pool.allocate(sum(map(len, missing))))
+        request.block_ids = [[next(fresh) if block is None else block for block in table] for table in found]
+        request.num_computed_tokens, request.num_cached_tokens = swapped.num_computed_tokens, swapped.num_cached_tokens
+        self._open(request, [None] * len(self.groups))
+        for group, (contents, entries) in enumerate(zip(swapped.contents, missing, strict=True)):
+            # Blocks are keyed again from the first one on that is copied: its content may have been forgotten.
+            keyed = min([len(contents), *entries])
+            request.num_keyed[group] = keyed
+            request.tails[group] = contents[keyed - 1] if keyed else None
+        self._plan_commit(request)
+        self.allocate_slots(request, num_new_tokens)
+        places = zip(request.block_ids, swapped.places, missing, strict=True)
+        return [(place[entry], table[entry]) for table, place, entries in places for entry in entries]
 
     def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0) -> bool:
         """Extend the tables to `num_new_tokens` after the computed ones, and a lookahead beyond; or change nothing.
@@ -99,12 +127,18 @@ class KVCacheManager:
         if total > self.pool.num_free:
             return False
         fresh = self.pool.allocate(total)
+        self._fresh += fresh
         taken = 0
         for table, need in zip(request.block_ids, needs, strict=True):
             table.extend(fresh[taken : taken + need])
             taken += need
         self._count_slots(request)
         return True
+
+    def take_fresh(self) -> list[int]:
+        """Blocks handed out since the last call to be written token by token, with whatever others left in them."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def commit(self, request: Request) -> None:
         """Key the blocks that `num_computed_tokens` has filled, then release what the windows have passed."""
@@ -134,12 +168,10 @@ class KVCacheManager:
 
     def discard(self, request: Request) -> None:
         """Free a request whose values are not to be trusted: nobody hits what it computed itself."""
-        for size, tail, keyed in zip(self.block_sizes, request.tails, request.num_keyed, strict=True):
-            own = keyed - request.num_cached_tokens // size
-            if own > 0:
-                first = _ancestor(tail, own - 1)
-                if first is not None:
-                    self._poisoned.add(first.uid)
+        for group, size in enumerate(self.block_sizes):
+            contents = contents_of(request, group) if request.swapped is None else request.swapped.contents[group]
+            for first_own in contents[request.num_cached_tokens // size :][:1]:
+                self._poisoned.add(first_own.uid)
         self.free(request)
 
     def fork(self, parent: Request, child: Request, headroom: int = 0) -> list[tuple[int, int]] | None:
@@ -155,7 +187,7 @@ class KVCacheManager:
         shared = len(child.token_ids) - 1
         if not 0 < shared <= parent.num_computed_tokens or len(self.block_sizes) + headroom > self.pool.num_free:
             return None
-        firsts = [self._first_live(group, shared) for group in range(len(self.block_sizes))]
+        firsts = [group.first_live(shared) for group in self.groups]
         if any(released > first for released, first in zip(parent.num_released, firsts, strict=True)):
             return None
         child.block_ids, copies, tails = [], [], []
@@ -172,73 +204,22 @@ class KVCacheManager:
         return copies
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content; False, and nothing done, while a request holds blocks."""
-        if not self.pool.reset():
+        """Forget all content; False, and nothing done, while a request holds blocks, of the host's memory too."""
+        if self.swap.num_free < self.swap.num_blocks or not self.pool.reset():
             return False
         self._poisoned.clear()
         return True
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Blocks that a request of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
-        total = 0
-        for size, window in zip(self.block_sizes, self.windows, strict=True):
-            need = -(-num_tokens // size)
-            total += need if window is None else min(need, -(-(window - 1 + chunk) // size) + 1)
-        return total
-
-    def _chain(self, request: Request, size: int, limit: int) -> list[ContentNode]:
-        """The known contents of the request's first blocks of `size` tokens, at most `limit`."""
-        chain: list[ContentNode] = []
-        find, tokens, node, extra = self.pool.find, request.token_ids, None, _extra(request)
-        for start in range(0, limit * size, size):
-            node = find(node, tokens[start : start + size].tobytes(), extra)
-            if node is None or node.uid in self._poisoned:
-                break
-            chain.append(node)
-            extra = ()
-        return chain
-
-    def _common_length(self, tables: list[list[int | None]], length: int) -> int:
-        """The longest length, in tokens, up to `length` that every group can serve."""
-        while True:
-            before = length
-            for group, table in enumerate(tables):
-                length = self._servable(group, table, length)
-            if length == before:
-                return length
-
-    def _servable(self, group: int, table: list[int | None], length: int) -> int:
-        """The longest aligned length up to `length` for which the group holds every block that a next token reads."""
-        size, index = self.block_sizes[group], 0
-        if self.windows[group] is None:
-            missing = next((index for index, block in enumerate(table) if block is None), len(table))
-            return min(length, missing * size // self._alignment * self._alignment)
-        index = length // size - 1
-        while length:
-            first = self._first_live(group, length)
-            while index >= first and table[index] is not None:
-                index -= 1
-            if index < first:
-                return length
-            length = index * size // self._alignment * self._alignment
-            index = length // size - 1
-        return 0
-
-    def _hit(self, chains: dict[int, list[ContentNode]], tables: list[list[int | None]], length: int) -> PrefixHit:
-        blocks, tails = [], []
-        for group, (size, table) in enumerate(zip(self.block_sizes, tables, strict=True)):
-            first = self._first_live(group, length)
-            live = [block for block in table[first : length // size] if block is not None]
-            blocks.append([self.pool.null_block] * first + live)
-            tails.append(chains[size][length // size - 1])
-        return PrefixHit(length, tuple(blocks), tuple(tails))
+        return sum(group.blocks_for(num_tokens, chunk) for group in self.groups)
 
     def _open(self, request: Request, tails: list[ContentNode | None]) -> None:
         """Set up the bookkeeping of new tables, whose full blocks all carry keys already."""
         computed = request.num_computed_tokens
         request.tails = tails
         request.num_keyed = [computed // size for size in self.block_sizes]
-        request.num_released = [self._first_live(group, computed) for group in range(len(self.block_sizes))]
+        request.num_released = [group.first_live(computed) for group in self.groups]
         self._count_slots(request)
         self._plan_commit(request)
 
@@ -247,22 +228,17 @@ class KVCacheManager:
         full = request.num_computed_tokens // size
         for index in range(request.num_keyed[group], full):
             tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
-            node = self.pool.commit(table[index], node, tokens, _extra(request) if index == 0 else (), group)
+            node = self.pool.commit(table[index], node, tokens, first_extra(request) if index == 0 else (), group)
         request.tails[group], request.num_keyed[group] = node, full
 
     def _release(self, request: Request, group: int) -> None:
-        released, first = request.num_released[group], self._first_live(group, request.num_computed_tokens)
+        released, first = request.num_released[group], self.groups[group].first_live(request.num_computed_tokens)
         if first > released:
             table = request.block_ids[group]
             passed = table[released:first]
             table[released:first] = [self.pool.null_block] * len(passed)
             request.num_released[group] = first
             self.pool.free(passed)
-
-    def _first_live(self, group: int, num_computed_tokens: int) -> int:
-        """Index of the first block that a token at position `num_computed_tokens` reads."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, num_computed_tokens - window + 1) // self.block_sizes[group]
 
     def _count_slots(self, request: Request) -> None:
         sizes = zip(self.block_sizes, request.block_ids, strict=False)
@@ -277,11 +253,6 @@ class KVCacheManager:
             if window is not None:
                 due = min(due, (request.num_released[group] + 1) * size + window - 1)
         request.next_commit = due
-
-
-def _extra(request: Request) -> tuple[tuple[str, str], ...]:
-    """What the key of a first block holds beside its tokens; it separates everything below."""
-    return () if request.cache_salt is None else (("salt", request.cache_salt),)
 
 
 def _ancestor(node: ContentNode | None, steps: int) -> ContentNode | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm import tqdm
 
 from pagedattn.errors import CapacityError, WeightsError
 
@@ -65,6 +66,19 @@ def load_weights(
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def read_tensors(folder: ModelFolder) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors by name, in the types they are stored in.
+
+    Raises:
+        WeightsError: there are none, or a file is broken, missing or no safetensors.
+    """
+    stored, tensors = _inventory(folder), {}
+    for path in dict.fromkeys(tensor.file for tensor in stored.values()):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({key: file.get_tensor(key) for key, tensor in stored.items() if tensor.file == path})
+    return tensors
 
 
 def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
@@ -158,11 +172,13 @@ def _stream(
     stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], tied: bool
 ) -> None:
     """Copy tensor by tensor, converting to the model's type on the way; of a cut one only the part is read."""
-    for path in dict.fromkeys(tensor.file for tensor in stored.values()):
-        with safe_open(path, framework="pt") as file:
-            for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
-                part = file.get_slice(key)[cuts[key].where] if key in cuts else file.get_tensor(key)
-                views[key].copy_(part)
+    with tqdm(total=len(views), desc="loading weights", unit="tensor", disable=None) as bar:
+        for path in dict.fromkeys(tensor.file for tensor in stored.values()):
+            with safe_open(path, framework="pt") as file:
+                for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
+                    part = file.get_slice(key)[cuts[key].where] if key in cuts else file.get_tensor(key)
+                    views[key].copy_(part)
+                    bar.update()
     if tied and "lm_head.weight" in stored:
         _check_tied(stored["lm_head.weight"].file, views["model.embed_tokens.weight"])
 

@@ -112,8 +112,8 @@ def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | N
         mlp_bias=family.reads_mlp_bias and _flag(raw, "mlp_bias"),
         tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         max_position_embeddings=positions,
-        dtype=_dtype(raw),
-        eos_token_ids=_eos_ids(generation or {}) or _eos_ids(raw),
+        dtype=read_dtype(raw),
+        eos_token_ids=read_eos_token_ids(generation or {}) or read_eos_token_ids(raw),
     )
 
 
@@ -190,14 +190,16 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+def read_dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a config.json names, float32 where it names none."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if name not in _DTYPES:
         raise UnsupportedError(f"dtype {name!r} in config.json is not supported; supported: {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
-def _eos_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id` of a config.json or generation_config.json; empty where it names none."""
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int or token < 0 for token in ids):

@@ -11,6 +11,8 @@ from .sampling_params import SamplingParams
 if TYPE_CHECKING:
     from pagedattn.block_pool import ContentNode
 
+    from .swap import SwappedRequest
+
 
 class RequestStatus(Enum):
     """Where a request is. PREEMPTED is waiting again, after its blocks were taken away."""
@@ -66,6 +68,7 @@ class Request:
         "skip_prefix_cache_reads",
         "status",
         "stop_ids",
+        "swapped",
         "tails",
         "token_ids",
     )
@@ -107,6 +110,8 @@ class Request:
         self.explanation: str | None = None
         self.num_preemptions = 0
         self.num_prompt_hits: int | None = None
+        # What it goes on from after a preemption by swap; kept until the step that brings it back has succeeded.
+        self.swapped: SwappedRequest | None = None
         self.clear_cache_state()
 
     def clear_cache_state(self) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from pagedattn import LayerCache, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
 
+from .block_mover import BlockMover
 from .config import EngineConfig
-from .decoder import Decoder
+from .decode_graphs import DecodeGraphs, default_sizes
 from .detokenizer import Detokenizer
-from .kv_memory import size_kv_blocks
-from .loader import load_weights
-from .model_config import load_model_config
+from .device_state import DeviceState
+from .kv_memory import size_kv_blocks, swap_room
+from .model_factory import make_model
 from .parallel.ranks import Ranks
-from .parallel.sharding import ShardedDecoder
 from .paths import ModelFolder
-from .sampler import Sampler
+from .sampler import DrawnTokens, Sampler
 from .step import KVGroup, SampledToken, Step
 from .step_inputs import InputPacker
 from .tokenizer import Tokenizer
@@ -33,7 +33,9 @@ class ModelRunner:
         tokenizer: of the folder, None where it has none.
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
+        swap_room: host memory for blocks of preempted requests.
         kv_groups: block size and window per KV group.
+        prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
 
     Raises:
@@ -49,33 +51,37 @@ class ModelRunner:
         """
         folder = ModelFolder(config.model)
         self.folder = folder
-        self.model_config = load_model_config(folder)
         self.device = _device(config.device)
-        self.max_model_len = _max_model_len(config.max_model_len, self.model_config.max_position_embeddings)
+        self.model = make_model(config, folder, self.device, ranks)
+        self.model_config = self.model.config
+        self.max_model_len = config.longest_sequence(self.model_config.max_position_embeddings)
+        self.prefers_overlap = self.device.type == "cuda"
         self.vocab_size = self.model_config.vocab_size
         self.tokenizer = Tokenizer.from_folder(folder)
         self.eos_token_ids = self.model_config.eos_token_ids
         if not self.eos_token_ids and self.tokenizer is not None:
             self.eos_token_ids = self.tokenizer.eos_token_ids
-        self.model = (Decoder if ranks is None else partial(ShardedDecoder, ranks))(
-            self.model_config,
-            dtype=self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-            device=self.device,
-            max_positions=self.max_model_len,
-            block_size=config.block_size,
-            backend=config.backend,
-        )
-        load_weights(self.model, folder, self.device, config.load_format, config.seed)
         self._specs = self.model.kv_cache_specs(config.block_size)
         layout = PagedKVCache.from_specs(self._specs, 1, device="meta")
-        self.kv_groups = [
-            KVGroup(group.spec.block_size, self.model_config.sliding_windows[group.layers[0]])
-            for group in layout.groups
-        ]
+        self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
         self._attentions = self.model.attention_layers()
-        self._inputs = InputPacker(self.kv_groups, self.device)
+        self._state = DeviceState(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
+        self._inputs = InputPacker(self.kv_groups, self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
+        self._graphs = self._make_graphs(config)
         self._allocate(config, layout.nbytes, ranks)
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(self._layers)
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """The buffers of captured steps, if the configuration and the device want any."""
+        sizes = config.graph_sizes
+        if config.enforce_eager or not self.model.capturable or (sizes is None and self.device.type != "cuda"):
+            return None
+        sizes = default_sizes(config.max_num_seqs) if sizes is None else sizes
+        with torch.inference_mode():
+            return DecodeGraphs(self.model, self._state, sizes, len(self.kv_groups), self.max_model_len, self.device)
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
@@ -87,7 +93,6 @@ class ModelRunner:
         """Which attention backend every kind of layer has, and why."""
         return "\n".join(dict.fromkeys(layer.selection.describe() for layer in self._attentions))
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> list[SampledToken | None]:
         """Run one step: block copies, forward, and a token for every row that `samples`, None for the others.
 
@@ -95,49 +100,106 @@ class ModelRunner:
             CapacityError: out of device memory; the cache and the engine are intact.
             EngineDeadError: the device failed and no further step can run.
         """
-        try:
-            return self._execute(step)
-        except torch.OutOfMemoryError as error:
-            remedy = "lower max_num_batched_tokens or gpu_memory_utilization"
-            raise CapacityError(f"a step of {step.num_tokens} tokens ran out of memory; {remedy}: {error}") from error
-        except torch.AcceleratorError as error:
-            raise EngineDeadError(f"the device failed: {error}") from error
+        return self.launch(step).read()
 
-    def _execute(self, step: Step) -> list[SampledToken | None]:
-        if step.copies:
-            self.cache.copy_blocks(step.copies)
+    @torch.inference_mode()
+    def launch(self, step: Step) -> LaunchedStep:
+        """Start a step and wait for nothing. Steps run one after another, each on what those before it wrote.
+
+        A token that is UNKNOWN to its request is the one that the request's step before has drawn.
+
+        Raises:
+            CapacityError, EngineDeadError: as `execute`.
+        """
+        try:
+            with typed_faults(step):
+                return LaunchedStep(step, self._launch(step))
+        except BaseException:
+            self._state.forget()
+            raise
+
+    def _launch(self, step: Step) -> DrawnTokens | None:
+        self._mover.move(step)
         if not step.scheduled:
-            return []
+            return None
         inputs = self._inputs.pack(step)
-        metadata = plan_step(self._attentions, inputs.commons)
-        hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
-        sampling = [item.request for item in step.scheduled if item.samples]
-        if not sampling:
-            return [None] * len(step.scheduled)
-        logits = self.model.logits(hidden.index_select(0, inputs.sampled_rows)).float()
-        tokens = iter(self._sampler.sample(logits, sampling))
-        return [next(tokens) if item.samples else None for item in step.scheduled]
+        sampling = [request for request, _, _, samples in step.scheduled if samples]
+        if self._graphs is not None and self._graphs.serves(inputs):
+            logits, drawn = self._graphs.run(inputs)
+        else:
+            metadata = plan_step(self._attentions, inputs.commons)
+            hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
+            if not sampling:
+                return None
+            drawn, rows = None, hidden if inputs.only_decodes else hidden.index_select(0, inputs.sampled_rows)
+            logits = self.model.logits(rows)
+        last = self._state.last_tokens
+        tokens = self._sampler.draw(
+            logits,
+            sampling,
+            params=(self._state.params, inputs.state_rows, inputs.lengths),
+            last_tokens=last.index_select(0, inputs.state_rows) if inputs.special else None,
+            drawn=drawn,
+            special=inputs.special,
+        )
+        if tokens.tokens is not drawn:
+            last.index_put_((inputs.state_rows,), tokens.tokens.to(torch.int32))
+        return tokens
 
     def _allocate(self, config: EngineConfig, block_bytes: int, ranks: Ranks | None) -> None:
-        """Make the cache as large as memory allows, on every rank as large as on the one that has least."""
-        self.cache = self._make_cache(1)
-        per_sequence = sum(-(-self.max_model_len // group.block_size) for group in self.kv_groups)
+        """Make the cache as large as memory allows, which a run with a cache of one block finds out.
+
+        On every rank it is as large as on the one that has least.
+        """
+        self._clean_cache = config.clean_cache
+        self._make_cache(1, 0)
         num_kv_blocks = size_kv_blocks(
-            config,
-            self.device,
-            block_bytes,
-            per_sequence,
-            self.execute,
-            len(self.kv_groups),
-            self.max_model_len,
+            *(config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute), self._graph_bytes
         )
         self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
-        self.cache = self._make_cache(self.num_kv_blocks)
+        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
+        self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
 
-    def _make_cache(self, num_blocks: int) -> PagedKVCache:
-        cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
-        self._layers: Sequence[LayerCache] = [cache.layer(index) for index in range(cache.num_layers)]
-        return cache
+    def _graph_bytes(self) -> int:
+        """What captured steps will take, found out with the cache that there is."""
+        with torch.inference_mode():
+            return 0 if self._graphs is None else self._graphs.measure(self._layers)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
+        self._mover = BlockMover(self.cache, num_host_blocks, self._clean_cache)
+        self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
+
+
+class LaunchedStep:
+    """A step that the device is working on."""
+
+    def __init__(self, step: Step, drawn: DrawnTokens | None) -> None:
+        self._step, self._drawn = step, drawn
+
+    def read(self) -> list[SampledToken | None]:
+        """Wait for the tokens: one for every row that `samples`, None for the others."""
+        items = self._step.scheduled
+        if self._drawn is None:
+            return [None] * len(items)
+        with typed_faults(self._step):
+            tokens = self._drawn.read()
+        if len(tokens) == len(items):
+            return [*tokens]
+        rest = iter(tokens)
+        return [next(rest) if item.samples else None for item in items]
+
+
+@contextmanager
+def typed_faults(step: Step) -> Iterator[None]:
+    """What torch raises of a device as the errors that the engine knows."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = "lower max_num_batched_tokens or gpu_memory_utilization"
+        raise CapacityError(f"a step of {step.num_tokens} tokens ran out of memory; {remedy}: {error}") from error
+    except torch.AcceleratorError as error:
+        raise EngineDeadError(f"the device failed: {error}") from error
 
 
 def _device(name: str | None) -> torch.device:
@@ -151,9 +213,3 @@ def _device(name: str | None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise UnsupportedError(f"device {device} is not there: torch sees {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
-
-
-def _max_model_len(asked: int | None, positions: int) -> int:
-    if asked is not None and asked > positions:
-        raise InvalidInputError("max_model_len", f"at most the model's max_position_embeddings ({positions})", asked)
-    return asked or positions

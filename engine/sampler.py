@@ -11,12 +11,50 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .device_state import has_penalty, next_state, request_params
 from .request import Request
 from .sampling_params import SamplingParams
 from .step import SampledToken
 
 _LOWEST_TEMPERATURE = 1e-5
 _INFINITY = float("inf")
+
+
+class DrawnTokens:
+    """Tokens that the device is drawing, on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor, wanted: Sequence[int | None], logprobs: Sequence[torch.Tensor]) -> None:
+        """tokens [n], -1 where there is none.
+
+        `wanted` has how many best tokens each row reports (None: nothing), or is empty. `logprobs` of the m rows that
+        do: those of their tokens [m, 1], and the best of each row [m, k] with their ids.
+        """
+        self.tokens = tokens
+        self._wanted = wanted
+        self._on_gpu = tokens.is_cuda
+        self._copies = [_to_host(tensor) for tensor in (tokens, *logprobs)]
+        if self._on_gpu:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> list[SampledToken]:
+        """Wait for the tokens."""
+        if self._on_gpu:
+            self._arrived.synchronize()
+        tokens, *logprobs = (copy.tolist() for copy in self._copies)
+        out = [*map(SampledToken, tokens)]
+        if min(tokens) < 0:
+            out = [token if token.token_id >= 0 else _BROKEN for token in out]
+        if logprobs:
+            reporting = [row for row, count in enumerate(self._wanted) if count is not None]
+            for row, (own,), values, ids in zip(reporting, *logprobs, strict=True):
+                if out[row].error is None:
+                    top = dict(zip(ids[: self._wanted[row]], values, strict=False))
+                    out[row] = SampledToken(tokens[row], own, top)
+        return out
+
+
+_BROKEN = SampledToken(-1, error="no token has a finite logit")
 
 
 class Sampler:
@@ -31,11 +69,58 @@ class Sampler:
         self._token_hash = _mix(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        """logits float32 [n, vocab_size], row i for the next token of `requests[i]`, to n tokens.
+        """logits [n, vocab_size], row i for the next token of `requests[i]`, to n tokens.
 
         A row without a finite maximum (NaN, +Inf, or every token masked) gives token -1 with `error` set.
         """
-        scores = self._mask_stops(self._penalize(logits, requests), requests)
+        return self.draw(logits, requests).read()
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        *,
+        params: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        last_tokens: torch.Tensor | None = None,
+        drawn: torch.Tensor | None = None,
+        special: bool = True,
+    ) -> DrawnTokens:
+        """As `sample`, waiting for nothing.
+
+        Args:
+            params: what `kernels.draw` takes of the requests; made here where None.
+            last_tokens: [n], stands where the last token of a request is not known to the host.
+            drawn: [n], what a graph drew from `logits` already.
+            special: whether any request has penalties, min_tokens or logprobs.
+        """
+        scores = logits
+        if special:
+            scores = self._mask_stops(self._penalize(logits, requests, last_tokens), requests)
+        if drawn is None or scores is not logits:
+            by_kernel = logits.is_cuda and logits.dtype != torch.float64
+            drawn = self._by_kernel(scores, requests, params) if by_kernel else self._by_torch(scores, requests)
+        wanted = [request.sampling.logprobs for request in requests] if special else ()
+        return DrawnTokens(drawn, wanted, self._logprobs(logits, drawn, wanted))
+
+    def _by_kernel(
+        self,
+        scores: torch.Tensor,
+        requests: Sequence[Request],
+        params: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        from .kernels.draw import draw
+
+        if params is None:
+            lengths = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
+            rows = np.arange(len(requests), dtype=np.int32)
+            made = [self._to_device(part) for part in (request_params(requests), rows, lengths)]
+            params = made[0], made[1], made[2]
+        tokens = torch.empty(len(scores), dtype=torch.int32, device=scores.device)
+        draw(scores, *params, tokens)
+        return tokens
+
+    def _by_torch(self, scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        scores = scores.float()
         random = [row for row, request in enumerate(requests) if not request.sampling.greedy]
         if len(random) == len(requests):
             best, tokens = self._draw(scores, requests)
@@ -45,25 +130,28 @@ class Sampler:
                 rows = self._to_device(random)
                 drawn = self._draw(scores[rows], [requests[row] for row in random])
                 best[rows], tokens[rows] = drawn
-        tokens = torch.where(best.isfinite(), tokens, -1)
-        return self._report(logits, tokens, [request.sampling.logprobs for request in requests])
+        return torch.where(best.isfinite(), tokens, -1)
 
-    def _penalize(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    def _penalize(
+        self, logits: torch.Tensor, requests: Sequence[Request], last_tokens: torch.Tensor | None
+    ) -> torch.Tensor:
         """Repetition penalty over prompt and output, presence and frequency penalties over the output."""
-        rows = [row for row, request in enumerate(requests) if _has_penalty(request.sampling)]
+        rows = [row for row, request in enumerate(requests) if has_penalty(request.sampling)]
         if not rows:
             return logits
         chosen = [requests[row] for row in rows]
         tokens = [np.array(request.token_ids, dtype=np.int64) for request in chosen]
-        lengths = [len(ids) for ids in tokens]
-        flat = np.concatenate(tokens) + np.repeat(np.arange(len(rows)) * logits.shape[1], lengths)
+        owners = np.repeat(np.arange(len(rows)), [len(ids) for ids in tokens])
         generated = np.concatenate([np.arange(len(request.token_ids)) >= request.prompt_len for request in chosen])
-        some = logits[self._to_device(rows)]
+        where, flat, owner = self._to_device(rows), self._to_device(np.concatenate(tokens)), self._to_device(owners)
+        if last_tokens is not None:
+            flat = torch.where(flat < 0, last_tokens[where][owner], flat).clamp_(min=0)
+        flat = flat + owner * logits.shape[1]
+        some = logits[where].float()
         seen = torch.zeros(some.numel(), dtype=torch.bool, device=self.device)
-        seen[self._to_device(flat)] = True
+        seen.index_fill_(0, flat, True)
         counts = torch.zeros(some.numel(), device=self.device)
-        outputs = self._to_device(flat[generated])
-        counts.index_put_((outputs,), torch.ones_like(outputs, dtype=counts.dtype), accumulate=True)
+        counts.index_put_((flat,), self._to_device(generated.astype(np.float32)), accumulate=True)
         seen, counts = seen.view_as(some), counts.view_as(some)
         settings = [request.sampling for request in chosen]
         repetition, presence, frequency = self._columns(
@@ -71,7 +159,7 @@ class Sampler:
         )
         some = torch.where(seen, torch.where(some > 0, some / repetition, some * repetition), some)
         some -= frequency * counts + presence * (counts > 0)
-        return logits.index_copy(0, self._to_device(rows), some)
+        return logits.float().index_copy(0, where, some)
 
     def _mask_stops(self, scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """Until min_tokens are generated, no token that would end the request can win."""
@@ -85,7 +173,7 @@ class Sampler:
         if not pairs:
             return scores
         where = self._to_device(pairs)
-        return scores.index_put((where[:, 0], where[:, 1]), scores.new_tensor(-_INFINITY))
+        return scores.float().index_put((where[:, 0], where[:, 1]), torch.full((), -_INFINITY, device=self.device))
 
     def _draw(self, scores: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """Gumbel-max: the argmax of log probability plus Gumbel noise is a sample (Gumbel 1954; no softmax needed)."""
@@ -129,46 +217,40 @@ class Sampler:
         uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
         return uniform.neg_().log1p_().neg_().log_().neg_()
 
-    def _report(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]) -> list[SampledToken]:
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]) -> list[torch.Tensor]:
+        """Of the m rows that report: log probabilities of their tokens [m, 1], and the best of each [m, k] with ids."""
         rows = [row for row, count in enumerate(wanted) if count is not None]
-        out = [
-            SampledToken(token) if token >= 0 else SampledToken(-1, error="no token has a finite logit")
-            for token in tokens.tolist()
-        ]
         if not rows:
-            return out
+            return []
         where = self._to_device(rows)
-        logprobs = logits[where].log_softmax(dim=-1)
-        own = logprobs.gather(1, tokens[where, None].clamp(min=0)).flatten().tolist()
+        logprobs = logits[where].float().log_softmax(dim=-1)
+        own = logprobs.gather(1, tokens[where, None].clamp(min=0).long())
         width = min(max(wanted[row] or 0 for row in rows), logits.shape[1])
-        values, ids = (part.tolist() for part in logprobs.topk(width))
-        for i, row in enumerate(rows):
-            if out[row].error is None:
-                top = dict(zip(ids[i][: wanted[row]], values[i], strict=False))
-                out[row] = SampledToken(out[row].token_id, own[i], top)
-        return out
+        return [own, *logprobs.topk(width)]
 
     def _columns(self, rows: Sequence[tuple[float, ...]]) -> tuple[torch.Tensor, ...]:
         """Per-row numbers as float32 columns [len(rows), 1]."""
         return self._to_device(np.array(rows, dtype=np.float32)).split(1, dim=1)
 
     def _to_device(self, values: Sequence[object] | np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values)).to(self.device, non_blocking=True)
-
-
-def _has_penalty(sampling: SamplingParams) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
+        host = torch.from_numpy(np.asarray(values))
+        if self.device.type == "cuda":
+            host = host.pin_memory()  # from pageable memory a transfer waits for the device
+        return host.to(self.device, non_blocking=True)
 
 
 def _row_keys(requests: Sequence[Request]) -> np.ndarray:
-    """int32 per request: its seed and the position of its next token, mixed (splitmix64, Steele et al. 2014)."""
-    state = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64)
-    for word in (np.zeros_like(state), np.array([len(request.token_ids) for request in requests], dtype=np.uint64)):
-        state = (state ^ word) + np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state ^= state >> np.uint64(31)
-    return (state >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    """int32 per request: its seed and the position of its next token, mixed."""
+    seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64)
+    lengths = np.array([len(request.token_ids) for request in requests], dtype=np.uint64)
+    return (next_state(next_state(seeds) ^ lengths) >> np.uint64(32)).astype(np.uint32).view(np.int32)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

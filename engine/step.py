@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from .request import Request
+
+UNKNOWN = -1
+"""Stands among a request's tokens for its last one, where the device has drawn it and nobody has read it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +19,58 @@ class KVGroup:
     block_size: int
     sliding_window: int | None = None
 
+    def first_live(self, num_computed_tokens: int) -> int:
+        """Index of the first block that a token at position `num_computed_tokens` reads."""
+        window = self.sliding_window
+        return 0 if window is None else max(0, num_computed_tokens - window + 1) // self.block_size
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
+        need, window = -(-num_tokens // self.block_size), self.sliding_window
+        return need if window is None else min(need, -(-(window - 1 + chunk) // self.block_size) + 1)
+
 
 @dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled."""
+class SwapRoom:
+    """Host memory for the blocks of preempted requests.
+
+    `tokens_per_block` is how many tokens can be computed in the time that one block takes there and back.
+    """
+
+    num_blocks: int = 0
+    tokens_per_block: float = 0.0
+
+
+class ScheduledRequest(NamedTuple):
+    """Tokens `request.token_ids[start : start + num_tokens]` run; `start` is what was computed when scheduled.
+
+    `samples`: whether the last row is sampled, `start + num_tokens == len(request.token_ids)`.
+    """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    """Whether the last row is sampled: `start + num_tokens == len(request.token_ids)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Decodes (one token, start > 0) come first; `copies` are made before anything else runs."""
+    """One batch. Decodes (one token, start > 0) come first.
+
+    Blocks are moved before anything else runs, all layers of each: first `swap_out`, then `swap_in`, then `copies`.
+    `fresh_blocks` were handed out for this step and hold what others left there, unless the runner zeroes them between
+    `swap_out` and the rest.
+    """
 
     scheduled: tuple[ScheduledRequest, ...]
     num_decodes: int
     copies: tuple[tuple[int, int], ...]
-    """(source block, target block), all layers."""
+    """(source block, target block)."""
+    swap_out: tuple[tuple[int, int], ...] = ()
+    """(block, host block)."""
+    swap_in: tuple[tuple[int, int], ...] = ()
+    """(host block, block)."""
+    fresh_blocks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -43,8 +78,7 @@ class Step:
         return sum(item.num_tokens for item in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One sampled token. With `error` (the logits of this request were NaN) token_id is -1 and the request ends."""
 
     token_id: int
@@ -93,6 +127,9 @@ class Runner(Protocol):
     def num_kv_blocks(self) -> int: ...
 
     @property
+    def swap_room(self) -> SwapRoom: ...
+
+    @property
     def kv_groups(self) -> Sequence[KVGroup]: ...
 
     @property
@@ -110,3 +147,24 @@ class Runner(Protocol):
     def make_detokenizer(self) -> Detokenizer: ...
 
     def execute(self, step: Step) -> list[SampledToken | None]: ...
+
+
+class Launched(Protocol):
+    """A step that a runner has begun."""
+
+    def read(self) -> Sequence[SampledToken | None]:
+        """Wait for its tokens, as `Runner.execute` returns them."""
+        ...
+
+
+@runtime_checkable
+class Launches(Protocol):
+    """A runner that can begin a step before the one before it has ended.
+
+    Steps run one after another in the order of their launches. An UNKNOWN token of a request is the one that its step
+    before has drawn, or 0 where that was an error. `prefers_overlap` says whether it gains by that.
+    """
+
+    prefers_overlap: bool
+
+    def launch(self, step: Step) -> Launched: ...

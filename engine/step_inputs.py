@@ -1,64 +1,71 @@
-"""StepInputs: what one step feeds the model, packed on the host into one buffer and sent in one transfer."""
+"""StepInputs: what one step feeds the model. The host packs what changed into one buffer and sends it in one transfer;
+tokens that nobody has read, slots and the step's tables are made of it on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
 from pagedattn import CommonAttentionMetadata, ops
 
-from .step import KVGroup, ScheduledRequest, Step
+from .device_state import DeviceState
+from .step import KVGroup, Step
 
 _ALIGN = 32  # int32 elements: every part starts on 128 bytes, as kernels and their compilers like it
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Device tensors of one step of T tokens."""
+    """Device tensors of one step of T tokens, n of whose rows are sampled."""
 
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int32
     sampled_rows: torch.Tensor  # [n] int32, rows of the step whose next token is sampled
+    state_rows: torch.Tensor  # [n] int32, where the device state has the requests of these
+    lengths: torch.Tensor  # [n] int32, tokens of these so far: the position of what is sampled
     commons: dict[int, CommonAttentionMetadata]  # by KV group
+    only_decodes: bool  # every row is a decode, and is sampled
+    special: bool  # whether a sampled request has penalties, min_tokens or logprobs
 
 
 class InputPacker:
-    """Packs steps for a model whose layers use `groups`. The host buffer grows to the largest step seen."""
+    """Packs steps for a model whose layers use `groups`, by way of what the device has of their requests."""
 
-    def __init__(self, groups: Sequence[KVGroup], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[KVGroup], state: DeviceState, device: torch.device) -> None:
         self._block_sizes = [group.block_size for group in groups]
         self._windows = [group.sliding_window for group in groups]
+        self._state = state
         self._device = device
-        self._host = torch.empty(0, dtype=torch.int32)
-        self._sent: torch.cuda.Event | None = None
 
     def pack(self, step: Step) -> StepInputs:
-        """Everything of `step`, with slots computed on the device. Reads tables from the requests, keeps nothing."""
-        items = step.scheduled
-        groups, count = len(self._block_sizes), len(items)
-        counts = np.array([item.num_tokens for item in items], dtype=np.int32)
-        ends = np.array([item.start for item in items], dtype=np.int32) + counts
-        query_start_loc = np.concatenate(([0], counts.cumsum(dtype=np.int32)), dtype=np.int32)
-        columns = [-(-int(ends.max()) // size) for size in self._block_sizes]
+        """Everything of `step`. After an error between this and the step's end, the state must `forget`."""
+        requests, firsts, sizes, samples = zip(*step.scheduled, strict=True)
+        state, count, decodes = self._state, len(requests), step.num_decodes == len(requests)
+        starts, counts = np.array(firsts, dtype=np.int32), np.array(sizes, dtype=np.int32)
+        ends = starts + counts
+        query_start_loc = np.zeros(count + 1, dtype=np.int32)
+        counts.cumsum(out=query_start_loc[1:])
         tokens = _tokens(step)
-        positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(ends - query_start_loc[1:], counts)
-        sampled = query_start_loc[1:][[item.samples for item in items]] - 1
-        tables = _tables(items, columns)
-        shared = self._shared(tables, int(ends.min())) if step.num_decodes == count else [0] * groups
-        parts = self._send([tokens, positions, query_start_loc, ends, sampled, tables.reshape(-1)])
-        input_ids, positions_dev, starts, seq_lens, rows, table = parts
-        table = table.view(groups, count, max(columns))
-        slots = torch.empty(groups, len(tokens), dtype=torch.int64, device=self._device)
-        ops.compute_slot_mapping(table, self._block_sizes, starts, seq_lens, slots)
+        rows, deltas = state.place(requests, starts, ends)
+        sampled = np.flatnonzero(samples).astype(np.int32)
+        last_rows = query_start_loc[1:][sampled] - 1
+        positions = starts
+        if not decodes:
+            positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(ends - query_start_loc[1:], counts)
+        sent = (tokens, positions, query_start_loc, ends, rows, last_rows, rows[sampled], ends[sampled])
+        parts = self._send([*sent, deltas.entries, deltas.blocks, deltas.rows, deltas.params.reshape(-1)])
+        ids, positions_dev, starts_dev, seq_lens, rows_dev, last_rows_dev, state_rows, lengths, *changed = parts
+        state.apply(*changed)
+        if (tokens[: step.num_decodes] < 0).any():
+            ids = _known(ids, step.num_decodes, state.last_tokens, rows_dev)
         common = CommonAttentionMetadata(
-            query_start_loc=starts,
+            query_start_loc=starts_dev,
             seq_lens=seq_lens,
-            block_table=table[0],
-            slot_mapping=slots[0],
+            block_table=state.tables[0, :0],
+            slot_mapping=torch.empty(len(self._block_sizes), len(tokens), dtype=torch.int64, device=self._device),
             query_start_loc_cpu=torch.from_numpy(query_start_loc),
             seq_lens_cpu=torch.from_numpy(ends),
             num_seqs=count,
@@ -67,63 +74,70 @@ class InputPacker:
             max_seq_len=int(ends.max()),
             num_decodes=step.num_decodes,
         )
-        commons = {
-            g: common.replace(block_table=table[g], slot_mapping=slots[g], shared_prefix_len=shared[g])
-            for g in range(groups)
-        }
-        return StepInputs(input_ids, positions_dev, rows, commons)
+        shared = self._shared(rows, int(ends.min())) if decodes else [0] * len(self._block_sizes)
+        special = bool(state.special[rows[sampled]].any())
+        only_decodes = decodes and len(sampled) == count
+        commons = self._by_group(common, rows_dev, shared)
+        return StepInputs(ids, positions_dev, last_rows_dev, state_rows, lengths, commons, only_decodes, special)
 
-    def _shared(self, tables: np.ndarray, shortest: int) -> list[int]:
+    def _by_group(
+        self, common: CommonAttentionMetadata, rows: torch.Tensor, shared: Sequence[int]
+    ) -> dict[int, CommonAttentionMetadata]:
+        """The step's metadata of every group, slots and tables made on the device; `common` has room for the slots."""
+        tables, slots = self._state.tables, common.slot_mapping
+        starts, lens = common.query_start_loc, common.seq_lens
+        ops.compute_slot_mapping(tables, self._block_sizes, starts, lens, slots, rows=rows)
+        widest = -(-common.max_seq_len // min(self._block_sizes))
+        table = tables[:, :, :widest].index_select(1, rows)
+        return {
+            group: common.replace(block_table=table[group], slot_mapping=slots[group], shared_prefix_len=length)
+            for group, length in enumerate(shared)
+        }
+
+    def _shared(self, rows: np.ndarray, shortest: int) -> list[int]:
         """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""
         return [
-            0 if window else size * _same_columns(table[:, : shortest // size])
-            for table, size, window in zip(tables, self._block_sizes, self._windows, strict=True)
+            0 if window else size * _same_columns(table, rows, shortest // size)
+            for table, size, window in zip(self._state.sent, self._block_sizes, self._windows, strict=True)
         ]
 
     def _send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """One transfer for all arrays; returns the device views, each on an aligned start."""
         sizes = [array.size for array in arrays]
         starts = np.cumsum([0] + [-(-size // _ALIGN) * _ALIGN for size in sizes]).tolist()
-        if self._sent is not None:
-            self._sent.synchronize()  # the last transfer still reads the buffer, if its step failed early
-        if self._host.numel() < starts[-1]:
-            self._host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        host = self._host.numpy()
+        # From torch's pool of pinned memory, which hands a buffer out again when its transfer is done.
+        host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        target = host.numpy()
         for array, start in zip(arrays, starts, strict=False):
-            host[start : start + array.size] = array
-        device = self._host[: starts[-1]].to(self._device, non_blocking=True, copy=True)
-        if self._device.type == "cuda":
-            self._sent = event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
+            target[start : start + array.size] = array
+        device = host.to(self._device, non_blocking=True)
         return [device[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
+def _known(ids: torch.Tensor, num_decodes: int, last_tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Input ids whose negative ones are the last tokens of their rows, which the host has not read yet.
+
+    A row whose last token was not drawn (no finite logit) ends before the result of this step is looked at.
+    """
+    own = last_tokens.index_select(0, rows[:num_decodes]).clamp_(min=0)
+    ids[:num_decodes] = torch.where(ids[:num_decodes] < 0, own, ids[:num_decodes])
+    return ids
+
+
 def _tokens(step: Step) -> np.ndarray:
-    decodes = np.array([item.request.token_ids[item.start] for item in step.scheduled[: step.num_decodes]], np.int32)
-    chunks = [
-        np.array(item.request.token_ids[item.start : item.start + item.num_tokens], np.int32)
-        for item in step.scheduled[step.num_decodes :]
-    ]
-    return np.concatenate([decodes, *chunks])
+    decodes = [request.token_ids[start] for request, start, _, _ in step.scheduled[: step.num_decodes]]
+    rest = step.scheduled[step.num_decodes :]
+    chunks = (np.array(request.token_ids[start : start + size], dtype=np.int32) for request, start, size, _ in rest)
+    return np.concatenate([np.array(decodes, dtype=np.int32), *chunks])
 
 
-def _same_columns(table: np.ndarray) -> int:
-    """How many leading columns of [sequences, blocks] are the same in all rows, of two rows at least."""
-    if len(table) < 2 or not table.shape[1] or table[0, 0] != table[-1, 0]:  # as a rule nothing is shared
+def _same_columns(table: np.ndarray, rows: np.ndarray, columns: int) -> int:
+    """How many leading ones of so many columns are the same in these rows, two at least, of [rows, blocks]."""
+    first = table[rows[0], :columns]
+    if len(rows) < 2 or not columns or first[0] != table[rows[-1], 0]:  # as a rule nothing is shared
         return 0
     # The first and the last row bound what is compared of all.
-    for rows in (table[-1:], table):
-        same = (rows[:, : table.shape[1]] == table[0]).all(0)
-        table = table[:, : len(same) if same.all() else int(same.argmin())]
-    return table.shape[1]
-
-
-def _tables(items: Sequence[ScheduledRequest], columns: Sequence[int]) -> np.ndarray:
-    """[groups, sequences, widest] int32; entries past a sequence's blocks are never followed."""
-    tables = np.zeros((len(columns), len(items), max(columns)), dtype=np.int32)
-    for group, table in enumerate(tables):
-        rows = [item.request.block_ids[group][: columns[group]] for item in items]
-        lengths = np.array([len(row) for row in rows])
-        flat = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(lengths.sum()))
-        table[np.arange(table.shape[1]) < lengths[:, None]] = flat
-    return tables
+    for some in (rows[-1:], rows):
+        same = (table[some, : len(first)] == first).all(0)
+        first = first[: len(same) if same.all() else int(same.argmin())]
+    return len(first)

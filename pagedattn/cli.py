@@ -83,10 +83,16 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         "suite",
         nargs="?",
         default="all",
-        help="decode, prefill, mixed, cache, all (default: those four), sweep, shared",
+        help="decode, prefill, mixed, cache, all (default: those four), sweep, shared, engine",
     )
     add("--backends", metavar="NAMES", help="TRITON,auto,FA3 and so on; all whose library is here where not given")
-    add("--workload", action="append", default=[], metavar="TEXT", help="such as 2q2k_64q1s4k, in place of a suite")
+    add(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="such as 2q2k_64q1s4k, in place of a suite; of engine, one by name",
+    )
     add("--json", type=Path, metavar="FILE", help="write meta and rows to FILE, after every workload")
     add("--plot", action="store_true", help="draw into the folder plots beside FILE; needs matplotlib")
 

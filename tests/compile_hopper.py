@@ -34,7 +34,7 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
     kernel, names = _prefill_kernel, _prefill_kernel.arg_names
     fixed = constants_of(dim, group, page, **flags)
     constants = {**fixed, **({} if sinks else {"sinks": None})}
-    part, pack = min(page, fixed["BLOCK_N"] // LOADERS), fixed["PACK"]
+    part, pack = min(page, fixed["BLOCK_N"] // LOADERS.value), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "desc_q": descriptor(kind, 64 // pack, pack, dim)}
     types |= dict.fromkeys(("desc_k", "desc_v"), descriptor(kind, part, dim))
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}

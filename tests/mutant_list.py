@@ -20,7 +20,9 @@ FEW = "pagedattn/ops/kernels/decode.py"
 PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
-MANAGER = "engine/kv_cache_manager.py"
+GRAPHS, OVERLAP = "engine/decode_graphs.py", "engine/overlap.py"
+PREFIXES, STEP, PLANNER = "engine/prefix_cache.py", "engine/step.py", "engine/step_planner.py"
+SIMULATION = "tests/engine/test_scheduler_simulation.py"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/_launcher.py", "pagedattn/layer_call.py"
 ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
@@ -135,6 +137,11 @@ _SHARED_OUT = (
     fault("decodes among the items", "pagedattn/backends/triton_metadata.py",
           "common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]",
           "common.query_start_loc, common.seq_lens", "tests/backends/test_triton_metadata.py listed_once"),
+    fault("decodes after all prompts", "pagedattn/ops/kernels/work_list.py",
+          "tl.where(light, tl.minimum(rank + 1, count - count_light), tl.minimum(rank, count_light))",
+          "tl.where(light, count - count_light, 0)", "tests/ops/test_work_list.py in_order"),
+    fault("decodes join however long", "pagedattn/ops/hopper.py", "and max_seq_len <= room", "",
+          "tests/ops/test_hopper_calls.py that_join"),
     fault("short sequences first", "pagedattn/ops/kernels/work_list.py", "theirs[None, :] > keys[:, None]",
           "theirs[None, :] < keys[:, None]", "tests/ops/test_work_list.py in_order[1]"),
     fault("scales that Hopper's kernel does not read", "pagedattn/ops/hopper.py", " or inputs.out_scale != 1.0", "",
@@ -152,8 +159,8 @@ _STORED = (
           "qk_scale *= tl.load(v_scale + kv_head * s_vscale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
     fault("one head's scale for all heads, TRITON", TRITON, "tl.load(v_scale + kv_head * s_vscale)",
           "tl.load(v_scale)", f"{BY_TRITON} [kv_cache_dtype=fp8_e4m3-kv_scale=head"),
-    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "if deterministic or not paged:",
-          "if not paged:", "tests/test_deterministic.py test_the_same_bits plain"),
+    fault("deterministic splits decodes", "pagedattn/ops/launch.py", "if deterministic or not paged or",
+          "if not paged or", "tests/test_deterministic.py test_the_same_bits plain"),
 )  # fmt: skip
 
 _ADAPTERS = (
@@ -233,10 +240,20 @@ _BLOCKS = (
           "tests/test_block_pool.py tail_first"),
     fault("an open block shared by a fork", POOL, "copies = self.allocate(1) if has_open_block else []", "copies = []",
           "tests/test_block_pool.py fork_shares"),
-    fault("a hit of the last token", MANAGER, "limit = (len(request.token_ids) - 1) //",
-          "limit = len(request.token_ids) //", "tests/engine/test_scheduler_traps.py full_hit"),
-    fault("a window's block released too early", MANAGER, "num_computed_tokens - window + 1)",
+    fault("a hit of the last token", PREFIXES, "self.aligned(len(request.token_ids) - 1)",
+          "self.aligned(len(request.token_ids))", "tests/engine/test_scheduler_traps.py full_hit"),
+    fault("a window's block released too early", STEP, "num_computed_tokens - window + 1)",
           "num_computed_tokens - window + 2)", "tests/engine/test_scheduler.py window_blocks"),
+    fault("a failed swap that is trusted", "engine/scheduler.py",
+          "        self._lose_swapped()\n        self._admitted", "        self._admitted", f"{SIMULATION} [swap]"),
+    fault("content that was swapped in and not keyed", "engine/kv_cache_manager.py",
+          "keyed = min([len(contents), *entries])", "keyed = len(contents)", "tests/engine/test_swap.py hit_again"),
+    fault("a shared block that is swapped out", "engine/swap.py", "if pool.ref_count(block) == 1 or", "if",
+          "tests/engine/test_swap.py others_hold"),
+    fault("a fork of what is still being swapped in", PLANNER, "or parent.swapped is not None", "",
+          f"{SIMULATION} swap"),
+    fault("a twin of another salt", "engine/coming_blocks.py", "return request.cache_salt, request",
+          "return None, request", "tests/engine/test_twins.py salts"),
 )  # fmt: skip
 
 _REPEATED = (
@@ -256,6 +273,25 @@ _REPEATED = (
           "tests/test_launcher.py a_checked_call_does"),
 )  # fmt: skip
 
+_STEPS = (
+    fault("padding that stands in a request's row", GRAPHS, "self._rows[count:size].fill_(self._state.num_rows)",
+          "self._rows[count:size].fill_(0)", "tests/engine/test_decode_graphs.py padded_rows_are_nobodys"),
+    fault("a changed block that is not sent", "engine/device_state.py", "self.sent[group, rows, at] != current",
+          "self.sent[group, rows, at] == 0", "tests/engine/test_device_state.py whatever_happened[0]"),
+    fault("a token that nobody has read taken for another", "engine/step_inputs.py",
+          "torch.where(ids[:num_decodes] < 0, own, ids[:num_decodes])", "ids[:num_decodes].clamp(min=0)",
+          "tests/engine/test_overlap.py draws_the_same"),
+    fault("UNKNOWN left after an interrupt", OVERLAP, "while request.token_ids[-1] == UNKNOWN:", "while False:",
+          "tests/engine/test_overlap.py no_token[interrupt]"),
+    fault("nothing remembered of who was preempted in flight", OVERLAP, "if request in self._gone:", "if False:",
+          "tests/engine/test_overlap.py preempted_in_flight"),
+    fault("noise that does not depend on the position", "engine/kernels/draw.py",
+          "state ^ tl.load(lengths + at).to(tl.uint64)", "state", "tests/engine/test_draw_kernels.py tokens_are_those"),
+    fault("a key turned by another token's position", "engine/kernels/fused.py",
+          "tl.load(positions + token).to(tl.int64)", "tl.load(positions).to(tl.int64)",
+          "tests/engine/test_fused_ops.py turn_and_write"),
+)  # fmt: skip
+
 MUTANTS: tuple[Mutant, ...] = (
-    *(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS, *_REPEATED),
+    *(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS, *_REPEATED, *_STEPS),
 )

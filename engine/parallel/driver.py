@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..detokenizer import Detokenizer
 from ..model_config import load_model_config
 from ..paths import ModelFolder
-from ..step import KVGroup, SampledToken, Step
+from ..step import KVGroup, SampledToken, Step, SwapRoom
 from ..tokenizer import Tokenizer
 from .channel import Kind
 from .launcher import Workers
@@ -51,6 +51,7 @@ class ParallelRunner:
         self.folder = ModelFolder(config.model)
         Share.of(load_model_config(self.folder), 0, size)
         devices = _devices(config.device, size)
+        self.prefers_overlap = devices[0] != "cpu"
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._limit = config.step_timeout
         self._steps, self._in_doubt = StepEncoder(), False
@@ -80,24 +81,26 @@ class ParallelRunner:
         Raises:
             EngineDeadError: a rank is lost, with its number and the cause; no rank is left.
         """
-        number = self._begin(step)
-        (answer,) = self._watch.answers(number, 1, _SILENCE, self._limit)
-        return decode_tokens(answer, step)
+        return self.launch(step).read()
+
+    def launch(self, step: Step) -> SentStep:
+        """Begin a step on all ranks; as `ModelRunner.launch`.
+
+        Raises:
+            EngineDeadError: as `execute`.
+        """
+        if self._in_doubt:  # an interrupt may have kept the step before from being sent
+            self._steps.forget()
+        self._in_doubt = True
+        number = self._watch.send(Kind.STEP, [self._steps.encode(step)])
+        self._in_doubt = False
+        return SentStep(step, number, self._watch, self._limit)
 
     def close(self) -> None:
         """End all ranks; nothing runs afterwards."""
         self._workers.stop()
         if self._watch.dead is None:
             self._watch.dead = RankFailed("the engine was closed", 0)
-
-    def _begin(self, step: Step) -> int:
-        """Send a step; where an interrupt may have kept the one before from being sent, with all it needs."""
-        if self._in_doubt:
-            self._steps.forget()
-        self._in_doubt = True
-        number = self._watch.send(Kind.STEP, [self._steps.encode(step)])
-        self._in_doubt = False
-        return number
 
     def _start(self, config: EngineConfig, devices: list[str]) -> None:
         """Have every rank load, and take over what they found out."""
@@ -114,15 +117,30 @@ class ParallelRunner:
             raise _as_it_was(error) from error.__cause__
         self._workers.have_met()
         facts = [json.loads(answer) for answer in answers]
+        # What a block costs differs a little: the last rank may have fewer rows of the LM head.
+        rooms = [fact.pop("swap_room") for fact in facts]
         first = facts[0]
-        if any(other != first for other in facts):
+        if any(other != first for other in facts) or len({blocks for blocks, _ in rooms}) > 1:
             raise EngineDeadError("the ranks disagree about the model: please report it")
+        self.swap_room = SwapRoom(*rooms[0])
         self.num_kv_blocks: int = first["num_kv_blocks"]
         self.kv_groups = [KVGroup(*group) for group in first["kv_groups"]]
         self.vocab_size: int = first["vocab_size"]
         self.max_model_len: int = first["max_model_len"]
         self.eos_token_ids: list[int] = first["eos_token_ids"]
         self._description: str = first["description"]
+
+
+class SentStep:
+    """A step that the ranks have, or will have before any other."""
+
+    def __init__(self, step: Step, number: int, watch: Watch, limit: float) -> None:
+        self._step, self._number, self._watch, self._limit = step, number, watch, limit
+
+    def read(self) -> list[SampledToken | None]:
+        """Wait for its tokens; as `ParallelRunner.execute`."""
+        (answer,) = self._watch.answers(self._number, 1, _SILENCE, self._limit)
+        return decode_tokens(answer, self._step)
 
 
 def _as_it_was(error: RankFailed) -> Exception:

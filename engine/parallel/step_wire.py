@@ -96,8 +96,9 @@ class StepEncoder:
             _add_tables(sent, request.block_ids, tables)
             self._sent[request] = sent
         groups = len(step.scheduled[0].request.block_ids) if step.scheduled else 0
-        copies = chain.from_iterable(step.copies)
-        return pack(news or None, ((step.num_decodes, groups), items, tokens, tables, copies))
+        moves = (chain.from_iterable(pairs) for pairs in (step.copies, step.swap_out, step.swap_in))
+        head = (step.num_decodes, groups)
+        return pack(news or None, (head, items, tokens, tables, *moves, step.fresh_blocks))
 
 
 class StepDecoder:
@@ -108,7 +109,7 @@ class StepDecoder:
 
     def decode(self, data: bytes) -> Step:
         """The step that was encoded; its requests are the same objects as in the step before."""
-        news, (head, items, tokens, tables, copies) = unpack(data)
+        news, (head, items, tokens, tables, *moves, fresh_blocks) = unpack(data)
         num_decodes, num_groups = head
         known = self._requests
         for record in news or ():
@@ -125,8 +126,8 @@ class StepDecoder:
             request.num_computed_tokens = start
             self._requests[key] = request
             scheduled.append(ScheduledRequest(request, start, num_tokens, bool(samples)))
-        pairs = copies.tolist()
-        return Step(tuple(scheduled), num_decodes, tuple(zip(pairs[::2], pairs[1::2], strict=True)))
+        copies, swap_out, swap_in = (tuple(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in moves)
+        return Step(tuple(scheduled), num_decodes, copies, swap_out, swap_in, tuple(fresh_blocks))
 
 
 def encode_tokens(sampled: Sequence[SampledToken | None]) -> bytes:

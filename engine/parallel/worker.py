@@ -6,8 +6,10 @@ Nothing of it outlives the driver: the kernel kills it when the driver dies, and
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
+import queue
 import select
 import signal
 import socket
@@ -22,7 +24,7 @@ import torch
 from pagedattn.errors import InvalidInputError
 
 from ..config import EngineConfig
-from ..runner import ModelRunner
+from ..runner import LaunchedStep, ModelRunner
 from .channel import Channel, Kind, packets
 from .ranks import ProcessRanks
 from .step_wire import StepDecoder, encode_tokens
@@ -69,6 +71,13 @@ class Pulse(threading.Thread):
             self._now.clear()
 
 
+class _NoTerminal(io.TextIOWrapper):
+    """Standard error of a rank that shows no progress bars: those of rank 0 stand for all."""
+
+    def isatty(self) -> bool:
+        return False
+
+
 def main(descriptor: int, parent: int) -> None:
     """Serve the driver, process `parent`, whose other end of the socket `descriptor` is."""
     _die_with(parent)
@@ -78,7 +87,10 @@ def main(descriptor: int, parent: int) -> None:
     pulse.start()
     try:
         start = json.loads(channel.receive().body)
-        _serve(channel, _load(channel, start), start["rank"])
+        runner = _load(channel, start)
+        answers = Answers(channel, pulse, tells=start["rank"] == 0)
+        answers.start()
+        _serve(channel, runner, answers)
     except BaseException as error:
         pulse.failed(error)
 
@@ -86,12 +98,15 @@ def main(descriptor: int, parent: int) -> None:
 def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
     """Meet the other ranks, load, and tell the driver what it must know."""
     device = torch.device(start["config"]["device"])
+    if start["rank"]:
+        sys.stderr = _NoTerminal(sys.stderr.buffer, line_buffering=True)
     if device.type == "cpu":
         torch.set_num_threads(start["threads"])
     ranks = ProcessRanks(start["rank"], start["size"], start["meeting_file"], device)
     runner = ModelRunner(EngineConfig(**start["config"]), ranks)
     facts = {
         "num_kv_blocks": runner.num_kv_blocks,
+        "swap_room": [runner.swap_room.num_blocks, runner.swap_room.tokens_per_block],
         "kv_groups": [[group.block_size, group.sliding_window] for group in runner.kv_groups],
         "vocab_size": runner.vocab_size,
         "max_model_len": runner.max_model_len,
@@ -102,8 +117,30 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
     return runner
 
 
-def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
-    """Run steps in the order in which they come; rank 0 says what was sampled, the others that they are done."""
+class Answers(threading.Thread):
+    """Waits for the tokens of launched steps, so that the next one can be launched meanwhile, and sends them.
+
+    Rank 0 says what was sampled, the others, whose tokens are the same, that they are done.
+    """
+
+    def __init__(self, channel: Channel, pulse: Pulse, tells: bool) -> None:
+        super().__init__(daemon=True)
+        self._channel, self._pulse, self._tells = channel, pulse, tells
+        self.launched: queue.SimpleQueue[tuple[int, LaunchedStep]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the process ends."""
+        try:
+            while True:
+                number, step = self.launched.get()
+                sampled = step.read()
+                self._channel.send(Kind.DONE, number, encode_tokens(sampled) if self._tells else b"")
+        except BaseException as error:
+            self._pulse.failed(error)
+
+
+def _serve(channel: Channel, runner: ModelRunner, answers: Answers) -> None:
+    """Launch steps in the order in which they come."""
     steps = StepDecoder()
     while True:
         kind, number, body = channel.receive()
@@ -112,8 +149,7 @@ def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
             sys.stderr.flush()
             # Taking NCCL and captured graphs apart can hang and gains nothing: the process is what holds them.
             os._exit(0)
-        sampled = runner.execute(steps.decode(body))
-        channel.send(Kind.DONE, number, encode_tokens(sampled) if rank == 0 else b"")
+        answers.launched.put((number, runner.launch(steps.decode(body))))
 
 
 def _die_with(parent: int) -> None:

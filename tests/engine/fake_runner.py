@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.llm import LLM
 from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import KVGroup, SampledToken, ScheduledRequest, Step
+from pagedattn.engine.step import UNKNOWN, KVGroup, SampledToken, ScheduledRequest, Step, SwapRoom
 
 VOCAB = 97
 EOS = 96
@@ -50,9 +51,11 @@ class FakeRunner:
         max_model_len: int = 256,
         tokenizer: FakeTokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
+        swap_blocks: int = 0,
     ) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.kv_groups = tuple(groups)
+        self.swap_room = SwapRoom(swap_blocks, tokens_per_block=1.0)
         self.vocab_size = VOCAB
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
@@ -63,6 +66,7 @@ class FakeRunner:
         self.steps: list[Step] = []
         self.ref_count: Callable[[int], int] | None = None
         self._slots = [np.zeros(num_kv_blocks * group.block_size, dtype=np.int64) for group in groups]
+        self._host = [np.zeros((swap_blocks, group.block_size), dtype=np.int64) for group in groups]
         self._identities: dict[tuple[int, int], int] = {}
         self._roots: dict[str | None, int] = {}
         self._known: dict[int, tuple[Request, list[int]]] = {}
@@ -75,7 +79,7 @@ class FakeRunner:
         decodes = [item.num_tokens == 1 and item.start > 0 for item in step.scheduled]
         assert decodes == [index < step.num_decodes for index in range(len(decodes))]
         self.before(step)
-        self._copy(step.copies)
+        self._move(step)
         for item in step.scheduled:
             self._check_context(item, item.start)
         for item in step.scheduled:
@@ -96,10 +100,17 @@ class FakeRunner:
             known.append(parent)
         return np.array(known, dtype=np.int64)
 
-    def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        for group, slots in zip(self.kv_groups, self._slots, strict=True):
+    def _move(self, step: Step) -> None:
+        """A host block, like any other, holds what all groups have in it."""
+        assert all(len({target for _, target in pairs}) == len(pairs) for pairs in (step.swap_out, step.swap_in))
+        for group, slots, host in zip(self.kv_groups, self._slots, self._host, strict=True):
             rows = slots.reshape(-1, group.block_size)
-            sources = [(target, rows[source].copy()) for source, target in pairs]
+            for source, target in step.swap_out:
+                host[target] = rows[source]
+            rows[list(step.fresh_blocks)] = 0
+            for source, target in step.swap_in:
+                rows[target] = host[source]
+            sources = [(target, rows[source].copy()) for source, target in step.copies]
             for target, row in sources:
                 rows[target] = row
 
@@ -135,6 +146,45 @@ class FakeRunner:
         if request.sampling.logprobs is None:
             return SampledToken(token)
         return SampledToken(token, -float(token), {token: -float(token)})
+
+
+class LaunchingRunner(FakeRunner):
+    """A fake device that runs ahead: it knows the tokens that it drew before anybody has read them."""
+
+    prefers_overlap = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.unknown = 0
+        self.on_read: Callable[[Step], None] = lambda step: None
+        self._drawn: dict[int, tuple[Request, int]] = {}
+
+    def launch(self, step: Step) -> LaunchedFake:
+        hidden = [item.request for item in step.scheduled if item.request.token_ids[-1] == UNKNOWN]
+        self.unknown += len(hidden)
+        for request in hidden:
+            request.token_ids[-1] = self._drawn[id(request)][1]
+        try:
+            tokens = self.execute(step)
+        finally:
+            for request in hidden:
+                request.token_ids[-1] = UNKNOWN
+        for item, token in zip(step.scheduled, tokens, strict=True):
+            if token is not None:
+                self._drawn[id(item.request)] = item.request, max(token.token_id, 0)
+        return LaunchedFake(self, step, tokens)
+
+
+class LaunchedFake(NamedTuple):
+    """A step whose tokens are there already."""
+
+    runner: LaunchingRunner
+    step: Step
+    tokens: list[SampledToken | None]
+
+    def read(self) -> list[SampledToken | None]:
+        self.runner.on_read(self.step)
+        return self.tokens
 
 
 def next_token(tokens: Iterable[int], seed: int = 0) -> int:

@@ -51,7 +51,13 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(request.status is RequestStatus.RUNNING for request in running)
     assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in waiting)
     assert all(not request.block_ids and not request.num_computed_tokens for request in waiting)
-    check_tables(scheduler.kv, running)
+    assert all(request.swapped is None or request.status is RequestStatus.PREEMPTED for request in running + waiting)
+    places = [request.swapped.places for request in waiting if request.swapped is not None]
+    assert len(places) == scheduler.kv.swap.num_requests
+    host = [block for groups in places for group in groups for block in group.values()]
+    assert len(set(host)) == len(host) == scheduler.kv.swap.num_blocks - scheduler.kv.swap.num_free
+    # A launched step that nobody has read holds blocks for tokens that do not count as computed yet.
+    check_tables(scheduler.kv, running, exact=scheduler._in_flight is None)
 
 
 def check_idle(llm: LLM) -> None:
@@ -60,6 +66,7 @@ def check_idle(llm: LLM) -> None:
     pool = llm._scheduler.kv.pool
     assert not llm.has_unfinished and not llm._owners and not llm._scheduler.running and not llm._scheduler.waiting
     assert pool.num_free == pool.num_usable
+    assert llm._scheduler.kv.swap.num_free == llm._scheduler.kv.swap.num_blocks
 
 
 def run_out(llm: LLM, tokens: dict[str, list[int]] | None = None) -> dict[str, list[int]]:

@@ -28,10 +28,13 @@ class Bench:
         seqs: int = 8,
         budget: int = 32,
         share: float = 1.0,
+        swap_blocks: int = 0,
+        swap_cost: float = 0.0,
     ) -> None:
-        self.kv = KVCacheManager(BlockPool(num_blocks, enable_caching=caching), groups)
-        self.scheduler = Scheduler(self.kv, max_num_seqs=seqs, max_num_batched_tokens=budget, max_prefill_share=share)
-        self.runner = FakeRunner(num_blocks, groups)
+        self.kv = KVCacheManager(BlockPool(num_blocks, enable_caching=caching), groups, swap_blocks)
+        limits = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "max_prefill_share": share}
+        self.scheduler = Scheduler(self.kv, **limits, tokens_per_swapped_block=swap_cost)  # type: ignore[arg-type]
+        self.runner = FakeRunner(num_blocks, groups, swap_blocks=swap_blocks)
         self.runner.ref_count = self.kv.pool.ref_count
         self.requests: list[Request] = []
 
@@ -65,6 +68,7 @@ class Bench:
         for request in self.requests:
             check_tokens(request)
         assert self.kv.pool.num_free == self.kv.pool.num_usable
+        assert self.kv.swap.num_free == self.kv.swap.num_blocks
         return steps
 
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from fake_runner import EOS, VOCAB, FakeRunner, expected, fake_llm
+from fake_runner import EOS, VOCAB, FakeRunner, LaunchingRunner, expected, fake_llm
 from invariants import check_idle, check_scheduler
 
 from pagedattn.engine.outputs import RequestOutput
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import KVGroup, Step
 
-SEEDS = 7
+SEEDS = 4
 STEPS = 1000
 MAX_MODEL_LEN = 72
 
@@ -29,7 +29,12 @@ class Simulation:
 
     def __init__(self, seed: int, num_blocks: int, groups: Sequence[KVGroup], options: dict[str, object]) -> None:
         self.random = random.Random(seed)
-        self.runner = FakeRunner(num_blocks, groups, max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS])
+        swap_blocks = {"swap_blocks": 0, **options}.pop("swap_blocks")
+        options = {name: value for name, value in options.items() if name != "swap_blocks"}
+        kind = LaunchingRunner if options.get("overlap") else FakeRunner
+        self.runner = kind(
+            num_blocks, groups, max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS], swap_blocks=int(str(swap_blocks))
+        )
         self.runner.before = self.runner.after = self.maybe_fail
         self.runner.broken = lambda request: self.breaks_at.get(request.request_id) == request.num_generated
         self.llm = fake_llm(self.runner, **options)
@@ -83,12 +88,15 @@ class Simulation:
     def abort(self) -> None:
         name = self.random.choice([name for name in self.live if name not in self.aborted])
         self.aborted.add(name)
-        assert self.llm.abort(name)
+        # A turn whose launch failed may have ended it all the same: then its output waits for the next step().
+        ended = name in self.llm._inbox.outputs
+        assert self.llm.abort(name) == (not ended)
         assert not self.llm.abort(name)
         self.seen["aborts"] += 1
 
     def reset(self) -> None:
-        idle = not self.llm._scheduler.running
+        swap = self.llm._scheduler.kv.swap
+        idle = not self.llm._scheduler.running and swap.num_free == swap.num_blocks
         assert self.llm.reset_prefix_cache() == idle
         self.seen["resets" if idle else "refused resets"] += 1
 
@@ -130,6 +138,11 @@ class Simulation:
         counters = self.llm.stats().counters
         self.seen["preemptions"] += counters.preemptions
         self.seen["rollbacks"] += counters.rollbacks
+        self.seen["dropped"] += counters.dropped_tokens
+        self.seen["unknown"] += getattr(self.runner, "unknown", 0)
+        self.seen["swapped out"] += counters.swapped_out_blocks
+        self.seen["swapped in"] += counters.swapped_in_blocks
+        self.seen["recomputed"] += counters.recomputed_tokens
 
 
 FULL = [KVGroup(4)]
@@ -142,18 +155,25 @@ CASES = {
     "uncached": (26, FULL, {"enable_prefix_caching": False}),
     "hybrid": (50, HYBRID, {"max_num_batched_tokens": 16, "max_prefill_share": 0.5}),
     "hybrid uncached": (50, HYBRID, {"enable_prefix_caching": False}),
-    "window only": (20, [KVGroup(4, 9)], {}),
+    "window only": (17, [KVGroup(4, 9)], {}),
     "unequal blocks": (60, UNEQUAL, {"max_num_batched_tokens": 24}),
+    "swap": (26, FULL, {"swap_blocks": 200}),
+    "little swap": (26, FULL, {"swap_blocks": 9, "max_num_batched_tokens": 17}),
+    "swap uncached": (26, FULL, {"swap_blocks": 200, "enable_prefix_caching": False}),
+    "swap hybrid": (50, HYBRID, {"swap_blocks": 200, "max_num_batched_tokens": 16, "max_prefill_share": 0.5}),
+    "swap unequal blocks": (60, UNEQUAL, {"swap_blocks": 40, "preemption": "swap"}),
     "one by one": (26, [KVGroup(3)], {"max_num_seqs": 1}),
     "tokens are blocks": (100, [KVGroup(1), KVGroup(2, 1)], {}),
 }
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
 @pytest.mark.parametrize("name", CASES)
-def test_random_traffic(name: str) -> None:
+def test_random_traffic(name: str, overlap: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS):
-        simulation = Simulation(seed, *CASES[name])
+        num_blocks, kinds, more = CASES[name]
+        simulation = Simulation(seed, num_blocks, kinds, {**more, "overlap": overlap})
         simulation.run(STEPS)
         seen += simulation.seen
     assert seen["drained"] == SEEDS
@@ -161,7 +181,9 @@ def test_random_traffic(name: str) -> None:
     groups, options = CASES[name][1:]
     wanted |= {"hits", "copies"} if options.get("enable_prefix_caching", True) else {"copies"}
     wanted |= {"preemptions"} if name not in ("ample", "one by one") else set()
+    wanted |= {"dropped", "unknown"} if overlap else set()
     wanted |= {"released"} if any(group.sliding_window for group in groups) else set()
+    wanted |= {"swapped out", "swapped in", "recomputed"} if "swap" in name else set()
     wanted -= {"mixed", "copies"} if name == "one by one" else set()
     wanted -= {"copies"} if name == "tokens are blocks" else set()
     missing = {event for event in wanted if not seen[event]}

@@ -12,6 +12,7 @@ import torch
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.loops import OverlapLoop
 
 NEW_TOKENS = 28
 
@@ -24,18 +25,24 @@ class Axes(NamedTuple):
     chunk: int  # 0 is whole prompts
     prefix: str
     pool: str
+    preemption: str
     block_size: int
     batch: int
+    graphs: bool  # on a CPU a graph is a plain call over the same buffers
+    overlap: bool
 
 
 LEVELS: dict[str, tuple[Any, ...]] = {
-    "model": ("qwen3", "qwen2", "llama3", "mistral"),
+    "model": ("qwen3", "qwen2", "llama3", "mistral", "qwen2-mostly-window"),
     "dtype": (torch.float64, torch.float32),
     "chunk": (1, 7, 0),
     "prefix": ("off", "on", "hot"),
     "pool": ("ample", "tight"),
+    "preemption": ("recompute", "swap"),
     "block_size": (4, 16),
     "batch": (1, 8),
+    "graphs": (False, True),
+    "overlap": (False, True),
 }
 GRID = [Axes(*point) for point in itertools.product(*LEVELS.values())]
 
@@ -90,17 +97,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run(axes: Axes, folder: Path) -> None:
     longest = -(-(50 + NEW_TOKENS) // axes.block_size)
     # A window of 8 gives blocks back, so that a request holds two of 16 or three of 4 tokens at the most.
-    tight = longest + 2 if axes.model != "mistral" else {16: 4, 4: 6}[axes.block_size]
+    windowed = {16: 4, 4: 6}[axes.block_size]
+    tight = {"mistral": windowed, "qwen2-mostly-window": longest + 3 * windowed}.get(axes.model, longest + 2)
     llm = LLM(
         str(folder),
         dtype=str(axes.dtype),
         device="cpu",
         block_size=axes.block_size,
-        num_kv_blocks=tight if axes.pool == "tight" else 8 * longest + 8,
+        num_kv_blocks=tight if axes.pool == "tight" else 4 * (8 * longest + 8),
         max_num_seqs=axes.batch,
         max_num_batched_tokens=32 if axes.chunk else 1024,
         max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
         enable_prefix_caching=axes.prefix != "off",
+        graph_sizes=(1, 3, 8) if axes.graphs else None,
+        overlap=axes.overlap,
+        preemption=axes.preemption,
     )
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts(), params)
@@ -110,19 +121,29 @@ def run(axes: Axes, folder: Path) -> None:
     happened(axes, llm)
 
 
-def happened(axes: Axes, llm: LLM) -> None:
+def happened(axes: Axes, llm: Any) -> None:
     """Every axis that should leave a trace did."""
     counters = llm.stats().counters
-    if axes.pool == "tight" and axes.model == "mistral":
-        # The longest request does not fit at once: it ended because its window's blocks were released.
-        assert llm.stats().num_blocks * axes.block_size < 50 + NEW_TOKENS
-    elif axes.pool == "tight" and axes.batch == 8:
-        assert counters.preemptions > 0 and counters.recomputed_tokens > 0
+    groups = {"mistral": 1, "qwen2-mostly-window": 4}.get(axes.model)
+    if axes.pool == "tight" and groups is not None:
+        # The longest request does not fit at once: it ended because its windows' blocks were released.
+        assert llm.stats().num_blocks * axes.block_size < groups * (50 + NEW_TOKENS)
+    if axes.pool == "tight" and axes.model != "mistral" and axes.batch == 8:
+        assert counters.preemptions > 0
+        assert (counters.recomputed_tokens > 0) == (axes.preemption == "recompute")
+        assert (counters.swapped_out_blocks > 0) == (axes.preemption == "swap")
     if axes.pool == "ample":
         assert counters.preemptions == 0
-        # Prompts that run together may or may not find each other's beginnings; later ones must.
+        # Prompts in chunks below a block, which run together, do not find each other's beginnings; all others do.
         assert counters.cached_tokens == 0 or axes.prefix != "off"
-        assert counters.cached_tokens > 0 or axes.prefix == "off" or (axes.prefix, axes.batch) == ("on", 8)
+        assert (
+            counters.cached_tokens > 0
+            or axes.prefix == "off"
+            or (axes.prefix == "on" and axes.batch == 8 and axes.chunk)
+        )
+    graphs = llm.runner._graphs
+    assert graphs.replays > 20 if axes.graphs else graphs is None
+    assert isinstance(llm._loop, OverlapLoop) == axes.overlap
     if axes.chunk:
         rounds = 2 if axes.prefix == "hot" else 1
         assert counters.steps > rounds * (NEW_TOKENS - 1) + 50 // axes.chunk - 1
@@ -142,7 +163,7 @@ def test_full_grid(axes: Axes, folders: dict[str, Path]) -> None:
 
 def test_the_cover_is_a_cover() -> None:
     cover = pairwise(GRID)
-    assert len(GRID) == 576 and len(cover) < 30
+    assert len(GRID) == 5760 and len(cover) < 30
     for (i, first), (j, second) in itertools.combinations(enumerate(LEVELS.values()), 2):
         assert {(point[i], point[j]) for point in cover} == set(itertools.product(first, second))
 

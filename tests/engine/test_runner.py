@@ -11,7 +11,6 @@ import torch
 from test_detokenizer import byte_level
 from tiny_models import hf_model, save
 
-from pagedattn.engine import kv_memory
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.request import Request
 from pagedattn.engine.runner import ModelRunner
@@ -235,59 +234,3 @@ def test_bad_settings(folder: Path, tmp_path: Path) -> None:
 def test_dtype_auto_is_the_configs(folder: Path) -> None:
     assert make_runner(folder, dtype="auto").model.dtype == torch.float64
     assert make_runner(folder, dtype="float32").model.dtype == torch.float32
-
-
-class TestSizing:
-    def config(self, **options: Any) -> EngineConfig:
-        return EngineConfig(**{"model": "m", "max_num_batched_tokens": 100, "max_num_seqs": 8, **options})
-
-    def size(self, device: str, **options: Any) -> int:
-        return kv_memory.size_kv_blocks(
-            self.config(**options), torch.device(device), 1000, 10, self.steps.append, 2, 50
-        )
-
-    def setup_method(self) -> None:
-        self.steps: list[Step] = []
-
-    def test_given(self) -> None:
-        assert self.size("cpu", num_kv_blocks=7) == 7
-        assert self.steps == []
-
-    def test_cpu(self) -> None:
-        assert self.size("cpu") == 81
-        assert kv_memory.size_kv_blocks(self.config(), torch.device("cpu"), 1 << 28, 10, self.steps.append, 1, 50) == 11
-        assert kv_memory.size_kv_blocks(self.config(), torch.device("cpu"), 1 << 25, 10, self.steps.append, 1, 50) == 32
-
-    @pytest.mark.parametrize("free", [40_000, 4_000])
-    def test_gpu(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        facts = {
-            "empty_cache": None,
-            "reset_peak_memory_stats": None,
-            "synchronize": None,
-            "max_memory_reserved": 25_000,
-            "memory_reserved": 20_000,
-            "mem_get_info": (free, 100_000),
-        }
-        for name, value in facts.items():
-            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        if free < 10_000:
-            with pytest.raises(CapacityError, match="gpu_memory_utilization"):
-                self.size("cuda")
-            return
-        # 100,000 x 0.9 - 60,000 in use - 5,000 of activations
-        assert self.size("cuda") == 25
-        prompts, decodes = self.steps
-        assert prompts.num_tokens == 100
-        assert len(prompts.scheduled) == 8
-        assert (decodes.num_tokens, decodes.num_decodes) == (8, 8)
-        assert all(item.samples for item in (*prompts.scheduled, *decodes.scheduled))
-        assert max(item.start + item.num_tokens for item in decodes.scheduled) == 50, "the model has 50 positions"
-
-    def test_warm_up_steps_run(self, folder: Path) -> None:
-        runner = make_runner(folder, num_kv_blocks=2)
-        for options in ({}, {"max_num_seqs": 200}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 1}):
-            config = self.config(**options)
-            for step in kv_memory._warm_up_steps(config, len(runner.kv_groups), 50):
-                assert step.num_tokens <= config.max_num_batched_tokens
-                assert all(item.request.token_ids and item.start + item.num_tokens <= 50 for item in step.scheduled)
-                assert len(runner.execute(step)) == len(step.scheduled) > 0

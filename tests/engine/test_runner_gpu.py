@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pagedattn.engine import LLM
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.request import Request
 from pagedattn.engine.runner import ModelRunner
@@ -84,6 +85,54 @@ def test_tokens_equal_those_of_the_cpu(sampling: dict[str, Any], folder: Path) -
     on_gpu = generate(ModelRunner(EngineConfig(device="cuda", **options)), params)
     assert on_gpu == generate(ModelRunner(EngineConfig(device="cpu", **options)), params)
     assert len(set(on_gpu[0])) > 60, "the model must not repeat itself"
+
+
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 20, "logprobs": 2},
+]
+
+
+def tokens(folder: Path, kinds: list[dict[str, Any]], **options: Any) -> tuple[list[tuple[int, ...]], LLM]:
+    """Twelve requests, each of the next of `kinds`, in steps that mix them."""
+    llm = LLM(str(folder), device="cuda", num_kv_blocks=400, max_num_seqs=10, max_num_batched_tokens=64, **options)
+    prompts = [[3 + (7 * index + at) % 900 for at in range(5 + 9 * index)] for index in range(12)]
+    params = [SamplingParams(max_tokens=24 + index, seed=index, **kinds[index % len(kinds)]) for index in range(12)]
+    return [output.token_ids for output in llm.generate(prompts, params)], llm
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS], ids=["greedy", "all", "cut", "penal", "mixed"])
+def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str, Any]], folder: Path) -> None:
+    wanted, plain = tokens(folder, kinds, enforce_eager=True, overlap=False)
+    assert plain.runner._graphs is None  # type: ignore[attr-defined]
+    for options in ({"overlap": False}, {"graph_sizes": [3, 8]}, {"enforce_eager": True, "overlap": True}):
+        found, llm = tokens(folder, kinds, **options)
+        assert found == wanted, options
+        graphs = llm.runner._graphs  # type: ignore[attr-defined]
+        assert graphs is None if "enforce_eager" in options else graphs.replays > 20
+    assert len({token for each in wanted for token in each}) > 60
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_launch_waits_for_nothing(kind: dict[str, Any], eager: bool, folder: Path) -> None:
+    _, llm = tokens(folder, [kind], enforce_eager=eager)
+    waits = []
+    launch = llm.runner.launch  # type: ignore[attr-defined]
+
+    def watched(step: Step) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(step.num_decodes)
+
+    llm.runner.launch = watched  # type: ignore[attr-defined]
+    llm.generate([[5, 6, 7], list(range(40))], SamplingParams(max_tokens=20, seed=1, **kind))
+    assert len(waits) > 18 and max(waits) == 2
 
 
 def test_blocks_are_sized_from_measured_memory(folder: Path) -> None:

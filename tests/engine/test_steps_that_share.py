@@ -11,6 +11,7 @@ import torch
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.device_state import DeviceState
 from pagedattn.engine.request import Request
 from pagedattn.engine.step import KVGroup, ScheduledRequest, Step
 from pagedattn.engine.step_inputs import InputPacker
@@ -27,7 +28,9 @@ def shared(rows: list[list[int]], lengths: list[int], groups: list[KVGroup], pro
         request = Request("r", array("i", [1] * length), SamplingParams(), arrival=0, max_total_tokens=512)
         request.block_ids = [row for _ in groups]
         items.append(ScheduledRequest(request, length - 1, 1, True))
-    inputs = InputPacker(groups, torch.device("cpu")).pack(Step(tuple(items), len(items) - prompts, ()))
+    device = torch.device("cpu")
+    packer = InputPacker(groups, DeviceState(groups, 4, 512, device), device)
+    inputs = packer.pack(Step(tuple(items), len(items) - prompts, ()))
     return [inputs.commons[group].shared_prefix_len for group in range(len(groups))]
 
 

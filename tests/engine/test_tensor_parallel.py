@@ -10,85 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from rank_pair import GREEDY, LIMIT, MODELS, Pair, left_behind, prompts, tokens
 from test_watch import has_ended, open_files
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.loops import OverlapLoop, SerialLoop
 from pagedattn.engine.parallel import launcher
-from pagedattn.engine.parallel.launcher import Workers
 from pagedattn.errors import EngineDeadError, UnsupportedError
-
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-LIMIT = 5.0  # seconds until a lost rank is noticed
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3", {}),  # two KV heads, one for each rank
-    # One KV head, which both ranks have; the embedding is the head, and the last rank has fewer rows of it.
-    "llama": ("llama3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 509}),
-}
-
-
-def prompts() -> list[list[int]]:
-    """Six prompts of 14 to 40 tokens; the last three begin alike."""
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(3, 500, (count,), generator=generator).tolist()
-
-    shared = draw(30)
-    return [*(draw(n) for n in (14, 15, 40)), *(shared + draw(n) for n in (1, 4, 9))]
-
-
-def left_behind() -> set[str]:
-    """What a rank could leave in the file system; the folder of temporary files is this module's own."""
-    shared = [name for name in os.listdir("/dev/shm") if name.startswith(("nccl", "gloo", "torch_", "pagedattn"))]
-    return {*shared, *os.listdir(tempfile.gettempdir())}
-
-
-class Pair:
-    """An engine of one rank and one of two, over the same folder with the same settings."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        kind, changes = MODELS[name]
-        save(hf_model(kind, torch.float32, **changes), folder)
-        options: dict[str, Any] = {
-            "dtype": "float64",
-            "device": "cpu",
-            "block_size": 4,
-            "num_kv_blocks": 17,  # for little more than the longest request alone
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 24,
-            "max_prefill_share": 0.5,
-        }
-        self.one = LLM(folder, **options)
-        self.files = left_behind()
-        self.two = LLM(folder, tensor_parallel_size=2, **options)
-        self.workers: Workers = self.two.runner._workers  # type: ignore[attr-defined]
-        self.pids = [process.pid for process in self.workers.processes]
-
-    def check_nothing_is_left(self) -> None:
-        assert all(map(has_ended, self.pids))
-        assert all(channel.fileno() == -1 for channel in self.workers.channels) and not self.workers._meeting
-        assert left_behind() <= self.files
-
-    def lose(self, number: int) -> str:
-        """Send rank 1 a signal in the middle of a generation; returns what every pending request ends with."""
-        stream = self.two.stream(prompts(), GREEDY)
-        for _ in range(9):
-            next(stream)
-        os.kill(self.pids[1], number)
-        start = time.monotonic()
-        with pytest.raises(EngineDeadError) as caught:
-            list(stream)
-        assert time.monotonic() - start < LIMIT
-        for call in (self.two.step, lambda: self.two.generate([1, 2])):
-            with pytest.raises(EngineDeadError, match="rank 1 of 2"):
-                call()
-        self.check_nothing_is_left()
-        return str(caught.value)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,19 +47,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], P
         one.check_nothing_is_left()
 
 
-def tokens(llm: LLM, params: SamplingParams) -> list[list[tuple[int, ...]]]:
-    return [[c.token_ids for c in output.outputs] for output in llm.generate(prompts(), params)]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_one_rank(name: str, pair: Callable[[str], Pair]) -> None:
-    """Chunked, with a prefix cache, cold and hot, and preempted for lack of blocks."""
+    """Chunked, with a prefix cache, cold and hot, preempted for lack of blocks; serial, and overlapped with swap."""
     both = pair(name)
     for _ in range(2):
         assert tokens(both.two, GREEDY) == tokens(both.one, GREEDY)
     one, two = both.one.stats(), both.two.stats()
-    assert two == one
+    assert two.counters == one.counters
     assert two.counters.preemptions > 0 and two.counters.cached_tokens > 0
+    assert (two.counters.swapped_in_blocks > 0) == (name == "llama")
+    assert isinstance(both.two._loop, OverlapLoop if name == "llama" else SerialLoop)
     assert two.counters.steps > 2 * 40 // 12 and two.num_free_blocks == two.num_blocks
 
 
@@ -157,8 +87,9 @@ def test_sampled_tokens_and_their_probabilities(pair: Callable[[str], Pair]) -> 
     assert {reason for _, reason in lengths} == {"stop", "length"}
 
 
-def test_interrupts_leave_the_engine_usable(pair: Callable[[str], Pair]) -> None:
-    both, struck = pair("qwen3"), 0
+@pytest.mark.parametrize("name", MODELS)
+def test_interrupts_leave_the_engine_usable(name: str, pair: Callable[[str], Pair]) -> None:
+    both, struck = pair(name), 0
     want = tokens(both.one, GREEDY)
 
     def strike(*_: object) -> None:
@@ -238,12 +169,12 @@ def test_an_error_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save(hf_model("qwen3", torch.float32), tmp_path)
     fault = """
 from pagedattn.engine.runner import ModelRunner
-real, steps = ModelRunner.execute, iter(range(100))
-def execute(self, step):
+real, steps = ModelRunner.launch, iter(range(100))
+def launch(self, step):
     if self.model._ranks.rank == 1 and next(steps) == 5:
         raise ZeroDivisionError("the reason")
     return real(self, step)
-ModelRunner.execute = execute
+ModelRunner.launch = launch
 """
     plant = f"exec({fault!r}); from pagedattn.engine.parallel.worker"
     monkeypatch.setattr(launcher, "_START", launcher._START.replace("from pagedattn.engine.parallel.worker", plant))
@@ -254,7 +185,7 @@ ModelRunner.execute = execute
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 .* failed: ZeroDivisionError: the reason") as caught:
         llm.generate(prompts(), GREEDY)
     assert time.monotonic() - start < LIMIT
-    assert "in execute" in str(caught.value.__cause__)
+    assert "in launch" in str(caught.value.__cause__)
     assert all(map(has_ended, pids)) and open_files() == before
 
 

@@ -30,6 +30,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+_GEMMA3 = ["sliding_attention"] * 3 + ["full_attention"]  # kinds in an uneven ratio: three groups share its window
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
@@ -37,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("LlamaConfig", {"head_dim": 16, "rope_parameters": _LLAMA3}),
     "yarn": ("LlamaConfig", {"head_dim": 16, "rope_parameters": _YARN}),
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 8}),
+    "qwen2-mostly-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "layer_types": _GEMMA3}),
     "qwen2-half-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
 }
 

@@ -9,7 +9,8 @@ from ..hopper import FIELDS as _FIELDS
 
 FIELDS = gl.constexpr(_FIELDS)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
-LOADERS = 2  # warps that load the keys of a tile, and as many its values
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute
+LOADERS = gl.constexpr(2)  # warps that load the keys of a tile, and as many its values
 
 
 @aggregate
@@ -32,8 +33,8 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(self, BLOCK_N, D, PACK, PARTS, PAGE, CAUSAL, WINDOW, SOFTCAP, DTYPE):
-        self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
-        self.PART = gl.constexpr(min(PAGE, BLOCK_N // LOADERS))
+        self.LOAD = gl.constexpr(BLOCK_N // LOADERS.value)
+        self.PART = gl.constexpr(min(PAGE, BLOCK_N // LOADERS.value))
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
         self.PARTS, self.PAGE, self.CAUSAL = gl.constexpr(PARTS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)

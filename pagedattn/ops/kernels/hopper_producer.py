@@ -71,7 +71,7 @@ def _load_keys(w: gl.constexpr, desc, table, s_table, place, item, c, channels, 
 
 
 @gluon.jit
-def lead(desc_q, desc_k, table, s_table, place, items, channels, shape):
+def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape):
     """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first half
     of their keys."""
     n = 0  # items handed out

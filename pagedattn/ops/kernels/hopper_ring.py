@@ -88,5 +88,5 @@ class Channels:
 
     @gluon.jit
     def wait_empty_values(self, c):
-        """Until values c - 2 are no longer needed, whose place values c take."""
+        """Until the values whose place values c take are no longer needed; the two rings have as many stages."""
         self.k.wait_empty(c + 1)

@@ -21,8 +21,8 @@ from ..hopper import pack_of
 from ..launch import target_of
 from ._device import on_device
 from .hopper_consumer import LOG2E, Output, consume
-from .hopper_items import FIELDS, LOADERS, ROWS, Items, Shape
-from .hopper_producer import lead, produce_keys, produce_values
+from .hopper_items import CONSUMERS, FIELDS, LOADERS, ROWS, Items, Shape
+from .hopper_producer import produce_items, produce_keys, produce_values
 from .hopper_ring import Channels, make_ring
 
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -60,8 +60,7 @@ def _prefill_kernel(
     PARTS: gl.constexpr,
     PAGE: gl.constexpr,
     Q_STAGES: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -71,17 +70,17 @@ def _prefill_kernel(
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape = Shape(BLOCK_N, D, PACK, PARTS, PAGE, CAUSAL, WINDOW, SOFTCAP, DTYPE)
-    tail = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(tail.index(0), count=1)
-    mbarrier.init(tail.index(1), count=1)
+    tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LOADERS):
+        mbarrier.init(tail.index(i), count=1)
     channels = Channels(
-        make_ring(gl.int32, [FIELDS], INDEX, 2, 5),
+        make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(DTYPE, [BLOCK_N, D], TILE, K_STAGES, 2, 2),
-        make_ring(DTYPE, [BLOCK_N, D], TILE, V_STAGES, 2, 2),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         tail,
-        gl.allocate_shared_memory(gl.float32, [2, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
     items = Items(entries, heads, max_keys)
@@ -92,7 +91,7 @@ def _prefill_kernel(
         [
             (consume, (0, qk_scale, softcap, sinks, output, lse_out, channels, shape)),
             (consume, (1, qk_scale, softcap, sinks, output, lse_out, channels, shape)),
-            (lead, (desc_q, desc_k, table, s_table, k_place, items, channels, shape)),
+            (produce_items, (desc_q, desc_k, table, s_table, k_place, items, channels, shape)),
             (produce_keys, (1, desc_k, table, s_table, k_place, channels, shape)),
             (produce_values, (0, desc_v, table, s_table, v_place, channels, shape)),
             (produce_values, (1, desc_v, table, s_table, v_place, channels, shape)),
@@ -112,8 +111,7 @@ def constants_of(dim: int, group: int, page: int, *, causal: bool, window: int, 
         "PARTS": group // pack,
         "PAGE": page,
         "Q_STAGES": 2 if dim <= 128 else 1,
-        "K_STAGES": 2,
-        "V_STAGES": 2,
+        "STAGES": 2,
         "CAUSAL": causal,
         "WINDOW": window,
         "SOFTCAP": softcap,
@@ -126,7 +124,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor) -> None:
     group = query.shape[1] // key.shape[2]
     flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
     constants = constants_of(query.shape[2], group, key.shape[1], **flags)
-    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS)
+    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
     heads = query.shape[1] // pack
     rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
     (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)

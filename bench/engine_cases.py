@@ -1,0 +1,116 @@
+"""Workloads of the whole engine: models of random weights, and requests of random token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pagedattn.engine import SamplingParams
+
+Requests = tuple[list[list[int]], list[SamplingParams]]
+
+QWEN3_06B: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1_000_000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+LLAMA_8B: Mapping[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500_000,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+TINY: Mapping[str, Any] = {
+    **QWEN3_06B,
+    **{"vocab_size": 12000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "dtype": "float32"},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512},
+}
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """A model, the engine's options, and what it is asked."""
+
+    name: str
+    model: str
+    shape: Mapping[str, Any] = field(repr=False)
+    requests: Callable[[], Requests] = field(repr=False)
+    options: Mapping[str, Any]
+
+    def write(self, folder: Path) -> Path:
+        """The model's folder: a config, no weights and no tokenizer."""
+        (folder / "config.json").write_text(json.dumps(dict(self.shape)))
+        return folder
+
+
+def common(count: int = 256, longest: int = 1024) -> Requests:
+    """What nano-vllm's bench.py asks: 142,827 prompt and 133,966 output tokens where all is as it is there."""
+    draw = Random(0)
+    shortest = min(100, longest)
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+    return prompts, [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=draw.randint(shortest, longest))
+        for _ in range(count)
+    ]
+
+
+def shared(count: int = 512, prefix: int = 2048, own: int = 128, tokens: int = 128) -> Requests:
+    """Prompts that begin alike, such as with one system prompt."""
+    draw = Random(0)
+    begin = [draw.randint(0, 10000) for _ in range(prefix)]
+    prompts = [begin + [draw.randint(0, 10000) for _ in range(own)] for _ in range(count)]
+    return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, seed=0, max_tokens=tokens)] * count
+
+
+def equal(count: int, prompt: int, tokens: int, temperature: float = 0.0) -> Requests:
+    """Requests of one size."""
+    draw = Random(0)
+    prompts = [[draw.randint(0, 10000) for _ in range(prompt)] for _ in range(count)]
+    return prompts, [SamplingParams(temperature=temperature, ignore_eos=True, seed=0, max_tokens=tokens)] * count
+
+
+def engine_cases(gpu: bool) -> list[EngineCase]:
+    """The table; without a GPU, tiny ones of the same kinds."""
+    if not gpu:
+        small: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 256, "num_kv_blocks": 200}
+        graphs = {**small, "graph_sizes": [1, 2, 4, 8], "overlap": True}
+        return [
+            EngineCase("common", "tiny", TINY, lambda: common(12, 60), graphs),
+            EngineCase("shared", "tiny", TINY, lambda: shared(10, 64, 8, 6), graphs),
+            EngineCase("preempt", "tiny", TINY, lambda: common(12, 60), {**graphs, "num_kv_blocks": 24}),
+            EngineCase("latency", "tiny", TINY, lambda: equal(1, 20, 12), small),
+        ]
+    usual: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256}
+    small_model = ("Qwen3-0.6B", QWEN3_06B)
+    return [
+        EngineCase("common", *small_model, common, usual),
+        EngineCase("common, serial", *small_model, common, {**usual, "overlap": False}),
+        EngineCase("common, eager", *small_model, common, {**usual, "enforce_eager": True}),
+        EngineCase("shared", *small_model, shared, {**usual, "max_num_seqs": 512}),
+        EngineCase("preempt", *small_model, common, {**usual, "num_kv_blocks": 4000}),
+        EngineCase("latency", *small_model, lambda: equal(1, 128, 512), usual),
+        EngineCase("8B", "Llama-8B", LLAMA_8B, common, usual),
+    ]

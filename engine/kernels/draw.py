@@ -1,0 +1,212 @@
+"""Triton kernels that draw one token from each row of logits, by the row's own parameters, which lie on the device.
+
+A greedy row costs one pass over its logits and no noise; a row that samples the whole distribution one pass too (the
+argmax of logits plus Gumbel noise is a sample). top_k and top_p cost about 70 passes of a program a row, which search
+the cutoff by bisection of the scores' bits: no sort, exact, and the same in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PARAMS = 6  # int32 words a row: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
+_BLOCK = 2048
+_PROGRAMS = 528  # four for each of 132 SMs
+
+
+@triton.jit
+def _order(score):
+    """float32 to int32 of the same order; both zeros are one."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _scores(logits, first, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    index = first + tl.arange(0, BLOCK)  # [BLOCK] over the vocabulary
+    return tl.load(logits + index, mask=index < VOCAB, other=-float("inf")).to(tl.float32) / temperature
+
+
+@triton.jit
+def _best_score(logits, temperature, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        best = tl.maximum(best, _scores(logits, first, temperature, VOCAB, BLOCK))
+    return tl.max(best)
+
+
+@triton.jit
+def _count_from(logits, temperature, order, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many scores are of this order or above."""
+    count = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, VOCAB, BLOCK):
+        inside = first + tl.arange(0, BLOCK) < VOCAB
+        above = _order(_scores(logits, first, temperature, VOCAB, BLOCK)).to(tl.int64) >= order
+        count += (above & inside).to(tl.int32)
+    return tl.sum(count)
+
+
+@triton.jit
+def _mass_above(logits, temperature, best, order, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """exp(score - best), summed over the scores above this order."""
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, VOCAB, BLOCK):
+        score = _scores(logits, first, temperature, VOCAB, BLOCK)
+        mass += tl.where(_order(score).to(tl.int64) > order, tl.exp(score - best), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _cutoff_kernel(logits, params, rows, cutoffs, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest score that top_k, top_p of what it left, and min_p leave in the row."""
+    at = tl.program_id(0)
+    settings = params + tl.load(rows + at).to(tl.int64) * 6
+    temperature = tl.load(settings).to(tl.float32, bitcast=True)
+    top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
+    min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
+    top_k = tl.load(settings + 3)
+    limited = (top_k > 0) & (top_k < VOCAB)
+    cutoff = -float("inf")
+    if (temperature > 0) & (limited | (top_p < 1) | (min_p > 0)):
+        row = logits + at.to(tl.int64) * stride
+        best = _best_score(row, temperature, VOCAB, BLOCK)
+        highest = _order(best).to(tl.int64)
+        low = highest * 0 - 2147483648
+        if limited:
+            high = highest
+            for _ in range(32):  # the largest order that top_k scores reach
+                middle = (low + high + 1) >> 1
+                enough = _count_from(row, temperature, middle, VOCAB, BLOCK) >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+        if top_p < 1:
+            mass = _mass_above(row, temperature, best, low, VOCAB, BLOCK)
+            if limited:  # of those that tie for the last place, as many as top_k leaves room for
+                bits = low.to(tl.int32)
+                last = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+                ties = top_k - _count_from(row, temperature, low + 1, VOCAB, BLOCK)
+                mass += ties.to(tl.float32) * tl.exp(last - best)
+            high = highest
+            for _ in range(32):  # the smallest order above which there is less than top_p
+                middle = (low + high) >> 1
+                inside = _mass_above(row, temperature, best, middle, VOCAB, BLOCK) < top_p * mass
+                high = tl.where(inside, middle, high)
+                low = tl.where(inside, low, middle + 1)
+            low = high
+        bits = low.to(tl.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        cutoff = tl.where(limited | (top_p < 1), bits.to(tl.float32, bitcast=True), cutoff)
+        cutoff = tl.maximum(cutoff, tl.where(min_p > 0, best + tl.log(tl.maximum(min_p, 1e-30)), cutoff))
+    tl.store(cutoffs + at, cutoff)
+
+
+@triton.jit
+def _next_state(state):
+    """A step of splitmix64 (Steele et al. 2014)."""
+    x = state + tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _mixed(x):
+    """A bijection of uint32, each output bit depending on each input bit. Constants: C. Wellons, hash prospector."""
+    x = (x ^ (x >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), 0x735A2D97, tl.uint32)
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def _gumbel(index, key):
+    """Gumbel noise of 31 bits that hash the row's key and the token id."""
+    bits = (_mixed(_mixed(index.to(tl.uint32)) ^ key) & 0x7FFFFFFF).to(tl.int32)
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
+    # log(1 - uniform) exactly where it is small too (Goldberg 1991, theorem 4).
+    rest = 1.0 - uniform
+    exact = tl.log(rest) * (uniform / (rest - 1.0))
+    return -tl.log(tl.where(rest == 1.0, uniform, exact))
+
+
+@triton.jit
+def _draw_kernel(
+    logits,
+    params,
+    rows,
+    lengths,
+    cutoffs,
+    best_out,
+    token_out,
+    stride,
+    CHUNK: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part): the best token of a part of the vocabulary; the first of equals."""
+    at = tl.program_id(0)
+    part = tl.program_id(1)
+    settings = params + tl.load(rows + at).to(tl.int64) * 6
+    temperature = tl.load(settings).to(tl.float32, bitcast=True)
+    low, high = tl.load(settings + 4).to(tl.uint32, bitcast=True), tl.load(settings + 5).to(tl.uint32, bitcast=True)
+    state = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+    key = (_next_state(state ^ tl.load(lengths + at).to(tl.uint64)) >> 32).to(tl.uint32)
+    cutoff = tl.load(cutoffs + at)
+    row = logits + at.to(tl.int64) * stride
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    token = tl.full((BLOCK,), 0, tl.int32)
+    for first in range(part * CHUNK, tl.minimum(part * CHUNK + CHUNK, VOCAB), BLOCK):
+        index = first + tl.arange(0, BLOCK)  # [BLOCK] over the vocabulary
+        score = _scores(row, first, 1.0, VOCAB, BLOCK)
+        broken = score != score
+        if temperature > 0:
+            score = score / temperature
+            score = tl.where(score < cutoff, -float("inf"), score) + _gumbel(index, key)
+        score = tl.where(broken, float("inf"), score)
+        better = (score > best) & (index < VOCAB)
+        best = tl.where(better, score, best)
+        token = tl.where(better, index, token)
+    top = tl.max(best)
+    out = at * tl.num_programs(1) + part
+    tl.store(best_out + out, top)
+    tl.store(token_out + out, tl.min(tl.where(best == top, token, VOCAB)))
+
+
+@triton.jit
+def _choose_kernel(best, token, tokens, PARTS: tl.constexpr, N: tl.constexpr):
+    """The best of a row's parts; -1 where no score is finite, or one is NaN or infinite."""
+    at = tl.program_id(0)
+    part = tl.arange(0, N)  # [N] over parts
+    score = tl.load(best + at * PARTS + part, mask=part < PARTS, other=-float("inf"))
+    top = tl.max(score)
+    chosen = tl.min(tl.where(score == top, tl.load(token + at * PARTS + part, mask=part < PARTS, other=0), 2147483647))
+    tl.store(tokens + at, tl.where(tl.abs(top) < float("inf"), chosen, -1))
+
+
+def draw(
+    logits: torch.Tensor, params: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Draw a token from each row of logits into `tokens`; allocates what a CUDA graph can replay.
+
+    Reads the logits once: 256 rows of 151,936 in bfloat16 are 78 MB, 18 us at 4.3 TB/s.
+
+    Args:
+        logits: [n, vocab] floats. params: [R, PARAMS] int32. rows: [n], which of them each row of logits has.
+        lengths: [n] int32, position of the token to be drawn. tokens: [n] int32, -1 where no logit is finite.
+    """
+    count, vocab = logits.shape
+    blocks = triton.cdiv(vocab, _BLOCK)
+    each = triton.cdiv(blocks, max(1, min(64, _PROGRAMS // max(1, count))))
+    parts = triton.cdiv(blocks, each)
+    cutoffs = torch.empty(count, dtype=torch.float32, device=logits.device)
+    best = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
+    token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
+    sizes = {"VOCAB": vocab, "BLOCK": _BLOCK}
+    with torch.cuda.device_of(logits):
+        _cutoff_kernel[(count,)](logits, params, rows, cutoffs, logits.stride(0), **sizes, num_warps=8)
+        _draw_kernel[(count, parts)](
+            *(logits, params, rows, lengths, cutoffs, best, token, logits.stride(0)),
+            **{"CHUNK": each * _BLOCK, **sizes, "num_warps": 8},
+        )
+        _choose_kernel[(count,)](best, token, tokens, PARTS=parts, N=triton.next_power_of_2(parts), num_warps=1)

@@ -1,0 +1,188 @@
+"""The attention function that transformers calls, and what it asks for per layer.
+
+Everything the function needs comes with the forward, as the keyword `paged_step`; nothing is kept between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .. import Attention, LayerCache, StepMetadata
+from ..errors import InvalidInputError, UnsupportedError
+from .hf_masks import describe_mask
+
+# One name, without the words that transformers treats specially in it ("flash", "sdpa", "flex", a slash).
+NAME = "pagedattn"
+PROBE_NAME = "pagedattn_probe"  # also describes masks, which serving leaves out
+
+# What models hand on to attention without meaning attention by it.
+_IGNORED = {"cache_position", "output_router_logits", "position_ids", "return_dict", "use_cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asks of attention, all of it from the call itself and nothing from the config.
+
+    `sliding_window` counts the token itself (transformers keeps q - k < W). `sinks_at` is where the sinks lie.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks_at: int | None
+
+
+class Attends(Protocol):
+    """What `paged_step` is: takes one layer's call."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        call: AttentionCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] to [1, T, Hq, Dv]."""
+        ...
+
+
+def register() -> None:
+    """Make `attn_implementation="pagedattn"` known to transformers. May be called again.
+
+    No mask function goes with the name, so that transformers builds no mask at all.
+
+    Raises:
+        UnsupportedError: transformers 5 is not installed.
+    """
+    transformers = import_transformers()
+    for name in (NAME, PROBE_NAME):
+        transformers.AttentionInterface.register(name, attention_forward)
+    transformers.AttentionMaskInterface.register(PROBE_NAME, describe_mask)
+
+
+def import_transformers() -> Any:
+    """The package, or UnsupportedError where it is missing or older than version 5."""
+    remedy = 'install it: pip install "pagedattn[hf]"'
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(f"running a Hugging Face model needs transformers >= 5 ({error}); {remedy}") from error
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise UnsupportedError(f"transformers >= 5 is needed, {transformers.__version__} is installed; {remedy}")
+    return transformers
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: query [1, Hq, T, D], key and value [1, Hkv, T, D], rotated, not repeated.
+
+    Raises:
+        UnsupportedError: the call wants what a paged layer cannot give, or comes from outside a packed forward.
+    """
+    where = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)}"
+    step: Attends | None = options.pop("paged_step", None)
+    if step is None:
+        raise UnsupportedError(
+            f"{where} got no paged step: run the model through pagedattn.integrations.transformers.PackedModel; if it "
+            "is run so, its layers do not hand keywords on to attention, or this one is a tower that should be on sdpa"
+        )
+    sinks = options.pop("s_aux", None)
+    call = _read_call(module, where, query, key, value, scaling, dropout, sinks, options)
+    return step.attend(module, call, query, key, value, attention_mask, sinks), None
+
+
+def _read_call(
+    module: torch.nn.Module,
+    where: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    sinks: torch.Tensor | None,
+    options: Mapping[str, Any],
+) -> AttentionCall:
+    layer = getattr(module, "layer_idx", None)
+    if type(layer) is not int:
+        raise UnsupportedError(f"{where} has no layer_idx and so no place in the KV cache (a vision or audio tower?)")
+    if module.training or dropout:
+        raise UnsupportedError(f"{where} is in training, or wants dropout; call model.eval(): the cache is inference")
+    if getattr(module, "is_causal", True) is False or options.get("is_causal", True) in (False, 0):
+        raise UnsupportedError(f"{where} attends both ways (is_causal is False); only causal decoders are paged")
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedError(f"{where} has {query.shape[2]} queries and {key.shape[2]} keys: cross attention?")
+    known = {"is_causal", "sliding_window", "softcap", *_IGNORED}
+    unknown = [
+        name for name, given in options.items() if name not in known and given is not None and given is not False
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f"{where} gives its attention {', '.join(sorted(unknown))}, which no paged layer honours"
+        )
+    window = options.get("sliding_window")
+    return AttentionCall(
+        layer=layer,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        head_dim_v=value.shape[3],
+        scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=window if window is not None and window > 0 else None,
+        softcap=options.get("softcap") or None,
+        sinks_at=None if sinks is None else sinks.data_ptr(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """One step of many sequences in one row, for all layers of a model."""
+
+    layers: Mapping[int, tuple[AttentionCall, Attention]]
+    caches: Sequence[LayerCache] | None
+    metadata: StepMetadata
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        call: AttentionCall,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `Attends`; `sinks` are those that the layer was built with."""
+        learnt, layer = self.layers.get(call.layer, (None, None))
+        if layer is None or call != learnt:
+            raise UnsupportedError(
+                f"{type(module).__name__} of layer {call.layer} asks for {call}, it used to: {learnt}"
+            )
+        if mask is not None:
+            raise UnsupportedError(f"layer {call.layer} was given a mask, which a packed step has no place for")
+        if len(query) != 1:
+            raise InvalidInputError("input_ids", "one row [1, T] with all sequences", f"{len(query)} rows")
+        # A float32 residual stream may come with a half-precision cache.
+        q, k, v = (x[0].transpose(0, 1).to(layer.spec.dtype) for x in (query, key, value))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out = layer(q, k, v, None if self.caches is None else self.caches[call.layer], self.metadata)
+        return out[None].to(value.dtype)

@@ -1,0 +1,100 @@
+"""How many blocks the cache gets, and what is refused because they do not suffice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_runner import make_runner
+from tiny_models import hf_model, save
+
+from pagedattn.engine import kv_memory
+from pagedattn.engine.config import EngineConfig
+from pagedattn.engine.step import KVGroup, Step
+from pagedattn.errors import CapacityError
+
+GRAPHS = Step((), 0, ())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(hf_model("qwen2-half-window", torch.float64), tmp_path)
+
+
+class TestSizing:
+    def config(self, **options: Any) -> EngineConfig:
+        return EngineConfig(**{"model": "m", "max_num_batched_tokens": 100, "max_num_seqs": 8, **options})
+
+    def size(self, device: str, **options: Any) -> int:
+        return self.size_of(1000, device, **options)
+
+    def size_of(self, block_bytes: int, device: str, **options: Any) -> int:
+        """Blocks for sequences of 50 tokens, of which one takes 5 blocks of each group."""
+        config, groups = self.config(**options), [KVGroup(10), KVGroup(10)]
+        graphs = lambda: self.steps.append(GRAPHS) or 2_000  # noqa: E731
+        return kv_memory.size_kv_blocks(
+            config, torch.device(device), block_bytes, groups, 50, self.steps.append, graphs
+        )
+
+    def setup_method(self) -> None:
+        self.steps: list[Step] = []
+
+    def test_given(self) -> None:
+        assert self.size("cpu", num_kv_blocks=7) == 7
+        assert self.steps == []
+
+    def test_a_length_that_was_asked_for_must_be_reached(self, caplog: pytest.LogCaptureFixture) -> None:
+        """49 tokens are written of a sequence of 50: 10 blocks of two groups, and the null block."""
+        assert self.size("cpu", num_kv_blocks=11, max_model_len=50) == 11
+        words = "a sequence of 50 tokens needs 11 blocks and the KV cache has 10; lower max_model_len to 41"
+        with pytest.raises(CapacityError, match=words):
+            self.size("cpu", num_kv_blocks=10, max_model_len=50)
+        assert self.size("cpu", num_kv_blocks=10) == 10 and "sequences end at 41 tokens" in caplog.text
+
+    def test_more_blocks_than_the_device_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (25_500, 100_000))
+        assert self.size("cuda", num_kv_blocks=25) == 25
+        with pytest.raises(CapacityError, match=r"num_kv_blocks=26 of 1000 bytes .* lower num_kv_blocks to 25 at most"):
+            self.size("cuda", num_kv_blocks=26)
+
+    def test_cpu(self) -> None:
+        assert self.size("cpu") == 81
+        assert self.size_of(1 << 28, "cpu") == 11
+        assert self.size_of(1 << 25, "cpu") == 32
+
+    @pytest.mark.parametrize("free", [40_000, 4_000])
+    def test_gpu(self, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        facts = {
+            "empty_cache": None,
+            "reset_peak_memory_stats": None,
+            "synchronize": None,
+            "max_memory_reserved": 25_000,
+            "memory_reserved": 20_000,
+            "mem_get_info": (free, 100_000),
+        }
+        for name, value in facts.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        if free < 10_000:
+            with pytest.raises(CapacityError, match="gpu_memory_utilization"):
+                self.size("cuda")
+            return
+        # 100,000 x 0.9 - 60,000 in use - 5,000 of activations - 2,000 of graphs
+        assert self.size("cuda") == 23
+        prompts, decodes, graphs = self.steps
+        assert graphs is GRAPHS, "graphs are measured when all else is warm"
+        assert prompts.num_tokens == 100
+        assert len(prompts.scheduled) == 8
+        assert (decodes.num_tokens, decodes.num_decodes) == (8, 8)
+        assert all(item.samples for item in (*prompts.scheduled, *decodes.scheduled))
+        assert max(item.start + item.num_tokens for item in decodes.scheduled) == 50, "the model has 50 positions"
+
+    def test_warm_up_steps_run(self, folder: Path) -> None:
+        runner = make_runner(folder, num_kv_blocks=2)
+        for options in ({}, {"max_num_seqs": 200}, {"max_num_batched_tokens": 1}, {"max_num_seqs": 1}):
+            config = self.config(**options)
+            for step in kv_memory._warm_up_steps(config, len(runner.kv_groups), 50):
+                assert step.num_tokens <= config.max_num_batched_tokens
+                assert all(item.request.token_ids and item.start + item.num_tokens <= 50 for item in step.scheduled)
+                assert len(runner.execute(step)) == len(step.scheduled) > 0
