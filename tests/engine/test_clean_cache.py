@@ -49,7 +49,7 @@ def test_blocks_of_a_failed_step_are_named_again() -> None:
 def test_a_clean_cache_holds_only_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are poisoned whenever nobody holds them; with clean_cache no step sees the poison, without it one does."""
     folder = save(hf_model("qwen2-half-window", torch.float32), tmp_path)
-    execute = ModelRunner._execute
+    execute = ModelRunner.execute
 
     def poisoned(clean: bool) -> bool:
         seen = []
@@ -62,7 +62,7 @@ def test_a_clean_cache_holds_only_what_is_computed(tmp_path: Path, monkeypatch: 
             self.cache.slabs.view(torch.float32)[:, rest] = float("nan")
             return out
 
-        monkeypatch.setattr(ModelRunner, "_execute", checked)
+        monkeypatch.setattr(ModelRunner, "execute", checked)
         options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 24, "block_size": 4}
         llm = LLM(str(folder), **options, clean_cache=clean, enable_prefix_caching=False, max_num_seqs=1)
         llm.generate([list(range(3, 20)), list(range(9, 30))], SamplingParams(temperature=0.0, max_tokens=6))

@@ -42,7 +42,11 @@ def test_reads_what_transformers_saves(name: str, tmp_path: Path) -> None:
     assert ours.head_dim == (32 if name == "qwen3" else 16)
     assert ours.rope.kind == theirs.rope_parameters["rope_type"]
     assert ours.eos_token_ids == (2,)
-    windows = {"mistral": (8,) * 4, "qwen2-half-window": (None, None, 8, 8)}
+    windows = {
+        "mistral": (8,) * 4,
+        "qwen2-half-window": (None, None, 8, 8),
+        "qwen2-mostly-window": (8, 8, 8, None),
+    }
     assert ours.sliding_windows == windows.get(name, (None,) * 4)
 
 

@@ -48,7 +48,10 @@ def hf_config(name: str, **changes: Any) -> Any:
     import transformers
 
     kind, extra = MODELS[name]
-    return getattr(transformers, kind)(**{**_BASE, **extra, **changes})
+    options = {**_BASE, **extra, **changes}
+    if "layer_types" in options:
+        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    return getattr(transformers, kind)(**options)
 
 
 def hf_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
