@@ -28,11 +28,11 @@ SUITES = (
     *("tests/gpu", "tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py"),
     *("tests/engine/test_fused_ops.py", "tests/engine/test_draw_kernels.py"),
 )
-ALONE = (
+ALONE = (  # these take most of the device's memory
     "tests/gpu/test_large_cache.py",
     "tests/engine/test_runner_gpu.py",
     "tests/engine/test_swap_gpu.py",
-)  # these take most of the device's memory
+)
 
 
 def main() -> int:
