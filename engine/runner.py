@@ -133,17 +133,17 @@ class ModelRunner:
                 return None
             drawn, rows = None, hidden if inputs.only_decodes else hidden.index_select(0, inputs.sampled_rows)
             logits = self.model.logits(rows)
-        last = self._state.last_tokens
         tokens = self._sampler.draw(
             logits,
             sampling,
             params=(self._state.params, inputs.state_rows, inputs.lengths),
-            last_tokens=last.index_select(0, inputs.state_rows) if inputs.special else None,
+            # A row's last token is its input. What the device state has is of this step already, where a graph ran.
+            last_tokens=inputs.input_ids.index_select(0, inputs.sampled_rows) if inputs.special else None,
             drawn=drawn,
             special=inputs.special,
         )
         if tokens.tokens is not drawn:
-            last.index_put_((inputs.state_rows,), tokens.tokens.to(torch.int32))
+            self._state.last_tokens.index_put_((inputs.state_rows,), tokens.tokens.to(torch.int32))
         return tokens
 
     def _allocate(self, config: EngineConfig, block_bytes: int, ranks: Ranks | None) -> None:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+# A kernel cannot have an argument `params`: Triton's launcher has a local of that name.
 PARAMS = 6  # int32 words a row: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
 _BLOCK = 2048
 _PROGRAMS = 528  # four for each of 132 SMs
@@ -59,10 +60,10 @@ def _mass_above(logits, temperature, best, order, VOCAB: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _cutoff_kernel(logits, params, rows, cutoffs, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _cutoff_kernel(logits, table, rows, cutoffs, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest score that top_k, top_p of what it left, and min_p leave in the row."""
     at = tl.program_id(0)
-    settings = params + tl.load(rows + at).to(tl.int64) * 6
+    settings = table + tl.load(rows + at).to(tl.int64) * 6
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
     min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
@@ -133,7 +134,7 @@ def _gumbel(index, key):
 @triton.jit
 def _draw_kernel(
     logits,
-    params,
+    table,
     rows,
     lengths,
     cutoffs,
@@ -147,7 +148,7 @@ def _draw_kernel(
     """Program (row, part): the best token of a part of the vocabulary; the first of equals."""
     at = tl.program_id(0)
     part = tl.program_id(1)
-    settings = params + tl.load(rows + at).to(tl.int64) * 6
+    settings = table + tl.load(rows + at).to(tl.int64) * 6
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     low, high = tl.load(settings + 4).to(tl.uint32, bitcast=True), tl.load(settings + 5).to(tl.uint32, bitcast=True)
     state = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
