@@ -34,6 +34,8 @@ class EngineConfig:
             to max_num_seqs or 512 on a GPU, and none elsewhere.
         overlap: launch each step before the tokens of the last are read. None does so on a GPU: elsewhere there is
             nothing to overlap, and tokens would come a step later.
+        freeze_gc: leave what exists when the engine starts out of garbage collection as long as the engine lives, since
+            collecting it stalls steps. None does so on a GPU.
         tensor_parallel_size: processes that share the model, each on a GPU of its own from `device` on (or on the CPU).
         step_timeout: seconds after which a step of several processes counts as hung although all of them live.
         backend: attention backend by name; None chooses.
@@ -67,6 +69,7 @@ class EngineConfig:
     enforce_eager: bool = False
     graph_sizes: Sequence[int] | None = None
     overlap: bool | None = None
+    freeze_gc: bool | None = None
     tensor_parallel_size: int = 1
     step_timeout: float = 300.0
     backend: str | None = None
@@ -94,7 +97,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
-        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "clean_cache"):
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "freeze_gc", "clean_cache"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
                 raise InvalidInputError(name, "a bool", repr(value))
@@ -147,7 +150,7 @@ _LOWEST = {
     "max_waiting": 1,
     "swap_space": 0,
 }
-_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "swap_space")
+_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
 
 
 def _checked_sizes(sizes: object) -> tuple[int, ...]:

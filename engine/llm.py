@@ -14,11 +14,12 @@ from .chat_encoding import encode_chat
 from .chat_template import ChatTemplate
 from .config import EngineConfig
 from .engine import Engine
+from .garbage import freeze_while_alive
 from .outputs import RequestOutput, TokenDelta
 from .paths import ModelFolder
 from .prompts import Prompt, is_batch
 from .sampling_params import SamplingParams
-from .step import Closes, Describes, Runner
+from .step import Closes, Describes, Launches, Runner
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ class LLM(Engine):
             UnsupportedError, WeightsError, SecurityError, CapacityError: the model cannot be loaded or served.
         """
         config = EngineConfig.from_options(model, options)
-        self._start(config, _make_runner(config))
+        runner = _make_runner(config)
+        self._start(config, runner)
+        on_gpu = isinstance(runner, Launches) and runner.prefers_overlap
+        if on_gpu if config.freeze_gc is None else config.freeze_gc:
+            freeze_while_alive(self)
 
     @classmethod
     def from_runner(cls, config: EngineConfig, runner: Runner) -> LLM:

@@ -18,6 +18,7 @@ from .step import SampledToken
 
 _LOWEST_TEMPERATURE = 1e-5
 _INFINITY = float("inf")
+_GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 over the golden ratio: spreads token ids over int32
 
 
 class DrawnTokens:
@@ -66,7 +67,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._token_hash = _mix(torch.arange(vocab_size, dtype=torch.int32, device=device))
+        self._token_hash = torch.arange(vocab_size, dtype=torch.int32, device=device) * _GOLDEN
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         """logits [n, vocab_size], row i for the next token of `requests[i]`, to n tokens.
@@ -179,7 +180,7 @@ class Sampler:
         """Gumbel-max: the argmax of log probability plus Gumbel noise is a sample (Gumbel 1954; no softmax needed)."""
         settings = [request.sampling for request in requests]
         (temperature,) = self._columns([(max(s.temperature, _LOWEST_TEMPERATURE),) for s in settings])
-        scores = scores / temperature
+        scores = scores * temperature.reciprocal()
         cutoff = self._cutoff(scores, settings)
         if cutoff is not None:
             scores.masked_fill_(scores < cutoff, -_INFINITY)

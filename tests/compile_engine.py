@@ -20,24 +20,40 @@ def compile_fused(arch: int, kind: str, dim: int, heads: int, kv_heads: int) -> 
         return dict.fromkeys(names, f"*{kind}") | {"eps": "fp32"}
 
     pointers = types("x", "residual", "weight", "out", "gate_up")
-    size = {"SIZE": 4096, "N": 4096, "ADD": True}
+    size = {"SIZE": 4096, "N": 4096, "ADD": True, "PDL": arch >= 90}
     report(f"rms_norm-sm{arch}-{kind}", fused._rms_norm_kernel, pointers, size, arch, num_warps=16)
-    silu: dict[str, Any] = {"SIZE": 3072, "BLOCK": 1024}
+    silu: dict[str, Any] = {"SIZE": 3072, "BLOCK": 1024, "PDL": arch >= 90}
     report(f"silu_mul-sm{arch}-{kind}", fused._silu_mul_kernel, pointers, silu, arch, num_warps=4)
-    shape = {"S": 16, "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": dim // 2, "AT_ONCE": 8, "NORM": True}
+    shape = {
+        "S": 16,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "D": dim,
+        "HALF": dim // 2,
+        "AT_ONCE": 8,
+        "NORM": True,
+        "PDL": arch >= 90,
+    }
     rows = types("qkv", "q_weight", "k_weight", "cos_sin", "key_cache", "value_cache")
     rows |= {"positions": "*i32", "slots": "*i64"}
     report(f"turn_and_write-sm{arch}-{kind}-D{dim}", fused._qkv_kernel, rows, shape, arch, num_warps=4)
 
 
 def compile_draw(arch: int, kind: str) -> None:
-    whole = dict.fromkeys(("params", "rows", "lengths", "token_out", "token", "tokens"), "*i32")
+    whole = dict.fromkeys(("table", "rows", "lengths", "token_out", "token", "tokens"), "*i32")
     floats = dict.fromkeys(("cutoffs", "best_out", "best"), "*fp32")
     types = {**whole, **floats, "logits": f"*{kind}"}
-    sizes = {"VOCAB": VOCAB, "BLOCK": 2048}
+    sizes = {"VOCAB": VOCAB, "BLOCK": 2048, "PDL": arch >= 90}
     report(f"cutoff-sm{arch}-{kind}", draw._cutoff_kernel, types, sizes, arch, num_warps=8)
-    report(f"draw-sm{arch}-{kind}", draw._draw_kernel, types, {**sizes, "CHUNK": 76 * 2048}, arch, num_warps=8)
-    report(f"choose-sm{arch}", draw._choose_kernel, types, {"PARTS": 3, "N": 4}, arch, num_warps=1)
+    report(
+        f"draw-sm{arch}-{kind}",
+        draw._draw_kernel,
+        types,
+        {**sizes, "CHUNK": 76 * 2048, "NATIVE": True},
+        arch,
+        num_warps=8,
+    )
+    report(f"choose-sm{arch}", draw._choose_kernel, types, {"PARTS": 3, "N": 4, "PDL": arch >= 90}, arch, num_warps=1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .chain import chained
+
 _SILU_BLOCK = 1024
 
 
@@ -21,23 +23,37 @@ def _rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, stride_x, stride_r, eps, SIZE: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    stride_x,
+    stride_r,
+    eps,
+    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, N)  # [N] over the row
     mask = index < SIZE
+    scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)  # a weight: nobody writes it
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     KIND: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * stride_x + index, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value = _rounded(value + tl.load(residual + row * stride_r + index, mask=mask, other=0.0).to(tl.float32), KIND)
         tl.store(residual + row * stride_r + index, value.to(KIND), mask=mask)
     normed = _rounded(value * tl.rsqrt(tl.sum(value * value) / SIZE + eps), KIND)
-    scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + index, (normed * scale).to(KIND), mask=mask)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] over the row
     mask = index < SIZE
@@ -101,8 +117,12 @@ def _qkv_kernel(
     HALF: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
@@ -144,7 +164,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     constants = {"SIZE": size, "N": block, "ADD": residual is not None}
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(rows,)](
-            x, added, weight, out, x.stride(0), added.stride(0), eps, **constants, num_warps=_warps(block)
+            x, added, weight, out, x.stride(0), added.stride(0), eps, **constants, num_warps=_warps(block), **chained(x)
         )
     return out
 
@@ -155,7 +175,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     with torch.cuda.device_of(gate_up):
         _silu_mul_kernel[(rows, triton.cdiv(size, _SILU_BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **chained(gate_up)
         )
     return out
 
@@ -183,6 +203,7 @@ def turn_and_write(
             *(*key_cache.stride()[:3], *value_cache.stride()[:3]),
             **{"S": size, "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": triton.next_power_of_2(dim // 2)},
             **{"AT_ONCE": at_once, "NORM": weights is not None, "num_warps": 4 if at_once * dim >= 512 else 1},
+            **chained(qkv),
             enable_fp_fusion=False,  # a fused multiply-add of halves skips a rounding that torch makes
         )
 

@@ -24,6 +24,7 @@ import torch
 from pagedattn.errors import InvalidInputError
 
 from ..config import EngineConfig
+from ..garbage import freeze_while_alive
 from ..runner import LaunchedStep, ModelRunner
 from .channel import Channel, Kind, packets
 from .ranks import ProcessRanks
@@ -104,6 +105,7 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
         torch.set_num_threads(start["threads"])
     ranks = ProcessRanks(start["rank"], start["size"], start["meeting_file"], device)
     runner = ModelRunner(EngineConfig(**start["config"]), ranks)
+    freeze_while_alive(runner)
     facts = {
         "num_kv_blocks": runner.num_kv_blocks,
         "swap_room": [runner.swap_room.num_blocks, runner.swap_room.tokens_per_block],
