@@ -28,7 +28,7 @@ class HostClock:
         for owner, names in (
             (scheduler, {"assume": "update", "schedule": "schedule", "resolve": "update", "update": "update"}),
             (runner, {"launch": "launch"}),
-            (runner._inputs, {"pack": "pack"}),  # type: ignore[attr-defined]
+            (runner._packer, {"pack": "pack"}),  # type: ignore[attr-defined]
             (llm, {"_report": "report"}),
         ):
             for name, part in names.items():

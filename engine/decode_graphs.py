@@ -16,9 +16,11 @@ import torch
 from pagedattn import CommonAttentionMetadata, LayerCache, StepMetadata, plan_step
 from pagedattn.errors import UnsupportedError
 
+from .decode_inputs import DecodeRows, packed_decodes, write_decodes
 from .device_state import DeviceState
 from .model_factory import CausalModel
-from .step_inputs import StepInputs
+from .packed_step import PackedStep
+from .step_inputs import SampledRows, transfer
 
 _MOST = 512
 # Tokens of a shared prefix that a graph may read more than once. On an H200 their keys and values are 15 GB of a 0.6B
@@ -42,6 +44,7 @@ class CapturedStep:
 
     size: int
     metadata: StepMetadata
+    commons: list[CommonAttentionMetadata]  # by KV group, tensors of `metadata`
     replay: Callable[[], object]
 
 
@@ -67,10 +70,9 @@ class DecodeGraphs:
         self._model, self._state, self._device = model, state, device
         self._num_groups, self._max_model_len = num_groups, max_model_len
         largest = self.sizes[-1]
-        self._ids, self._positions, self._tokens = (
-            torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3)
-        )
-        self._rows = torch.full((largest,), state.num_rows, dtype=torch.int32, device=device)
+        ids, positions, self._tokens = (torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3))
+        nobodys = torch.full((largest,), state.num_rows, dtype=torch.int32, device=device)
+        self._rows = DecodeRows(ids, positions, nobodys, torch.ones_like(ids))
         vocab = model.config.vocab_size
         self._logits = torch.empty(largest, vocab, dtype=model.dtype, device=device)
         self._steps: dict[int, CapturedStep] = {}
@@ -114,45 +116,47 @@ class DecodeGraphs:
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 return
 
-    def serves(self, inputs: StepInputs) -> bool:
+    def serves(self, packed: PackedStep) -> bool:
         """Whether a captured step holds this one, and should: a graph reads a shared prefix once for each sequence."""
-        common = inputs.commons[0]
-        count = common.num_seqs
-        if common.shared_prefix_len * (count - 1) > _MOST_READ_AGAIN:
+        count = len(packed.rows)
+        if packed.shared[0] * (count - 1) > _MOST_READ_AGAIN:
             return False
-        return inputs.only_decodes and count <= self.sizes[-1] and self._size_for(count) in self._steps
+        return packed.only_decodes and count <= self.sizes[-1] and self._size_for(count) in self._steps
 
-    def run(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [n, vocab] and, on a GPU, tokens [n], which are in the device state too; both until the next run."""
-        count = inputs.commons[0].num_seqs
+    def run(self, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor | None, SampledRows]:
+        """Logits [n, vocab] and, on a GPU, tokens [n], which are in the device state too; and whose they are.
+
+        All of it is true until the next run.
+        """
+        state, deltas, count = self._state, packed.deltas, len(packed.rows)
         size = self._size_for(count)
         step = self._steps[size]
-        self._ids[:count].copy_(inputs.input_ids)
-        self._positions[:count].copy_(inputs.positions)
-        self._rows[:count].copy_(inputs.state_rows)
-        if count < size:
-            self._rows[count:size].fill_(self._state.num_rows)
-            self._ids[count:size].zero_()
-            self._positions[count:size].zero_()
-        plan_step(self._model.attention_layers(), inputs.commons, into=step.metadata)
+        if deltas.beyond:
+            state.apply(*transfer(deltas.parts, self._device))
+        sent = packed_decodes(packed, size, state.num_rows, self._device)
+        write_decodes(sent, count, state, self._rows.first(size), step.commons)
+        plan_step(self._model.attention_layers(), _as_packed(step.commons, packed), into=step.metadata)
         step.replay()
         self.replays += 1
-        return self._logits[:count], self._tokens[:count] if self._draws else None
+        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(count)
 
     def _size_for(self, count: int) -> int:
         return self.sizes[bisect_left(self.sizes, count)]
 
     def _capture(self, size: int, caches: Sequence[LayerCache]) -> CapturedStep:
         metadata = self._plan(size)
+        planned = {layer.kv_group: metadata.by_key[layer.plan_key].common for layer in self._model.attention_layers()}
+        commons = [planned[group] for group in range(self._num_groups)]
+        rows = self._rows.first(size)
 
         def run() -> None:
-            hidden = self._model(self._ids[:size], self._positions[:size], caches, metadata)
+            hidden = self._model(rows.ids, rows.positions, caches, metadata)
             self._model.logits(hidden, out=self._logits[:size])
             if self._draws:
-                self._draw(size)
+                self._draw(rows)
 
         if self._device.type != "cuda":
-            return CapturedStep(size, metadata, run)
+            return CapturedStep(size, metadata, commons, run)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels and chooses algorithms, which a capture must not
@@ -161,14 +165,15 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
-        return CapturedStep(size, metadata, graph.replay)
+        return CapturedStep(size, metadata, commons, graph.replay)
 
-    def _draw(self, size: int) -> None:
+    def _draw(self, rows: DecodeRows) -> None:
         from .kernels.draw import draw
 
-        rows, tokens = self._rows[:size], self._tokens[:size]
-        draw(self._logits[:size], self._state.params, rows, self._positions[:size] + 1, tokens)
-        self._state.last_tokens.index_put_((rows,), tokens)
+        size = len(rows.ids)
+        tokens = self._tokens[:size]
+        draw(self._logits[:size], self._state.params, rows.state_rows, rows.lengths, tokens)
+        self._state.last_tokens.index_put_((rows.state_rows,), tokens)
 
     def _plan(self, size: int) -> StepMetadata:
         """Metadata with buffers of its own for `size` decodes as long as the model allows."""
@@ -189,3 +194,20 @@ class DecodeGraphs:
             for group in range(groups)
         }
         return plan_step(self._model.attention_layers(), commons, capture=device.type == "cuda")
+
+
+def _as_packed(commons: Sequence[CommonAttentionMetadata], packed: PackedStep) -> dict[int, CommonAttentionMetadata]:
+    """Metadata of a step that stands in captured tensors already."""
+    count = len(packed.rows)
+    facts = {
+        "query_start_loc_cpu": torch.arange(count + 1, dtype=torch.int32),
+        "seq_lens_cpu": torch.from_numpy(packed.ends),
+        "num_seqs": count,
+        "num_tokens": count,
+        "max_seq_len": int(packed.ends.max()),
+        "num_decodes": count,
+    }
+    return {
+        group: common.replace(**facts, shared_prefix_len=shared)
+        for group, (common, shared) in enumerate(zip(commons, packed.shared, strict=True))
+    }

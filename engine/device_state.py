@@ -25,6 +25,13 @@ class Deltas(NamedTuple):
     blocks: np.ndarray  # [k] int32
     rows: np.ndarray  # [m] int32
     params: np.ndarray  # [m, PARAMS] int32
+    current: np.ndarray  # [groups, n] int32, the block of each request's first new token
+    beyond: bool  # whether more changed than such blocks
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """What `DeviceState.apply` takes, flat."""
+        return [self.entries, self.blocks, self.rows, self.params.reshape(-1)]
 
 
 class DeviceState:
@@ -72,15 +79,17 @@ class DeviceState:
             at for at, (row, one) in enumerate(zip(rows, requests, strict=True)) if lists[row] is not one.block_ids
         ]
         places = np.array(rows, dtype=np.int32)
-        entries, blocks = self._current_blocks(requests, places, starts)
+        current, entries, blocks = self._current_blocks(requests, places, starts)
         for at in moved:
             lists[rows[at]] = requests[at].block_ids
         whole = {*moved}
-        for at in sorted({*moved, *np.flatnonzero(ends - starts > 1).tolist()}):
+        more = sorted({*moved, *np.flatnonzero(ends - starts > 1).tolist()})
+        for at in more:
             first = 0 if at in whole else int(starts[at])
             self._send(requests[at], rows[at], first, int(ends[at]), entries, blocks)
         params = request_params([requests[at] for at in fresh])
-        return places, Deltas(np.concatenate(entries), np.concatenate(blocks), places[fresh], params)
+        beyond = bool(more or fresh)
+        return places, Deltas(np.concatenate(entries), np.concatenate(blocks), places[fresh], params, current, beyond)
 
     def apply(self, entries: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
         """Put deltas, which are on the device now, in place."""
@@ -107,19 +116,21 @@ class DeviceState:
 
     def _current_blocks(
         self, requests: Sequence[Request], rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The block of each request's first new token, where the device has another one."""
+    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+        """The block of each request's first new token; and entries and blocks where the device has another one."""
         entries, blocks = [], []
+        every = np.empty((len(self.block_sizes), len(requests)), dtype=np.int32)
         _, per_group, columns = self.sent.shape
         for group, size in enumerate(self.block_sizes):
             at = starts // size
             tables = [request.block_ids[group] for request in requests]
-            current = np.array([table[i] for table, i in zip(tables, at.tolist(), strict=True)], dtype=np.int32)
+            every[group] = [table[i] for table, i in zip(tables, at.tolist(), strict=True)]
+            current = every[group]
             changed = np.flatnonzero(self.sent[group, rows, at] != current)
             self.sent[group, rows[changed], at[changed]] = current[changed]
             entries.append((group * per_group + rows[changed]) * columns + at[changed])
             blocks.append(current[changed])
-        return entries, blocks
+        return every, entries, blocks
 
     def _send(
         self, request: Request, row: int, first: int, end: int, entries: list[np.ndarray], blocks: list[np.ndarray]

@@ -17,11 +17,12 @@ from .detokenizer import Detokenizer
 from .device_state import DeviceState
 from .kv_memory import size_kv_blocks, swap_room
 from .model_factory import make_model
+from .packed_step import StepPacker
 from .parallel.ranks import Ranks
 from .paths import ModelFolder
 from .sampler import DrawnTokens, Sampler
 from .step import KVGroup, SampledToken, Step
-from .step_inputs import InputPacker
+from .step_inputs import InputSender
 from .tokenizer import Tokenizer
 
 
@@ -66,7 +67,8 @@ class ModelRunner:
         self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
         self._attentions = self.model.attention_layers()
         self._state = DeviceState(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
-        self._inputs = InputPacker(self.kv_groups, self._state, self.device)
+        self._packer = StepPacker(self.kv_groups, self._state)
+        self._inputs = InputSender(self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
         self._graphs = self._make_graphs(config)
         self._allocate(config, layout.nbytes, ranks)
@@ -122,28 +124,28 @@ class ModelRunner:
         self._mover.move(step)
         if not step.scheduled:
             return None
-        inputs = self._inputs.pack(step)
+        packed = self._packer.pack(step)
         sampling = [request for request, _, _, samples in step.scheduled if samples]
-        if self._graphs is not None and self._graphs.serves(inputs):
-            logits, drawn = self._graphs.run(inputs)
+        if self._graphs is not None and self._graphs.serves(packed):
+            logits, drawn, rows = self._graphs.run(packed)
         else:
+            inputs = self._inputs.send(packed)
             metadata = plan_step(self._attentions, inputs.commons)
             hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
             if not sampling:
                 return None
-            drawn, rows = None, hidden if inputs.only_decodes else hidden.index_select(0, inputs.sampled_rows)
-            logits = self.model.logits(rows)
+            drawn, rows = None, inputs.rows
+            logits = self.model.logits(hidden if packed.only_decodes else hidden.index_select(0, inputs.sampled))
         tokens = self._sampler.draw(
             logits,
             sampling,
-            params=(self._state.params, inputs.state_rows, inputs.lengths),
-            # A row's last token is its input. What the device state has is of this step already, where a graph ran.
-            last_tokens=inputs.input_ids.index_select(0, inputs.sampled_rows) if inputs.special else None,
+            params=(self._state.params, rows.state_rows, rows.lengths),
+            last_tokens=rows.last_tokens,
             drawn=drawn,
-            special=inputs.special,
+            special=packed.special,
         )
         if tokens.tokens is not drawn:
-            self._state.last_tokens.index_put_((inputs.state_rows,), tokens.tokens.to(torch.int32))
+            self._state.last_tokens.index_put_((rows.state_rows,), tokens.tokens.to(torch.int32))
         return tokens
 
     def _allocate(self, config: EngineConfig, block_bytes: int, ranks: Ranks | None) -> None:

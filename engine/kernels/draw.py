@@ -11,19 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .chain import chained
+from .chain import chained, follow
 
 # A kernel cannot have an argument `params`: Triton's launcher has a local of that name.
 PARAMS = 6  # int32 words a row: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
 _BLOCK = 2048
 _PROGRAMS = 528  # four for each of 132 SMs
-
-
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -72,7 +65,7 @@ def _mass_above(logits, inverse, best, order, VOCAB: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _cutoff_kernel(logits, table, rows, cutoffs, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The smallest score that top_k, top_p of what it left, and min_p leave in the row."""
-    _wait(PDL)
+    follow(PDL)
     at = tl.program_id(0)
     settings = table + tl.load(rows + at).to(tl.int64) * 6
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
@@ -172,7 +165,7 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     """Program (row, part): the best token of a part of the vocabulary; the first of equals."""
-    _wait(PDL)
+    follow(PDL)
     at = tl.program_id(0)
     part = tl.program_id(1)
     settings = table + tl.load(rows + at).to(tl.int64) * 6
@@ -204,7 +197,7 @@ def _draw_kernel(
 @triton.jit
 def _choose_kernel(best, token, tokens, PARTS: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
     """The best of a row's parts; -1 where no score is finite, or one is NaN or infinite."""
-    _wait(PDL)
+    follow(PDL)
     at = tl.program_id(0)
     part = tl.arange(0, N)  # [N] over parts
     score = tl.load(best + at * PARTS + part, mask=part < PARTS, other=-float("inf"))

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chain import chained
+from .chain import chained, follow
 
 _SILU_BLOCK = 1024
 
@@ -39,8 +39,7 @@ def _rms_norm_kernel(
     index = tl.arange(0, N)  # [N] over the row
     mask = index < SIZE
     scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)  # a weight: nobody writes it
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     KIND: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * stride_x + index, mask=mask, other=0.0).to(tl.float32)
     if ADD:
@@ -52,8 +51,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] over the row
     mask = index < SIZE
@@ -120,9 +118,7 @@ def _qkv_kernel(
     PDL: tl.constexpr,
 ):
     """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE

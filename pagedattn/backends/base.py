@@ -118,7 +118,7 @@ def check_announced(spec: AttentionSpec, sinks: object, alibi_slopes: object, q_
 
 
 def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMetadata) -> None:
-    """Copy a step into captured tensors, padded with sequences that have no tokens.
+    """Copy a step into captured tensors, padded with sequences that have no tokens; nothing where it stands in them.
 
     Raises:
         CapacityError: the step is larger than what was captured.
@@ -130,6 +130,8 @@ def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMet
             raise CapacityError(
                 f"{name} is {got}, but the captured metadata holds at most {most}; capture a larger step"
             )
+    if common.block_table is captured.block_table:
+        return
     count, width = common.num_seqs, min(common.block_table.shape[1], captured.block_table.shape[1])
     slots = len(common.slot_mapping)
     captured.query_start_loc[: count + 1].copy_(common.query_start_loc[: count + 1], non_blocking=True)

@@ -54,10 +54,10 @@ def test_padded_rows_are_nobodys(folder: Path) -> None:
     driver.run([(one, 5), (two, 37)])
     driver.run([(one, 1), (two, 1)])
     rows = [runner._state._row_of[each] for each in (one, two)]
-    assert graphs._rows.tolist() == [*rows, *[runner._state.num_rows] * 2]
+    assert graphs._rows.state_rows.tolist() == [*rows, *[runner._state.num_rows] * 2]
     driver.run([(two, 1)])
-    assert graphs._rows.tolist() == [rows[1], *[runner._state.num_rows] * 3]
-    assert graphs._ids[1:].tolist() == graphs._positions[1:].tolist() == [0] * 3
+    assert graphs._rows.state_rows.tolist() == [rows[1], *[runner._state.num_rows] * 3]
+    assert graphs._rows.ids[1:].tolist() == graphs._rows.positions[1:].tolist() == [0] * 3
 
 
 def test_larger_batches_and_mixed_steps_run_eagerly(folder: Path) -> None:

@@ -35,7 +35,7 @@ def put(state: DeviceState, items: list[ScheduledRequest]) -> tuple[np.ndarray, 
     starts = np.array([item.start for item in items], dtype=np.int32)
     ends = starts + np.array([item.num_tokens for item in items], dtype=np.int32)
     rows, deltas = state.place([item.request for item in items], starts, ends)
-    state.apply(*map(torch.from_numpy, deltas))
+    state.apply(*map(torch.from_numpy, deltas.parts))
     return rows, len(deltas.entries)
 
 

@@ -12,9 +12,10 @@ from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.device_state import DeviceState
+from pagedattn.engine.packed_step import StepPacker
 from pagedattn.engine.request import Request
 from pagedattn.engine.step import KVGroup, ScheduledRequest, Step
-from pagedattn.engine.step_inputs import InputPacker
+from pagedattn.engine.step_inputs import InputSender
 from pagedattn.ops import shared_prefix
 from pagedattn.ops.library import interpreted
 
@@ -29,9 +30,10 @@ def shared(rows: list[list[int]], lengths: list[int], groups: list[KVGroup], pro
         request.block_ids = [row for _ in groups]
         items.append(ScheduledRequest(request, length - 1, 1, True))
     device = torch.device("cpu")
-    packer = InputPacker(groups, DeviceState(groups, 4, 512, device), device)
-    inputs = packer.pack(Step(tuple(items), len(items) - prompts, ()))
-    return [inputs.commons[group].shared_prefix_len for group in range(len(groups))]
+    state = DeviceState(groups, 4, 512, device)
+    packed = StepPacker(groups, state).pack(Step(tuple(items), len(items) - prompts, ()))
+    commons = InputSender(state, device).send(packed).commons
+    return [commons[group].shared_prefix_len for group in range(len(groups))]
 
 
 @pytest.mark.parametrize(

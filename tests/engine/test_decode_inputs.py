@@ -1,0 +1,87 @@
+"""The kernel that writes what a captured step reads, against the torch path that steps on the CPU take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagedattn import CommonAttentionMetadata
+from pagedattn.engine.decode_inputs import DecodeRows, packed_decodes, write_decodes
+from pagedattn.engine.device_state import Deltas, DeviceState
+from pagedattn.engine.kernels.decode_inputs import write
+from pagedattn.engine.packed_step import PackedStep
+from pagedattn.engine.step import KVGroup
+from pagedattn.ops.library import interpreted
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(not interpreted() and DEVICE.type == "cpu", reason="needs a GPU or the interpreter")
+GROUPS, LONGEST, NUM_ROWS = [KVGroup(4), KVGroup(16)], 1024, 9
+
+
+def packed(count: int) -> PackedStep:
+    """Decodes at positions from the first of a table to its last, every other token unread."""
+    draw = np.random.default_rng(count)
+    starts = np.array([0, LONGEST - 1, 15, 16, 700, 3][:count], dtype=np.int32)
+    tokens = np.where(np.arange(count) % 2, -1, draw.integers(0, 99, count)).astype(np.int32)
+    rows = draw.permutation(NUM_ROWS)[:count].astype(np.int32)
+    none = np.zeros(0, dtype=np.int32)
+    current = draw.integers(1, 5000, (len(GROUPS), count), dtype=np.int32)
+    deltas = Deltas(none, none, none, np.zeros((0, 6), dtype=np.int32), current, False)
+    return PackedStep(tokens, starts, starts + 1, rows, np.arange(count), deltas, count, [0, 0], False)
+
+
+def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMetadata]]:
+    def junk(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full(shape, 77, dtype=dtype, device=DEVICE)
+
+    commons = [
+        CommonAttentionMetadata(
+            query_start_loc=junk(size + 1),
+            seq_lens=junk(size),
+            block_table=junk(size, width),
+            slot_mapping=junk(size, dtype=torch.int64),
+            num_seqs=size,
+            num_tokens=size,
+            max_query_len=1,
+            max_seq_len=LONGEST,
+        )
+        for _ in GROUPS
+    ]
+    return DecodeRows(*(junk(size) for _ in range(4))), commons
+
+
+@pytest.mark.parametrize(("count", "size"), [(6, 8), (1, 1), (2, 8), (6, 6)])
+def test_the_kernel_writes_what_torch_writes(count: int, size: int) -> None:
+    step, found = packed(count), []
+    for path in ("torch", "triton"):
+        state = DeviceState(GROUPS, NUM_ROWS, LONGEST, torch.device("cpu") if path == "torch" else DEVICE)
+        draw = torch.Generator().manual_seed(1)
+        state.tables.copy_(torch.randint(1, 5000, state.tables.shape, generator=draw))
+        state.last_tokens.copy_(torch.randint(-1, 99, state.last_tokens.shape, generator=draw))
+        rows, commons = buffers(size, state.tables.shape[2])
+        if path == "torch":
+            rows = DecodeRows(*(one.cpu() for one in rows))
+            names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+            commons = [one.replace(**{name: getattr(one, name).cpu() for name in names}) for one in commons]
+            write_decodes(packed_decodes(step, size, NUM_ROWS, torch.device("cpu")), count, state, rows, commons)
+        else:
+            sent = packed_decodes(step, size, NUM_ROWS, DEVICE)
+            for group, common in enumerate(commons):
+                write(
+                    sent, group, count, state.tables[group], GROUPS[group].block_size, state.last_tokens, rows, common
+                )
+        found.append((state, rows, commons))
+    (plain, rows, commons), (state, got_rows, got_commons) = found
+    for got, wanted in zip(got_rows, rows, strict=True):
+        assert torch.equal(got.cpu(), wanted)
+    assert (rows.ids >= 0).all() and (rows.state_rows[count:] == NUM_ROWS).all()
+    assert torch.equal(state.tables.cpu(), plain.tables), "the new block is in the table, and nothing else"
+    for got, wanted, group in zip(got_commons, commons, GROUPS, strict=True):
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(wanted, name)), name
+        for row, start in enumerate(step.starts):
+            used = start // group.block_size + 1
+            assert torch.equal(got.block_table[row, :used].cpu(), wanted.block_table[row, :used])
+    assert (commons[0].slot_mapping[count:] == -1).all() and (commons[0].seq_lens[count:] == 0).all()
+    assert commons[0].query_start_loc[-1] == count
