@@ -12,7 +12,7 @@ from pagedattn import Attention, FullAttentionSpec, LayerCache, PagedKVCache, Sl
 
 from .checkpoint_cut import Cut
 from .fused_ops import turn_and_write, turned
-from .layers import GatedMLP, MergedLinear, RMSNorm
+from .layers import GatedMLP, Linear, MergedLinear, RMSNorm
 from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 
@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
         sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
         self.kv_heads, self.head_dim, self.eps = kv_heads, dim, config.rms_norm_eps
         self.qkv_proj = MergedLinear(config.hidden_size, sizes, config.qkv_bias, dtype, device)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, config.output_bias, device, dtype)
+        self.o_proj = Linear(heads * dim, config.hidden_size, config.output_bias, device, dtype)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.attn = attention

@@ -24,6 +24,15 @@ def fuses(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in _FUSED
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] by weight [N, K] transposed, plus bias [N]; to [T, N]. A single row is no matrix product."""
+    if len(x) == 1 and fuses(x) and x.stride(1) == 1 and weight.is_contiguous():
+        from .kernels.row_product import row_product
+
+        return row_product(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Root-mean-square norm over the last dimension (arXiv 1910.07467).
 

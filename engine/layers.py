@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .fused_ops import rms_norm, silu_mul
+from .fused_ops import linear, rms_norm, silu_mul
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +37,14 @@ class MergedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in_features] to the parts side by side, [T, sum of sizes]."""
-        return nn.functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+
+class Linear(nn.Linear):
+    """A linear layer over rows [T, in_features]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 class GatedMLP(nn.Module):
@@ -48,7 +55,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedLinear(hidden_size, (intermediate_size,) * 2, bias, dtype, device)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_mul(self.gate_up_proj(x)))

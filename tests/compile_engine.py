@@ -10,7 +10,7 @@ from pagedattn import checkout
 
 checkout.load("engine")
 
-from pagedattn.engine.kernels import draw, fused  # noqa: E402
+from pagedattn.engine.kernels import draw, fused, row_product  # noqa: E402
 
 VOCAB = 151_936
 
@@ -39,6 +39,12 @@ def compile_fused(arch: int, kind: str, dim: int, heads: int, kv_heads: int) -> 
     report(f"turn_and_write-sm{arch}-{kind}-D{dim}", fused._qkv_kernel, rows, shape, arch, num_warps=4)
 
 
+def compile_row_product(arch: int, kind: str) -> None:
+    types: dict[str, str] = dict.fromkeys(("x", "weight", "bias", "out"), f"*{kind}")
+    sizes = {"K": 3072, "OUTPUTS": 4, "INPUTS": 4096, "PDL": arch >= 90}
+    report(f"row_product-sm{arch}-{kind}", row_product._row_product_kernel, types, sizes, arch, num_warps=8)
+
+
 def compile_draw(arch: int, kind: str) -> None:
     whole = dict.fromkeys(("table", "rows", "lengths", "token_out", "token", "tokens"), "*i32")
     floats = dict.fromkeys(("cutoffs", "best_out", "best"), "*fp32")
@@ -59,5 +65,7 @@ def compile_draw(arch: int, kind: str) -> None:
 if __name__ == "__main__":
     compile_fused(90, "bf16", 128, 16, 8)
     compile_fused(80, "fp16", 64, 32, 8)
+    compile_row_product(90, "bf16")
+    compile_row_product(80, "fp16")
     compile_draw(90, "bf16")
     compile_draw(80, "fp32")

@@ -20,6 +20,7 @@ from pagedattn.errors import UnsupportedError
 
 from ..checkpoint_cut import Cut
 from ..decoder import Decoder
+from ..fused_ops import linear
 from ..model_config import ModelConfig
 from .ranks import Ranks
 
@@ -74,7 +75,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, own features] to the same [T, out_features] on every rank."""
-        out = self._ranks.all_reduce(nn.functional.linear(x, self.weight))
+        out = self._ranks.all_reduce(linear(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
 

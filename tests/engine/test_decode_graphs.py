@@ -99,9 +99,9 @@ def test_enforce_eager_captures_nothing(folder: Path) -> None:
 
 
 def test_default_sizes() -> None:
-    assert default_sizes(1) == [1] and default_sizes(3) == [1, 2, 3] and default_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert default_sizes(1) == [1] and default_sizes(3) == [1, 3] and default_sizes(20) == [1, 8, 16, 20]
     assert default_sizes(256)[-2:] == [248, 256] and default_sizes(9999)[-2:] == [496, 512]
-    assert len(default_sizes(512)) == 3 + 32 + 16
+    assert len(default_sizes(512)) == 1 + 32 + 16
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (1.5,), 4, "8", (True,)])

@@ -12,6 +12,7 @@ from tiny_models import hf_model, save
 from pagedattn import PagedKVCache
 from pagedattn.engine import LLM, SamplingParams, fused_ops
 from pagedattn.engine.kernels import fused
+from pagedattn.engine.kernels.row_product import row_product
 from pagedattn.ops.library import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,6 +90,18 @@ def test_turn_and_write(
     close(caches[1].key, caches[0].key)
     assert torch.equal(caches[1].value, caches[0].value)
     assert (caches[1].key == 7.0).all(-1).all(-1).sum() == 7 * 4 - 3, "three tokens are written, and nothing else"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (128, 4), (1024, 30), (2500, 9)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_row_product(dtype: torch.dtype, inputs: int, outputs: int, biased: bool) -> None:
+    x, weight = draw(2, inputs, dtype=dtype)[1:], draw(outputs, inputs, dtype=dtype, seed=1)
+    bias = draw(outputs, dtype=dtype, seed=2) if biased else None
+    wide = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    terms = torch.nn.functional.linear(x.double().abs(), weight.double().abs())  # what rounding errors are relative to
+    error = (row_product(x, weight, bias).double() - wide).abs()
+    assert (error <= torch.finfo(dtype).eps * wide.abs() + 1e-6 * terms).all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
