@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pagedattn import BlockPool
-from pagedattn.errors import EngineDeadError, PagedAttnError, RequestError, UnsupportedError
+from pagedattn.errors import EngineDeadError, PagedAttnError, QueueFullError, RequestError, UnsupportedError
 
 from .admission import CheckedRequest, Inbox, TrackedRequest, check_name, check_request, sequence_names
 from .config import EngineConfig
 from .kv_cache_manager import KVCacheManager
 from .loops import make_loop
-from .outputs import RequestOutput, SequenceOutput
+from .outputs import RequestOutput, SequenceOutput, TokenDelta
 from .overlap import OverlapScheduler
 from .prompts import Prompt
 from .request import Request, RequestStatus
@@ -51,7 +51,7 @@ class Engine:
         self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
-        self._inbox = Inbox()
+        self._inbox, self._streams = Inbox(), Inbox(streams=True)
         # Whoever drives the engine holds both, an abort only the second.
         self._driven, self._lock = threading.Lock(), threading.Lock()
         self._late_aborts: deque[str] = deque()
@@ -69,6 +69,7 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         skip_prefix_cache_reads: bool = False,
+        stream: bool = False,
     ) -> str:
         """Queue a prompt; its output comes from a later `step`.
 
@@ -77,18 +78,20 @@ class Engine:
             request_id: a name of your own, unique among unfinished requests; None makes one.
             cache_salt: only requests with an equal salt share cached blocks; None shares with all without one.
             skip_prefix_cache_reads: compute the whole prompt, whatever is cached.
+            stream: its output comes piece by piece from `take_deltas` instead.
 
         Returns:
             The request's id.
 
         Raises:
             RequestError: the request cannot be served; no other request is affected.
+            QueueFullError: it cannot be served now.
         """
         try:
             checked = self._check(prompt, sampling_params, cache_salt, skip_prefix_cache_reads)
         except RequestError as error:
             raise RequestError(str(error), request_id if isinstance(request_id, str) else None) from None
-        return self._queue(checked, self._inbox, request_id)
+        return self._queue(checked, self._streams if stream else self._inbox, request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns those requests of `add_request` that have ended since the last call.
@@ -102,6 +105,12 @@ class Engine:
         outputs = list(self._inbox.outputs.values())
         self._inbox.outputs.clear()
         return outputs
+
+    def take_deltas(self) -> list[TokenDelta]:
+        """What the steps since the last call added to the requests of `add_request(stream=True)`, in their order."""
+        taken = list(self._streams.deltas)
+        self._streams.deltas.clear()
+        return taken
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; its blocks are free at once and its output says "abort".
@@ -145,7 +154,7 @@ class Engine:
             name = self._name(request_id, checked.sampling.n)
             limit = self.config.max_waiting
             if limit is not None and len(self._scheduler.waiting) + checked.sampling.n > limit:
-                raise RequestError(f"at most {limit} requests may wait (max_waiting); try again later", name)
+                raise QueueFullError(f"at most {limit} requests may wait (max_waiting); try again later", name)
             tracked = TrackedRequest(name, checked, inbox, prompt_index)
             tracked.open_sequences(self.runner, self._arrivals, self._random)
             self._dirty = True

@@ -31,6 +31,10 @@ class RequestError(PagedAttnError, ValueError):
         super().__init__(f"request {request_id}: {message}" if request_id else message)
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as the engine takes; the same request may be served later."""
+
+
 class WeightsError(PagedAttnError, ValueError):
     """A checkpoint is missing tensors, has unexpected ones, or one of the wrong shape or dtype."""
 

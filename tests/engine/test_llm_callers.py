@@ -81,6 +81,21 @@ def test_closing_a_stream_aborts_its_requests_alone() -> None:
     assert run_out(llm)[other] == expected([9, 9], greedy(12))
 
 
+def test_a_loop_of_ones_own_streams_some_requests_and_not_others() -> None:
+    llm = fake_llm()
+    streamed, whole = llm.add_request([1, 2], greedy(9), stream=True), llm.add_request([3, 4], greedy(5))
+    tokens: list[int] = []
+    while not tokens or llm.has_unfinished:
+        for output in llm.step():
+            assert output.request_id == whole and list(output.token_ids) == expected([3, 4], greedy(5))
+            whole = ""
+        deltas = llm.take_deltas()
+        assert {delta.request_id for delta in deltas} <= {streamed} and len(deltas) < 2
+        tokens += [token for delta in deltas for token in delta.token_ids]
+    assert tokens == expected([1, 2], greedy(9)) and not whole
+    check_idle(llm)
+
+
 def test_an_exception_in_the_consumer_aborts_the_stream() -> None:
     llm = fake_llm()
     with pytest.raises(ZeroDivisionError):
