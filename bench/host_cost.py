@@ -123,8 +123,8 @@ def _with_gradients(call: Callable[[], object]) -> float:
 
 def launches() -> dict[str, float]:
     """One launch of the cache write's kernel, by Triton, by our launcher, and repeated."""
-    from pagedattn.ops.kernels import _launcher
     from pagedattn.ops.kernels import reshape_and_cache as module
+    from pagedattn.ops.kernels.launcher import Replay
 
     rows, slots = (
         torch.zeros(1, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE),
@@ -144,7 +144,7 @@ def launches() -> dict[str, float]:
         "launch by the launcher": host_us(lambda: launcher((1,), args, constants, num_warps=4)),
     }
     if made is not None:
-        replay = _launcher.Replay([made])
+        replay = Replay([made])
         values = (*(x.data_ptr() for x in args[:5]), None, None, 1.0, 1.0)
         found["launch, repeated"] = host_us(lambda: replay(0, values))
     return found

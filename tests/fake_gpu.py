@@ -18,7 +18,7 @@ from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from pagedattn.backends import triton as backend
 from pagedattn.capabilities import Capabilities
 from pagedattn.ops import launch, library
-from pagedattn.ops.kernels import _launcher
+from pagedattn.ops.kernels import launcher
 
 HOPPER = launch.Target(num_sms=132, shared_bytes=232448, chained=True)
 
@@ -71,7 +71,7 @@ class _Driver:
 def install() -> None:
     """Make Triton and the library believe that CPU tensors can be launched on."""
     triton.runtime.driver.set_active(_Driver())  # type: ignore[arg-type]
-    _launcher.current_device = lambda: 0
+    launcher.current_device = lambda: 0
     for name in ("ops.paged_attention", "backends.triton_metadata"):
         vars(sys.modules[f"pagedattn.{name}"])["target_of"] = lambda device: HOPPER
     refusal = library._refusal

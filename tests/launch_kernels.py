@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, StepMetadata, plan_step
 from pagedattn.ops import library, shared_prefix
 from pagedattn.ops.kernels import decode
-from pagedattn.ops.kernels._launcher import Launch, Launcher, Replay
+from pagedattn.ops.kernels.launcher import Launch, Launcher, Replay
 
 FUNCTION, CHAINED, ARGUMENTS = 4, 6, 13  # positions in a launch's line
 WRITTEN, READ = (

@@ -101,6 +101,7 @@ ONLY_IN = {
 PUBLIC = {
     "pagedattn": pagedattn.__all__,
     "pagedattn.errors": vars(pagedattn.errors),
+    "pagedattn.ops.kernels.launcher": ["Launcher"],
     "pagedattn.integrations.transformers": transformers_integration.__all__,
 }
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

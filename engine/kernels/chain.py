@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from pagedattn.ops.kernels.launcher import Launcher
 
 
 @triton.jit
@@ -18,10 +21,29 @@ def follow(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def chained(x: torch.Tensor) -> dict[str, Any]:
-    """Options of a launch on x's device, of a kernel that does `follow(PDL)` before it reads or writes."""
-    # Not named elsewhere: the interpreter does not know the option.
-    return {"PDL": True, "launch_pdl": True} if x.is_cuda and _has_chains(x.device) else {"PDL": False}
+class ChainedKernel:
+    """A kernel that does `follow(PDL)` before it reads or writes what others write or read."""
+
+    def __init__(self, kernel: Any) -> None:
+        """`kernel`: its last constant is PDL."""
+        self._launch = Launcher(kernel)
+
+    def __call__(self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], **options: Any) -> None:
+        """Launch on the device of the first argument, a tensor.
+
+        Args:
+            args, constants, options: as `Launcher`, PDL aside.
+        """
+        device = args[0].device
+        chained = device.type == "cuda" and _has_chains(device)
+        constants = {**constants, "PDL": chained}
+        if chained:  # else it is not named: the interpreter does not know it
+            options["launch_pdl"] = True
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(grid, args, constants, **options)
+        else:
+            self._launch(grid, args, constants, **options)
 
 
 @cache

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .chain import ChainedKernel, follow
+
 if TYPE_CHECKING:
     from pagedattn import CommonAttentionMetadata
 
@@ -37,8 +39,10 @@ def _write_kernel(
     stride_out,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program r: row r of the batch, its table included."""
+    follow(PDL)
     at = tl.program_id(0)
     live = at < count
     row = tl.load(sent + at)
@@ -65,6 +69,9 @@ def _write_kernel(
             tl.store(table_out + at.to(tl.int64) * stride_out + index, tl.where(index < column, before, block), inside)
 
 
+_write = ChainedKernel(_write_kernel)
+
+
 def write(
     sent: torch.Tensor,
     group: int,
@@ -77,9 +84,8 @@ def write(
 ) -> None:
     """As `decode_inputs.write_decodes`, of one KV group; the rows themselves with the first."""
     out = common.block_table
-    with torch.cuda.device_of(sent):
-        _write_kernel[(sent.shape[1],)](
-            *(sent, table, last_tokens, *rows, common.query_start_loc, common.seq_lens, common.slot_mapping, out),
-            *(count, group, out.shape[1], sent.stride(0), table.stride(0), out.stride(0)),
-            **{"SIZE": block_size, "COLUMNS": _COLUMNS, "num_warps": 1},
-        )
+    arguments = (
+        *(sent, table, last_tokens, *rows, common.query_start_loc, common.seq_lens, common.slot_mapping, out),
+        *(count, group, out.shape[1], sent.stride(0), table.stride(0), out.stride(0)),
+    )
+    _write((sent.shape[1],), arguments, {"SIZE": block_size, "COLUMNS": _COLUMNS}, num_warps=1)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chain import chained, follow
+from .chain import ChainedKernel, follow
 
 # A kernel cannot have an argument `params`: Triton's launcher has a local of that name.
 PARAMS = 6  # int32 words a row: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
@@ -206,6 +206,9 @@ def _choose_kernel(best, token, tokens, PARTS: tl.constexpr, N: tl.constexpr, PD
     tl.store(tokens + at, tl.where(tl.abs(top) < float("inf"), chosen, -1))
 
 
+_cutoff, _draw, _choose = map(ChainedKernel, (_cutoff_kernel, _draw_kernel, _choose_kernel))
+
+
 def draw(
     logits: torch.Tensor, params: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor
 ) -> None:
@@ -224,12 +227,9 @@ def draw(
     cutoffs = torch.empty(count, dtype=torch.float32, device=logits.device)
     best = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
     token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    sizes, chain = {"VOCAB": vocab, "BLOCK": _BLOCK}, chained(logits)
-    with torch.cuda.device_of(logits):
-        _cutoff_kernel[(count,)](logits, params, rows, cutoffs, logits.stride(0), **sizes, num_warps=8, **chain)
-        _draw_kernel[(count, parts)](
-            *(logits, params, rows, lengths, cutoffs, best, token, logits.stride(0)),
-            **{"CHUNK": each * _BLOCK, **sizes, "NATIVE": logits.is_cuda, "num_warps": 8, **chain},
-        )
-        width = triton.next_power_of_2(parts)
-        _choose_kernel[(count,)](best, token, tokens, PARTS=parts, N=width, num_warps=1, **chain)
+    sizes, width = {"VOCAB": vocab, "BLOCK": _BLOCK}, triton.next_power_of_2(parts)
+    _cutoff((count,), (logits, params, rows, cutoffs, logits.stride(0)), sizes, num_warps=8)
+    arguments = (logits, params, rows, lengths, cutoffs, best, token, logits.stride(0))
+    constants = {"CHUNK": each * _BLOCK, **sizes, "NATIVE": logits.is_cuda}
+    _draw((count, parts), arguments, constants, num_warps=8)
+    _choose((count,), (best, token, tokens), {"PARTS": parts, "N": width}, num_warps=1)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chain import chained, follow
+from .chain import ChainedKernel, follow
 
 _SILU_BLOCK = 1024
 
@@ -152,16 +152,17 @@ def _qkv_kernel(
             tl.store(target + D // 2, tl.load(values + D // 2, mask=mask), mask=mask)
 
 
+_rms_norm, _silu_mul, _qkv = map(ChainedKernel, (_rms_norm_kernel, _silu_mul_kernel, _qkv_kernel))
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
     """As `fused_ops.rms_norm`: a row [size] per program."""
     rows, size = x.shape
     out, block = torch.empty(rows, size, dtype=x.dtype, device=x.device), triton.next_power_of_2(size)
     added = x if residual is None else residual
     constants = {"SIZE": size, "N": block, "ADD": residual is not None}
-    with torch.cuda.device_of(x):
-        _rms_norm_kernel[(rows,)](
-            x, added, weight, out, x.stride(0), added.stride(0), eps, **constants, num_warps=_warps(block), **chained(x)
-        )
+    arguments = (x, added, weight, out, x.stride(0), added.stride(0), eps)
+    _rms_norm((rows,), arguments, constants, num_warps=_warps(block))
     return out
 
 
@@ -169,10 +170,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `fused_ops.silu_mul`: a piece of a row per program."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    with torch.cuda.device_of(gate_up):
-        _silu_mul_kernel[(rows, triton.cdiv(size, _SILU_BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **chained(gate_up)
-        )
+    grid, constants = (rows, triton.cdiv(size, _SILU_BLOCK)), {"SIZE": size, "BLOCK": _SILU_BLOCK}
+    _silu_mul(grid, (gate_up, out, gate_up.stride(0)), constants, num_warps=4)
     return out
 
 
@@ -192,16 +191,23 @@ def turn_and_write(
     at_once = min(8, triton.next_power_of_2(kv_heads))
     parts = triton.cdiv(heads, at_once) + triton.cdiv(kv_heads, at_once)
     q_weight, k_weight = (qkv, qkv) if weights is None else weights
-    with torch.cuda.device_of(qkv):
-        _qkv_kernel[(len(qkv), parts)](
-            *(qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache),
-            *(num_blocks * size, len(slots), eps, qkv.stride(0), cos_sin.stride(0)),
-            *(*key_cache.stride()[:3], *value_cache.stride()[:3]),
-            **{"S": size, "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "HALF": triton.next_power_of_2(dim // 2)},
-            **{"AT_ONCE": at_once, "NORM": weights is not None, "num_warps": 4 if at_once * dim >= 512 else 1},
-            **chained(qkv),
-            enable_fp_fusion=False,  # a fused multiply-add of halves skips a rounding that torch makes
-        )
+    arguments = (
+        *(qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache),
+        *(num_blocks * size, len(slots), eps, qkv.stride(0), cos_sin.stride(0)),
+        *(*key_cache.stride()[:3], *value_cache.stride()[:3]),
+    )
+    constants = {
+        "S": size,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "D": dim,
+        "HALF": triton.next_power_of_2(dim // 2),
+        "AT_ONCE": at_once,
+        "NORM": weights is not None,
+    }
+    num_warps = 4 if at_once * dim >= 512 else 1
+    # A fused multiply-add of halves skips a rounding that torch makes.
+    _qkv((len(qkv), parts), arguments, constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 def _warps(block: int) -> int:

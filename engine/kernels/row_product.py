@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chain import chained, follow
+from .chain import ChainedKernel, follow
 
 _OUTPUTS = 4  # per program
 _MOST_INPUTS = 4096  # at a time: what is loaded before the kernel in front is done
@@ -37,13 +37,15 @@ def _row_product_kernel(
     tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
 
 
+_row_product = ChainedKernel(_row_product_kernel)
+
+
 def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [1, K] by weight [N, K], contiguous, plus bias [N]; to [1, N]. Summed in float32."""
     outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     sizes = {"OUTPUTS": _OUTPUTS, "INPUTS": min(_MOST_INPUTS, triton.next_power_of_2(inputs))}
-    with torch.cuda.device_of(x):
-        _row_product_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
-            *(x, weight, bias, out, outputs), K=inputs, **sizes, num_warps=8, **chained(x)
-        )
+    _row_product(
+        (triton.cdiv(outputs, _OUTPUTS),), (x, weight, bias, out, outputs), {"K": inputs, **sizes}, num_warps=8
+    )
     return out

@@ -12,7 +12,7 @@ from .library import kernels
 from .write_replay import scale_values
 
 if TYPE_CHECKING:
-    from .kernels._launcher import Launch
+    from .kernels.launcher import Launch
 
 # What differs from layer to layer of a step, by the names of the kernels' parameters: tensors, then host numbers.
 VARYING = (
@@ -27,7 +27,7 @@ class AttentionReplay:
     __slots__ = ("_replay", "_scale")
 
     def __init__(self, launches: Sequence[Launch], scale: float) -> None:
-        self._replay = kernels("_launcher").Replay(launches)
+        self._replay = kernels("launcher").Replay(launches)
         self._scale = scale  # without a host float of k_scale
 
     def __call__(

@@ -23,7 +23,7 @@ from .launch import (
 from .library import choose, expect, kernels, register
 
 if TYPE_CHECKING:
-    from .kernels._launcher import Launch
+    from .kernels.launcher import Launch
 
 
 def paged_attention(

@@ -26,7 +26,7 @@ from .launch import DecodeConfig
 from .library import expect
 
 if TYPE_CHECKING:
-    from .kernels._launcher import Launch
+    from .kernels.launcher import Launch
 
 # Keys and values that must not pass to the cores again, in bytes, for a second launch to pay: 32 MB are 8 us of 4 TB/s,
 # where a launch, its uneven end and the states take about 6. Not measured yet: lower or raise it to try.

@@ -17,7 +17,7 @@ from ..attention_inputs import AttentionInputs
 from ..attention_replay import VARYING
 from ..launch import AttentionConfig
 from ._device import on_device
-from ._launcher import Launch, Launcher
+from .launcher import Launch, Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -25,8 +25,8 @@ from ..attention_inputs import AttentionInputs
 from ..attention_replay import VARYING
 from ..launch import DecodeConfig
 from ._device import on_device
-from ._launcher import Launch, Launcher
 from .attention import LN2, LOG2E, _in_reach, _logits, _unit, features
+from .launcher import Launch, Launcher
 from .partial_states import combine
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ._device import on_device
-from ._launcher import Launcher
+from .launcher import Launcher
 
 
 @triton.jit(do_not_specialize=["so_n", "sl_n", "num_states"])

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ._device import on_device
-from ._launcher import Launch, Launcher
+from .launcher import Launch, Launcher
 
 # Mantissa bits and exponent bias of the fp8 formats.
 _FORMATS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
