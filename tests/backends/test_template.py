@@ -35,6 +35,8 @@ class Wrong(MyBackend):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the template package, its entry points included."""
+    for name in ("pip", "setuptools"):
+        pytest.importorskip(name, reason=f"{name} is not here to install the template with")
     folder, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source") / "template"
     shutil.copytree(TEMPLATE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
