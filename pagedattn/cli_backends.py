@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from . import display
 from .backends.base import Availability
+from .backends.flash_attn_versions import VERSIONS
 from .backends.registry import backend_names, get_backend
 from .capabilities import Capabilities, Rejection
 from .errors import UnsupportedError
@@ -29,13 +30,22 @@ def backends(args: argparse.Namespace) -> int:
     if args.json:
         display.print_json({name: {"here": state, "capabilities": serves} for name, (state, serves) in found.items()})
     elif args.matrix:
-        print(display.markdown_matrix(serving))
+        print(display.markdown_matrix(_all_versions(serving)))
     else:
         show_rows((name, state_of(state)) for name, (state, _) in found.items())
         print()
         show_matrix(serving)
         print("\nA backend may refuse a combination of these: `pagedattn why` says which, with the reason.")
     return 0
+
+
+def _all_versions(serving: dict[str, Capabilities]) -> dict[str, Capabilities]:
+    """Backends with what they declare; FLASH_ATTN as each version of its library, whichever is installed."""
+    out: dict[str, Capabilities] = {}
+    for name, serves in serving.items():
+        versions = sorted(VERSIONS, key=lambda one: one.number) if name == "FLASH_ATTN" else ()
+        out |= {f"{name} ({one.label})": one.capabilities for one in versions} or {name: serves}
+    return out
 
 
 def probe(name: str) -> tuple[Availability, Capabilities | None]:

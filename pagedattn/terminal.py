@@ -48,7 +48,8 @@ def show_matrix(known: dict[str, Capabilities]) -> None:
     from rich.text import Text
 
     table = Table(box=None, header_style="bold")
-    for name in ("", *known):
+    table.add_column(no_wrap=True)
+    for name in known:
         table.add_column(Text(name), overflow="fold")
     for one in fields(Capabilities):
         values = (display.text(one.name, getattr(serves, one.name)) for serves in known.values())

@@ -85,7 +85,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "spec_options": ("spec",),
     "checkout": (),
     "cli_backends": (
-        *(*LEAVES, "backends.base", "backends.registry", "display", "selector", "spec_options", "terminal"),
+        *(*LEAVES, "backends.base", "backends.flash_attn_versions", "backends.registry", "display", "selector"),
+        *("spec_options", "terminal"),
     ),
     "cli_env": ("env", "backends.registry", "cli_backends", "display", "ops.library", "terminal"),
     "cli_conformance": ("display", "spec_options", "terminal", "testing"),
