@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ class Wrong(MyBackend):
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the template package, its entry points included."""
     for name in ("pip", "setuptools"):
-        pytest.importorskip(name, reason=f"{name} is not here to install the template with")
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not here to install the template with")
     folder, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source") / "template"
     shutil.copytree(TEMPLATE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
@@ -47,7 +49,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, *argv: str, status: int = 0, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEDATTN_")}
-    environment |= {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}", **variables}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}", **variables}
     command = [sys.executable, *(argv if argv[0] == "-c" else ("-m", "pagedattn", *argv))]
     done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
@@ -65,17 +67,13 @@ def test_it_is_listed_and_selected(installed: Path) -> None:
 
 
 def test_it_conforms_and_a_wrong_one_does_not(installed: Path) -> None:
-    assert "MINE on cpu: conforms (273 passed, 0 failed, " in run(
-        *(installed, "conformance", "MINE", "--device", "cpu", "--dtype", "fp32", "--dtype", "fp16", "--dtype", "bf16")
-    )
-    out = run(installed, "conformance", "wrong:Wrong", "--device", "cpu", status=1)
-    assert "WRONG on cpu: does not conform (" in out
-    failed = [line for line in out.splitlines() if line.startswith("  failed ")]
-    # Tokens that are their sequence's last have nobody after them: decodes pass, and everything else must not.
-    assert len(failed) >= 40 and all("AssertionError" in line and len(line) < 400 for line in failed)
-    assert any("mixed-float32" in line for line in failed)
+    out = run(installed, "conformance", "MINE", "--device", "cpu", "--dtype", "fp32")
+    assert out.startswith("MINE on cpu: conforms (91 passed, 0 failed, ") and "sliding_window (" in out
     report = json.loads(run(installed, "conformance", "wrong:Wrong", "--device", "cpu", "--json", status=1))
-    assert len(report["failed"]) == len(failed) and len(report["passed"]) >= 10 and report["ok"] is False
+    assert report["ok"] is False and report["backend"] == "WRONG"
+    # Tokens that are their sequence's last have nobody after them: decodes pass, and everything else must not.
+    assert len(report["failed"]) >= 40 and len(report["passed"]) >= 10
+    assert all("AssertionError" in why for why in report["failed"].values()) and "mixed-float32" in report["failed"]
 
 
 def test_its_own_test_passes(installed: Path) -> None:
