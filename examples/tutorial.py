@@ -161,10 +161,10 @@ def plot(frames: list[tuple[str, list[str]]], file: Path) -> None:
     print(f"\n{file}")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Paging, prefix sharing, copy on write and backend selection.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the pool into FILE, with matplotlib")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     pool = Pool()
     paging(pool)
     attend(*sharing(pool))

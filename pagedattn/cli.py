@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(command=run)
         one.add_argument("--traceback", action="store_true", help="of an error, show where it came from")
         if run is not _bench:
-            one.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+            what = "an object per answer" if run is cli_chat.run else "one object"
+            one.add_argument("--json", action="store_true", help=f"print JSON, {what}, instead of text")
         return one
 
     backends = command(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
+import torch
+
 from . import display
 from .spec_options import DTYPES
 from .terminal import progress
@@ -13,10 +15,17 @@ from .terminal import progress
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of `pagedattn conformance`."""
     parser.add_argument("backend", help="a name that `pagedattn backends` lists, or module:Class")
-    parser.add_argument("--device", help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
+    parser.add_argument("--device", type=_device, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
     parser.add_argument(
         "--dtype", choices=DTYPES, action="append", help="run every case in it, may be given again; fp32 where not"
     )
+
+
+def _device(given: str) -> torch.device:
+    try:
+        return torch.device(given)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"expected a device such as cuda or cpu, got {given!r}") from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -165,6 +165,7 @@ BAD = {
     f"generate {MODEL} x --file /nowhere": "--file /nowhere cannot be read",
     f"generate {MODEL} x --backend TORHC --set seed=1": "did you mean TORCH?",
     "chat": "the following arguments are required: MODEL",
+    "conformance TORCH --device gpu": "expected a device such as cuda or cpu, got 'gpu'",
     "conformance NOBODY": "backend must be one of",
     "conformance torch:Tensor": "a subclass of AttentionBackend",
 }

@@ -59,7 +59,6 @@ def run(installed: Path, *argv: str, status: int = 0, **variables: str) -> str:
 def test_it_is_listed_and_selected(installed: Path) -> None:
     found = json.loads(run(installed, "backends", "--json"))
     assert found["MINE"]["here"] == {"ok": True, "version": "0.1.0", "reason": "", "hint": ""}
-    assert "MINE" not in json.loads(run(installed, "backends", "--json", PAGEDATTN_PLUGINS="0"))
     answer = json.loads(run(installed, *LAYER, "--json", PAGEDATTN_BACKEND="MINE"))
     assert (answer["prefill"], answer["decode"], answer["chosen_by"]) == ("MINE", "MINE", "PAGEDATTN_BACKEND")
     refused = run(installed, *LAYER, "--window", "9", status=1, PAGEDATTN_BACKEND="MINE")
