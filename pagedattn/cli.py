@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = "--traceback" in argv
     try:
         shown = shown or env.traceback()
-        args = _parser().parse_args(argv)
+        args = _parsed(argv)
         status = args.command(args)
         sys.stdout.flush()
         return status
@@ -60,6 +60,18 @@ def _failure(error: Exception) -> str:
     if isinstance(error, PagedAttnError):
         return str(error)
     return f"{type(error).__name__}: {one_line(error)} (--traceback shows where)"
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives all prompts to the place right after the model: those behind an option come back as unknown.
+    if not hasattr(args, "prompts") or any(text.startswith("-") and text != "-" for text in rest):
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:
+        args.prompts += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,6 +62,8 @@ def test_several_prompts_keep_their_order(llm: LLM, capsys: pytest.CaptureFixtur
     expected = [one.text for one in llm.generate(texts, GREEDY, progress=False)]
     out, _ = run(capsys, "generate", MODEL, *texts, *FEW)
     assert out == f"> {texts[0]}\n{expected[0]}\n\n> {texts[1]}\n{expected[1]}\n"
+    spread = ("generate", "--max-tokens", "12", MODEL, texts[0], "--device", "cpu", texts[1])
+    assert run(capsys, *spread)[0] == out == run(capsys, "generate", MODEL, *FEW, *texts)[0]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join([texts[1], "", ""]))
     told = json.loads(run(capsys, "generate", MODEL, texts[0], "--file", str(file), *FEW, "--json")[0])
@@ -158,6 +160,8 @@ def test_a_signal_stops_an_answer_and_the_program_goes_on() -> None:
 BAD = {
     "generate": "the following arguments are required: MODEL",
     f"generate {MODEL}": "a PROMPT is needed",
+    f"generate {MODEL} x --topp 1 y": "unrecognized arguments: --topp 1 y",
+    f"chat {MODEL} x": "unrecognized arguments: x",
     f"generate {MODEL} x --top-p 0": "top_p must be in (0, 1]",
     f"generate {MODEL} x --max-tokens 0": "max_tokens must be an integer from 1",
     f"generate {MODEL} x --set backend": "--set must be NAME=VALUE",

@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns("__pycache__", "_csrc.*", "build", "*.egg-info", "results")
     for name in ("pagedattn", "engine", "bench", "csrc"):
         shutil.copytree(ROOT / name, source / name, ignore=left_out)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
     environment = {**os.environ, "PATH": str(out), "CXX": "none"}
     build = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out), str(source)]
