@@ -11,7 +11,7 @@ import torch
 
 from pagedattn import Attention, StepMetadata, plan_step
 from pagedattn.backends.flash_attn_versions import VERSIONS
-from pagedattn.backends.registry import get_backend
+from pagedattn.backends.registry import backend_names, get_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
 from .peers import fa3, flashinfer_persistent, flashinfer_wrappers
@@ -116,6 +116,7 @@ ALL = (
 def contenders(names: str | None) -> list[Contender]:
     """Those that a comma-separated list names: FLASH_ATTN is both of its versions, FlashInfer both of its ways.
 
+    A backend that another package registered is named as it is there, and runs through our layer like ours.
     Without a list, all whose library is here: on a GPU without TORCH, which takes seconds, elsewhere TORCH alone.
 
     Raises:
@@ -125,15 +126,22 @@ def contenders(names: str | None) -> list[Contender]:
         gpu = torch.cuda.is_available()
         return [one for one in ALL if (one.name != "TORCH") == gpu and one.available()]
     wanted = [name.strip() for name in names.split(",")]
+    others = [Contender(name, through_layer, name) for name in backend_names() if not _named(name)]
+    known = [*ALL, *others]
     for name in wanted:
-        if not any(name in _names(one) for one in ALL):
-            raise InvalidInputError("--backends", f"of {', '.join(one.name for one in ALL)}", repr(name))
-    return [one for one in ALL if _names(one) & {*wanted}]
+        if not any(name in _names(one) for one in known):
+            raise InvalidInputError("--backends", f"of {', '.join(one.name for one in known)}", repr(name))
+    return [one for one in known if _names(one) & {*wanted}]
 
 
 def by_own_kernels(row: Row) -> bool:
-    """Whether what a row measured is this library's: no other's kernels, called directly or through our layer."""
+    """Whether what a row measured is this library's or a registered backend's, and not that of FlashAttention or
+    FlashInfer, called directly or through our layer."""
     return not row["backend"].startswith(_LIBRARIES)
+
+
+def _named(name: str) -> bool:
+    return any(name in _names(one) for one in ALL)
 
 
 def _names(one: Contender) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -48,6 +49,16 @@ def plain(value: object) -> object:
     return str(value).removeprefix("torch.")
 
 
+def print_json(value: dict[str, object]) -> None:
+    """Print one object, as `plain` has it."""
+    print(json.dumps(plain(value), indent=1))
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks; its class where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def rows(pairs: Iterable[tuple[str, str]]) -> str:
     """Two columns: what, and its value."""
     lines = list(pairs)
@@ -83,3 +94,11 @@ def _table(known: dict[str, Capabilities], left: int) -> str:
 
 def _line(title: str, texts: list[str], left: int, column: int) -> str:
     return (f"{title:{left}}" + "  ".join(f"{one:{column}}" for one in texts)).rstrip()
+
+
+def markdown_matrix(known: dict[str, Capabilities]) -> str:
+    """Features down, backends across, as a table in Markdown."""
+    lines = [["", *(f"`{name}`" for name in known)], ["---"] * (len(known) + 1)]
+    for one in fields(Capabilities):
+        lines.append([f"`{one.name}`", *(text(one.name, getattr(serves, one.name)) for serves in known.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

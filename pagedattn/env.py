@@ -12,6 +12,7 @@ VARIABLES = {
     "PAGEDATTN_FLASH_ATTN": "2, 3 or 4: the only FlashAttention version to use (4 is used in no other way)",
     "PAGEDATTN_LOG": "log level of the `pagedattn` logger: debug, info, warning (default), error",
     "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 only), 0 through it",
+    "PAGEDATTN_TRACEBACK": "1: the command line shows tracebacks, as with `--traceback`; 0 (default) does not",
     "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
 }
 
@@ -44,6 +45,11 @@ def plugins_enabled() -> bool:
 def replay() -> bool:
     """Whether launches may go past Triton's dispatcher."""
     return _one_of("PAGEDATTN_REPLAY", ("0", "1"), "1") == "1"
+
+
+def traceback() -> bool:
+    """Whether the command line shows tracebacks."""
+    return _one_of("PAGEDATTN_TRACEBACK", ("0", "1"), "0") == "1"
 
 
 def _one_of(name: str, allowed: tuple[str, ...], default: str) -> str:

@@ -81,11 +81,20 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "integrations": ("", "errors", "integrations"),  # "" is the public names
     "functional": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "scales", "selector"),
     "display": ("capabilities", "spec"),
+    "terminal": ("capabilities", "display"),
     "spec_options": ("spec",),
     "checkout": (),
+    "cli_backends": (
+        *(*LEAVES, "backends.base", "backends.flash_attn_versions", "backends.registry", "display", "selector"),
+        *("spec_options", "terminal"),
+    ),
+    "cli_env": ("env", "backends.registry", "cli_backends", "display", "ops.library", "terminal"),
+    "cli_conformance": ("display", "spec_options", "terminal", "testing"),
+    "cli_generate": ("errors", "checkout", "display", "terminal", "engine"),
+    "cli_chat": ("errors", "cli_generate", "display"),
     "cli": (
-        *(*LEAVES, "backends.base", "backends.registry", "display", "ops.library", "selector", "spec_options"),
-        *("checkout", "bench"),
+        *("errors", "env", "checkout", "display", "spec_options", "terminal", "bench"),
+        *("cli_backends", "cli_chat", "cli_conformance", "cli_env", "cli_generate"),
     ),
     "__main__": ("cli",),
     "testing": (*LEAVES, "kv_cache", "metadata", "backends.base", "backends.registry", "testing"),
@@ -96,6 +105,7 @@ ONLY_IN = {
     "triton": ("ops.kernels",),
     "transformers": ("integrations",),
     "flashinfer": ("backends.flashinfer_metadata",),
+    "rich": ("terminal",),
 }
 # What the engine may import of the library, by module.
 PUBLIC = {
@@ -186,7 +196,7 @@ def test_third_party_packages_stay_where_they_belong() -> None:
                 seen.add(package)
             elif package != "pagedattn" and package not in ANYWHERE:
                 assert package in sys.stdlib_module_names, f"{module} imports {package}"
-    assert {"triton", "transformers"} <= seen
+    assert {"triton", "transformers", "rich"} <= seen
 
 
 def test_the_engine_uses_public_names_only() -> None:

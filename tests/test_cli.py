@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagedattn import AttentionSpec, AttentionType, cli, env, selector
+from pagedattn import AttentionSpec, AttentionType, cli, cli_env, env, selector
 from pagedattn.backends import registry
 from pagedattn.backends.base import Availability
 from pagedattn.backends.registry import register_backend
@@ -269,8 +269,8 @@ def test_env_shows_gpus_and_driver(
     file = tmp_path / "version"
     for kind, driver in (("x86_64 Kernel Module", "570.86.15"), ("Open Kernel Module for x86_64", "580.95")):
         file.write_text(f"NVRM version: NVIDIA UNIX {kind}  {driver}  Thu Jan 23 2025\nGCC version:  gcc 12.3.0\n")
-        assert cli._driver(file) == driver
-    assert cli._driver(tmp_path / "absent") is None
+        assert cli_env._driver(file) == driver
+    assert cli_env._driver(tmp_path / "absent") is None
 
 
 def test_importing_and_starting_is_cheap() -> None:
@@ -279,7 +279,8 @@ def test_importing_and_starting_is_cheap() -> None:
         "print('pagedattn.cli' in sys.modules)\n"
         "from pagedattn.cli import main\n"
         "main(['env', '--json']), main(['backends', '--json'])\n"
-        "print(sorted({'triton', 'flash_attn', 'flashinfer', 'transformers'} & set(sys.modules)))\n"
+        "heavy = {'triton', 'flash_attn', 'flashinfer', 'transformers', 'rich', 'tokenizers'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
     "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3, "4": 4}),
     "PAGEDATTN_REPLAY": (env.replay, True, {"0": False, "1": True}),
     "PAGEDATTN_LOG": (env.log_level, "WARNING", {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
+    "PAGEDATTN_TRACEBACK": (env.traceback, False, {"0": False, "1": True}),
     "PAGEDATTN_PLUGINS": (env.plugins_enabled, True, {"0": False, "1": True}),
 }
 BAD = {
@@ -26,6 +27,7 @@ BAD = {
     "PAGEDATTN_FLASH_ATTN": ("1", "FA3"),
     "PAGEDATTN_REPLAY": ("yes", "2"),
     "PAGEDATTN_LOG": ("INFO", "trace", ""),
+    "PAGEDATTN_TRACEBACK": ("yes", ""),
     "PAGEDATTN_PLUGINS": ("2",),
 }
 

@@ -1,9 +1,24 @@
-"""What a backend is tested with: a float64 oracle, case factories, tolerances, and the conformance kit."""
+"""What a backend is tested with: a float64 oracle, case factories, tolerances, and the conformance kit.
+
+`CASES`, `make_problem` and `check` are for a test per case: `check(Backend, make_problem(case))`.
+"""
 
 from .case import Case
+from .cases import CASES
 from .compare import assert_close
-from .conformance import Report, conformance
+from .conformance import check, conformance
 from .oracle import attention_oracle
 from .problem import Problem, make_problem
+from .report import Report
 
-__all__ = ["Case", "Problem", "Report", "assert_close", "attention_oracle", "conformance", "make_problem"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Problem",
+    "Report",
+    "assert_close",
+    "attention_oracle",
+    "check",
+    "conformance",
+    "make_problem",
+]

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from importlib import import_module
 
 import torch
 
 from ..backends.base import AttentionBackend
 from ..backends.registry import get_backend
+from ..errors import InvalidInputError, UnsupportedError
 from .case import Case
 from .cases import CASES
 from .compare import assert_close, assert_lse_close
 from .problem import Problem, make_problem
-
-
-@dataclass(slots=True)
-class Report:
-    """What ran, what the backend refused (with its own reasons), and what failed."""
-
-    passed: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def raise_for_failures(self) -> None:
-        """Raise AssertionError naming every failed case; also where nothing ran at all."""
-        if self.failed:
-            raise AssertionError("\n".join(f"{case}: {why}" for case, why in self.failed.items()))
-        if not self.passed:
-            raise AssertionError(f"the backend refused every case: {self.refused}")
+from .report import Report
 
 
 def conformance(
@@ -38,28 +23,43 @@ def conformance(
     device: torch.device | str | None = None,
     dtypes: Iterable[torch.dtype] | None = None,
     cases: Iterable[Case] | None = None,
+    tell: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Run the suite against `backend`: a registered name, "module:Class", or the class.
 
-    Each case also runs in each of `dtypes` where given. A case the backend rejects is reported with its reasons; what
-    a backend must serve is for its own tests to say. One that needs clean caches gets unused slots of zeros.
+    In a test: `conformance("mypkg.mod:Backend").raise_for_failures()`. By itself: `print(conformance(...))`, or
+    `pagedattn conformance mypkg.mod:Backend`. A case the backend rejects is reported with its reasons; what a backend
+    must serve is for its own tests to say. One that needs clean caches gets unused slots of zeros.
+
+    Args:
+        device: to run on; a GPU where there is one, else the CPU.
+        dtypes: each case also runs in each of these; None leaves a case its own, float32.
+        tell: called before each case with its name, how many are done, and how many there are.
+
+    Raises:
+        InvalidInputError: there is no such backend, or it is no AttentionBackend.
+        UnsupportedError: its module cannot be imported.
     """
     cls = load(backend)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    report = Report()
+    report = Report(backend=cls.name, device=str(where))
     clean = cls.capabilities().needs_clean_cache
-    for case in cases or CASES:
-        for variant in [case.but(dtype=dtype, clean_cache=clean) for dtype in dtypes or (case.dtype,)]:
-            name = f"{variant.id}-{str(variant.dtype).removeprefix('torch.')}"
-            reasons = cls.rejections(variant.spec(where))
-            if reasons:
-                report.refused[name] = "; ".join(map(str, reasons))
-                continue
-            try:
-                check(cls, make_problem(variant, where), name)
-                report.passed.append(name)
-            except Exception as error:
-                report.failed[name] = f"{type(error).__name__}: {error}"
+    asked = None if dtypes is None else tuple(dtypes)
+    variants = [case.but(dtype=d, clean_cache=clean) for case in cases or CASES for d in asked or (case.dtype,)]
+    for done, variant in enumerate(variants):
+        name = f"{variant.id}-{str(variant.dtype).removeprefix('torch.')}"
+        if tell is not None:
+            tell(name, done, len(variants))
+        reasons = cls.rejections(variant.spec(where))
+        if reasons:
+            report.refused[name] = "; ".join(map(str, reasons))
+            report.features.update({reason.feature for reason in reasons})
+            continue
+        try:
+            check(cls, make_problem(variant, where), name)
+            report.passed.append(name)
+        except Exception as error:
+            report.failed[name] = f"{type(error).__name__}: {error}"
     return report
 
 
@@ -90,11 +90,17 @@ def check(backend: type[AttentionBackend], problem: Problem, name: str = "") -> 
 
 
 def load(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:
-    """A backend class from a registered name, "module:Class", or itself."""
-    if not isinstance(backend, str):
-        return backend
-    module, _, attribute = backend.partition(":")
-    return getattr(import_module(module), attribute) if attribute else get_backend(backend)
+    """A backend class from a registered name, "module:Class", or itself; raises as `conformance`."""
+    cls: object = backend
+    if isinstance(backend, str):
+        module, _, attribute = backend.partition(":")
+        try:
+            cls = getattr(import_module(module), attribute) if attribute else get_backend(backend)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(f"backend {backend} cannot be loaded: {error}; is it on PYTHONPATH?") from error
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+        raise InvalidInputError("backend", "a subclass of AttentionBackend, its name or module:Class", repr(cls))
+    return cls
 
 
 def _bytes(problem: Problem) -> tuple[torch.Tensor, ...]:

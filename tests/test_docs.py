@@ -1,0 +1,99 @@
+"""The documentation is held against the code: links, python blocks, the support matrix, and the texts of errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("examples/**/*.md")), *DOCS]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """Ids of headings, as mkdocs and GitHub make them."""
+    found: Counter[str] = Counter()
+    out = set()
+    for title in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+        out.add(f"{slug}_{found[slug]}" if found[slug] else slug)
+        found[slug] += 1
+    return out
+
+
+def links() -> list[tuple[Path, str]]:
+    return [(page, target) for page in PAGES for target in LINK.findall(re.sub(r"`[^`]*`", "", prose(page)))]
+
+
+def test_relative_links_and_their_anchors_are_there() -> None:
+    broken, seen = [], 0
+    for page, target in links():
+        if re.match(r"[a-z]+:", target):
+            continue
+        seen += 1
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken and seen >= 12, (broken, seen)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"\b(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.name for page in DOCS} and len(listed) >= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_compile(page: Path) -> None:
+    for number, (language, code) in enumerate(FENCED.findall(page.read_text())):
+        if language == "python":
+            compile(code, f"{page.name}, block {number}", "exec")
+
+
+@pytest.mark.parametrize("name", ["concepts", "selection", "backend", "engine"])
+def test_python_blocks_of_a_page_run_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = [code for language, code in FENCED.findall((ROOT / f"docs/{name}.md").read_text()) if language == "python"]
+    names: dict[str, object] = {}
+    for code in blocks:
+        exec(compile(code, f"{name}.md", "exec"), names)
+    assert blocks
+
+
+def test_the_support_matrix_is_what_backends_declare() -> None:
+    text = (ROOT / "docs/support.md").read_text()
+    match = re.search(r"<!-- pagedattn backends --matrix -->\n(.*)<!-- end -->", text, re.DOTALL)
+    assert match is not None
+    # Without the interpreter, in which TRITON serves a CPU too, and without other packages' backends.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "PAGEDATTN_PLUGINS": "0"}
+    command = [sys.executable, "-m", "pagedattn", "backends", "--matrix"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert match[1] == done.stdout, "write the output of `pagedattn backends --matrix` into docs/support.md"
+    header = match[1].splitlines()[0]
+    assert all(f"`{name}`" in header for name in ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN (FA2)"))
+
+
+def test_numbers_have_a_file() -> None:
+    """Every result file that a page names is there, and no page quotes a time or a speed without naming one."""
+    text = (ROOT / "docs/performance.md").read_text()
+    named = set(re.findall(r"\b(\w+\.json)\b", text)) - {"result.json"}
+    assert named and all((ROOT / "bench/results/h200" / name).exists() for name in named)
+    measured = re.compile(r"\d (?:us|GB/s|TFLOP/s)\b")
+    for paragraph in text.split("\n\n"):
+        assert not measured.search(paragraph) or ".json" in paragraph, paragraph
+    for page in DOCS:
+        if page.name not in ("performance.md",):
+            assert not measured.search(prose(page)), page.name

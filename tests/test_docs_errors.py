@@ -1,0 +1,150 @@
+"""docs/errors.md quotes texts as they are raised: each heading is provoked here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedattn import (
+    Attention,
+    AttentionSpec,
+    BlockPool,
+    CommonAttentionMetadata,
+    PagedKVCache,
+    cli_generate,
+    env,
+    plan_step,
+    select_backend,
+)
+from pagedattn.engine import LLM
+from pagedattn.errors import PagedAttnError
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples" / "tiny-qwen3"
+HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+SPEC = AttentionSpec(num_heads=8, head_dim=64, num_kv_heads=2)
+
+
+def call(layer: dict[str, object] | None = None, cache: dict[str, object] | None = None, **given: object) -> None:
+    """A layer's call on a CPU with one thing changed."""
+    attention = Attention(8, 64, 2, **(layer or {}))  # type: ignore[arg-type]
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    common = CommonAttentionMetadata.from_lengths([3], [3], table)
+    kept = PagedKVCache(1, **{"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64, **(cache or {})})  # type: ignore[arg-type]
+    values = {"query": torch.zeros(3, 8, 64), "metadata": common, **given}
+    key = torch.zeros(3, 2, 64)
+    attention(values["query"], key, key, kept.layer(0), values["metadata"])  # type: ignore[arg-type]
+
+
+def other_plan() -> None:
+    other = Attention(4, 64, 2, backend="TORCH")
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    call(metadata=plan_step([other], CommonAttentionMetadata.from_lengths([3], [3], table)))
+
+
+def wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    call(metadata=CommonAttentionMetadata.from_lengths([3], [3], torch.tensor([[9, 2]], dtype=torch.int32)))
+
+
+def capture() -> None:
+    layer = Attention(8, 64, 2, backend="TORCH")
+    common = CommonAttentionMetadata.from_lengths([1], [5], torch.tensor([[1]], dtype=torch.int32))
+    plan_step([layer], common, capture=True)
+
+
+def double_free() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
+    pool.free(blocks)
+
+
+def load(folder: Path, change: Callable[[Path], None] = lambda folder: None, **options: object) -> LLM:
+    copy = folder / "model"
+    shutil.copytree(MODEL, copy)
+    change(copy)
+    return LLM(copy, device="cpu", **options)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    listed = {"weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+
+def own_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}))
+
+
+def without_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name="tokenizers")
+
+    monkeypatch.setattr(cli_generate, "import_module", absent)
+    cli_generate.load(None)  # type: ignore[arg-type]
+
+
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "yes")
+    env.check_level()
+
+
+class Here:
+    """What a provocation may need."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch, self.folder = monkeypatch, folder
+
+
+# By how the heading begins.
+PROVOKED: dict[str, Callable[[Here], object]] = {
+    "backend must be one of": lambda here: select_backend(SPEC, "TORHC"),
+    "backend FLASHINFER, asked for": lambda here: select_backend(SPEC, "FLASHINFER"),
+    "no backend can serve": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8")),
+    "FLASHINFER: ...": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8")),
+    "query must be [T, 8, 64]": lambda here: call(query=torch.zeros(3, 4, 64)),
+    "query must be torch.float32": lambda here: call(query=torch.zeros(3, 8, 64, dtype=torch.float16)),
+    "kv_cache must be blocks of 16": lambda here: call({"block_size": 16}, {"block_size": 32}),
+    "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
+    "metadata must be planned": lambda here: other_plan(),
+    "seq_lens must be at most": lambda here: CommonAttentionMetadata.from_lengths(
+        [20], [20], torch.zeros(1, 1, dtype=torch.int32)
+    ),
+    "block_table must be": lambda here: wrong_block(here.monkeypatch),
+    "this step needs graph level": lambda here: capture(),
+    "allocate needs 5 blocks": lambda here: BlockPool(3).allocate(5),
+    "blocks must be blocks that are held": lambda here: double_free(),
+    "model must be a local folder": lambda here: LLM("/nowhere"),
+    "prompt must have": lambda here: load(here.folder, max_model_len=8).generate([1] * 20),
+    "option must be": lambda here: load(here.folder, max_seqs=1),
+    "a cache of": lambda here: load(here.folder, num_kv_blocks=10**9),
+    "weights file": lambda here: load(here.folder, pickled),
+    "config.json has `auto_map`": lambda here: load(here.folder, own_code),
+    "the engine needs tokenizers": lambda here: without_tokenizers(here.monkeypatch),
+    "PAGEDATTN_CHECK must be": lambda here: strict(here.monkeypatch),
+}
+
+
+def test_every_heading_is_provoked_and_every_provocation_is_a_heading() -> None:
+    assert len(HEADINGS) == len(PROVOKED) >= 20
+    assert all(sum(heading.startswith(begin) for begin in PROVOKED) == 1 for heading in HEADINGS)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_the_text_is_what_is_raised(heading: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PAGEDATTN_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    provoke = next(one for begin, one in PROVOKED.items() if heading.startswith(begin))
+    with pytest.raises(PagedAttnError) as caught:
+        provoke(Here(monkeypatch, tmp_path))
+    pattern = ".*".join(map(re.escape, heading.split("...")))
+    said = " ".join(str(caught.value).split())
+    assert re.search(pattern, said), said

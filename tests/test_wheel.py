@@ -1,0 +1,80 @@
+"""The wheel: what is in it, what it is called, and that it works where there is no checkout."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples" / "tiny-qwen3"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built where no compiler is found, which takes seconds: the extension has tests of its own."""
+    for name in ("pip", "setuptools"):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not here to build with")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    left_out = shutil.ignore_patterns("__pycache__", "_csrc.*", "build", "*.egg-info", "results")
+    for name in ("pagedattn", "engine", "bench", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=left_out)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    environment = {**os.environ, "PATH": str(out), "CXX": "none"}
+    build = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out), str(source)]
+    subprocess.run(build, env=environment, check=True, capture_output=True, timeout=300)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    assert re.fullmatch(r"pagedattn-[\d.]+-cp310-abi3-\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [email.message_from_bytes(archive.read(name)) for name in names if name.endswith("/METADATA")]
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"pagedattn"}
+    parts = {name.split("/")[1] for name in names}
+    assert {
+        "engine",
+        "bench",
+        "backends",
+        "ops",
+        "testing",
+        "integrations",
+        "py.typed",
+    } <= parts and "tests" not in parts
+    assert not [name for name in names if re.search(r"(^|/)(test_|conftest)|\.json$|\.cu$", name)]
+    assert {"cli", "docs", "engine", "hf", "bench", "dev"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+
+    def run(*argv: str) -> str:
+        command = [sys.executable, "-m", "pagedattn", *argv]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    facts = json.loads(run("env", "--json"))
+    assert facts["pagedattn"] == wheel.name.split("-")[1] and facts["extension"].startswith(
+        "not built: no C++ compiler"
+    )
+    told = json.loads(run("generate", str(MODEL), "A block table", "--max-tokens", "4", "--device", "cpu", "--json"))
+    assert len(told["outputs"][0]["token_ids"]) == 4
+    where = "import pagedattn, pagedattn.engine as e; print(pagedattn.__file__, e.__file__)"
+    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert all(Path(file).is_relative_to(target) for file in done.stdout.split()) and done.stdout
