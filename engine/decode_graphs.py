@@ -18,6 +18,7 @@ from pagedattn.errors import UnsupportedError
 
 from .decode_inputs import DecodeRows, packed_decodes, write_decodes
 from .device_state import DeviceState
+from .fused_ops import fuses
 from .model_factory import CausalModel
 from .packed_step import PackedStep
 from .step_inputs import SampledRows, transfer
@@ -80,7 +81,7 @@ class DecodeGraphs:
         self._logits = torch.empty(largest, vocab, dtype=model.dtype, device=device)
         self._steps: dict[int, CapturedStep] = {}
         self.replays = 0
-        self._draws = device.type == "cuda" and model.dtype != torch.float64
+        self._draws = fuses(self._logits)
 
     def capture(self, caches: Sequence[LayerCache]) -> None:
         """Capture all sizes over `caches`, the largest first, in one pool of memory, behind a progress bar.

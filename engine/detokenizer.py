@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagedattn.errors import UnsupportedError
+
+from .paths import ModelFolder
 from .tokenizer import Tokenizer
 
 _MAX_HELD = 32
@@ -48,3 +51,10 @@ class Detokenizer:
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         return piece
+
+
+def detokenizer_of(tokenizer: Tokenizer | None, folder: ModelFolder) -> Detokenizer:
+    """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
+    if tokenizer is None:
+        raise UnsupportedError(f"{folder.root} has no tokenizer.json; use token ids")
+    return Detokenizer(tokenizer)

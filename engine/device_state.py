@@ -15,7 +15,7 @@ from .sampling_params import SamplingParams
 from .step import KVGroup
 
 PARAMS = 6  # int32 words: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
-_LOWEST_TEMPERATURE = 1e-5
+LOWEST_TEMPERATURE = 1e-5
 
 
 class Deltas(NamedTuple):
@@ -152,7 +152,7 @@ def has_penalty(sampling: SamplingParams) -> bool:
 
 def _params(request: Request) -> np.ndarray:
     sampling = request.sampling
-    temperature = 0.0 if sampling.greedy else max(sampling.temperature, _LOWEST_TEMPERATURE)
+    temperature = 0.0 if sampling.greedy else max(sampling.temperature, LOWEST_TEMPERATURE)
     floats = np.array([temperature, sampling.top_p, sampling.min_p], dtype=np.float32).view(np.int32)
     state = next_state(np.array([request.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)).view(np.int32)
     return np.concatenate((floats, np.array([sampling.top_k], dtype=np.int32), state))

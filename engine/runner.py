@@ -13,7 +13,7 @@ from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, 
 from .block_mover import BlockMover
 from .config import EngineConfig
 from .decode_graphs import DecodeGraphs, default_sizes
-from .detokenizer import Detokenizer
+from .detokenizer import Detokenizer, detokenizer_of
 from .device_state import DeviceState
 from .kv_memory import size_kv_blocks, swap_room
 from .model_factory import make_model
@@ -87,9 +87,7 @@ class ModelRunner:
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
-        if self.tokenizer is None:
-            raise UnsupportedError(f"{self.folder.root} has no tokenizer.json; use token ids")
-        return Detokenizer(self.tokenizer)
+        return detokenizer_of(self.tokenizer, self.folder)
 
     def describe(self) -> str:
         """Which attention backend every kind of layer has, and why."""

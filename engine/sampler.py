@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .device_state import has_penalty, next_state, request_params
+from .device_state import LOWEST_TEMPERATURE, has_penalty, next_state, request_params
+from .fused_ops import fuses
 from .request import Request
 from .sampling_params import SamplingParams
 from .step import SampledToken
 
-_LOWEST_TEMPERATURE = 1e-5
 _INFINITY = float("inf")
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 over the golden ratio: spreads token ids over int32
 
@@ -98,8 +98,7 @@ class Sampler:
         if special:
             scores = self._mask_stops(self._penalize(logits, requests, last_tokens), requests)
         if drawn is None or scores is not logits:
-            by_kernel = logits.is_cuda and logits.dtype != torch.float64
-            drawn = self._by_kernel(scores, requests, params) if by_kernel else self._by_torch(scores, requests)
+            drawn = self._by_kernel(scores, requests, params) if fuses(logits) else self._by_torch(scores, requests)
         wanted = [request.sampling.logprobs for request in requests] if special else ()
         return DrawnTokens(drawn, wanted, self._logprobs(logits, drawn, wanted))
 
@@ -179,7 +178,7 @@ class Sampler:
     def _draw(self, scores: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """Gumbel-max: the argmax of log probability plus Gumbel noise is a sample (Gumbel 1954; no softmax needed)."""
         settings = [request.sampling for request in requests]
-        (temperature,) = self._columns([(max(s.temperature, _LOWEST_TEMPERATURE),) for s in settings])
+        (temperature,) = self._columns([(max(s.temperature, LOWEST_TEMPERATURE),) for s in settings])
         scores = scores * temperature.reciprocal()
         cutoff = self._cutoff(scores, settings)
         if cutoff is not None:

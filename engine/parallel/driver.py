@@ -18,7 +18,7 @@ from pagedattn.errors import (
 )
 
 from ..config import EngineConfig
-from ..detokenizer import Detokenizer
+from ..detokenizer import Detokenizer, detokenizer_of
 from ..model_config import load_model_config
 from ..paths import ModelFolder
 from ..step import KVGroup, SampledToken, Step, SwapRoom
@@ -65,9 +65,7 @@ class ParallelRunner:
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
-        if self.tokenizer is None:
-            raise UnsupportedError(f"{self.folder.root} has no tokenizer.json; use token ids")
-        return Detokenizer(self.tokenizer)
+        return detokenizer_of(self.tokenizer, self.folder)
 
     def describe(self) -> str:
         """Which attention backend every kind of layer has, and why; the same on every rank."""

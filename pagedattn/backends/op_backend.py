@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,13 +44,9 @@ class OpAttentionImpl(AttentionImpl):
 
     path: ClassVar[str]
 
-    def scratch(self, metadata: AttentionMetadata) -> Mapping[str, torch.Tensor | None]:
-        """Tensors that the metadata hold for the op, by the argument they are; none by default."""
+    def planned(self, metadata: AttentionMetadata) -> Mapping[str, Any]:
+        """What the metadata hold for the op, by the argument it is; nothing by default."""
         return {}
-
-    def shared_prefix(self, metadata: AttentionMetadata) -> tuple[int, torch.Tensor | None]:
-        """So many keys that decodes attend to together, and the split that says how; none by default."""
-        return 0, None
 
     def forward(
         self,
@@ -109,7 +105,6 @@ class OpAttentionImpl(AttentionImpl):
             raise TypeError("forward without a cache needs key and value")
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.empty(query.shape[:2], dtype=wide, device=query.device) if return_lse else None
-        shared_prefix_len, split = self.shared_prefix(metadata) if kv_cache is not None else (0, None)
         out = ops.paged_attention(
             query,
             keys,
@@ -132,10 +127,8 @@ class OpAttentionImpl(AttentionImpl):
             lse=lse,
             mask_mod=spec.mask_mod,
             deterministic=spec.deterministic,
-            shared_prefix_len=shared_prefix_len,
-            split=split,
             path=self.path,
             replays=replays,
-            **self.scratch(metadata),
+            **self.planned(metadata),
         )
         return out, lse

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -22,13 +23,12 @@ class TritonImpl(OpAttentionImpl):
     path = "triton"
     records = env.replay()
 
-    def scratch(self, metadata: AttentionMetadata) -> Mapping[str, torch.Tensor | None]:
+    def planned(self, metadata: AttentionMetadata) -> Mapping[str, Any]:
         if not isinstance(metadata, TritonMetadata):
             return {}
-        return {"workspace": metadata.workspace, "items": metadata.items}
-
-    def shared_prefix(self, metadata: AttentionMetadata) -> tuple[int, torch.Tensor | None]:
-        return metadata.shared_prefix if isinstance(metadata, TritonMetadata) else (0, None)
+        length, split = metadata.shared_prefix
+        scratch = {"workspace": metadata.workspace, "items": metadata.items}
+        return {**scratch, "shared_prefix_len": length, "split": split}
 
 
 class TritonBackend(AttentionBackend):

@@ -63,10 +63,9 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         built = super().build(common, into, capture)
         if into is None:
             planned = _launches(self.spec, built.common)
-            length = _shared_prefix(planned, self.spec, built.common)
-            room, items = self._room(planned, built.common, capture, length), self._list(planned, built.common)
-            split = length, _new_split(planned, built.common) if length else None
-            built = TritonMetadata(built.common, self.spec, planned, room, items, split)
+            prefix = _shared_prefix(planned, self.spec, built.common)
+            room, items = self._room(planned, built.common, capture, prefix[0]), self._list(planned, built.common)
+            built = TritonMetadata(built.common, self.spec, planned, room, items, prefix)
         self.device_update(built)
         return built
 
@@ -122,22 +121,21 @@ def _of_kernel(kernel: str, planned: list[Work]) -> Work | None:
     return next((work for work in planned if work.kernel == kernel), None)
 
 
-def _shared_prefix(planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata) -> int:
-    """So many keys that the decodes attend to once; 0 where that does not pay, or cannot be."""
+def _shared_prefix(
+    planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata
+) -> tuple[int, torch.Tensor | None]:
+    """So many keys that the decodes attend to once, and room for their split; 0 where that does not pay or cannot be."""
     decode = _of_kernel("decode", planned) if common.shared_prefix_len else None
     if decode is None or spec.block_size is None or spec.sliding_window or spec.has_alibi:
-        return 0
+        return 0, None
     length = shared_prefix.whole_blocks(common.shared_prefix_len, decode.longest, spec.block_size)
     if not length or torch.compiler.is_dynamo_compiling():
-        return 0
+        return 0, None
     (alone,), (prefix, rest) = (_configs(spec, common, decode, shared) for shared in (0, length))
     key_bytes = (spec.head_dim + spec.value_dim) * stored_dtype(spec.kv_cache_dtype, spec.dtype).itemsize
-    return length if shared_prefix.pays(alone, prefix, rest, key_bytes) else 0
-
-
-def _new_split(planned: list[Work], common: CommonAttentionMetadata) -> torch.Tensor | None:
-    decode = _of_kernel("decode", planned)
-    return None if decode is None else shared_prefix.new_split(decode.last, common.seq_lens.device)
+    if not shared_prefix.pays(alone, prefix, rest, key_bytes):
+        return 0, None
+    return length, shared_prefix.new_split(decode.last, common.seq_lens.device)
 
 
 def _fill(items: torch.Tensor, metadata: TritonMetadata) -> None:

@@ -178,9 +178,8 @@ def decode_config(
         tuning = _tuning(items / target.num_sms, block_m * width, itemsize, stored_itemsize)
         together = tuning.per_sm
 
-    def taken(
-        chosen: DecodeTuning,
-    ) -> int:  # a tile's buffers are free once it has been multiplied: one stage needs none
+    def taken(chosen: DecodeTuning) -> int:
+        # A tile's buffers are free once it has been multiplied: one stage needs none.
         return _shared(block_m, chosen.block_n, max(1, chosen.num_stages - 1), *shape)
 
     while together * taken(tuning) > target.shared_bytes and tuning.num_stages > 2:

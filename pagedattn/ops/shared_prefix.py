@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .kernels.launcher import Launch
 
 # Keys and values that must not pass to the cores again, in bytes, for a second launch to pay: 32 MB are 8 us of 4 TB/s,
-# where a launch, its uneven end and the states take about 6. Not measured yet: lower or raise it to try.
+# where a launch, its uneven end and the states take about 6 (bench/results/h200/shared.json).
 SAVED_BYTES = 32 << 20
 _HEAD = 3  # elements of a split before the sequences' lengths
 # What the first of the two launches does not take from a layer: it writes a state, in the stored values' own unit.
