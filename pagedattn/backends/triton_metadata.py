@@ -124,7 +124,7 @@ def _of_kernel(kernel: str, planned: list[Work]) -> Work | None:
 def _shared_prefix(
     planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata
 ) -> tuple[int, torch.Tensor | None]:
-    """So many keys that the decodes attend to once, and room for their split; 0 where that does not pay or cannot be."""
+    """Keys that the decodes attend to once, and room for their split; 0 where that does not pay, or cannot be."""
     decode = _of_kernel("decode", planned) if common.shared_prefix_len else None
     if decode is None or spec.block_size is None or spec.sliding_window or spec.has_alibi:
         return 0, None
