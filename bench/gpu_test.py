@@ -26,12 +26,13 @@ ROOT = Path(__file__).parent.parent
 # Those whose tests take longest stand first.
 SUITES = (
     *("tests/gpu", "tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py"),
-    *("tests/engine/test_fused_ops.py", "tests/engine/test_draw_kernels.py"),
+    *("tests/engine/test_fused_ops.py", "tests/engine/test_draw_kernels.py", "tests/engine/test_decode_inputs.py"),
 )
 ALONE = (  # these take most of the device's memory
     "tests/gpu/test_large_cache.py",
     "tests/engine/test_runner_gpu.py",
     "tests/engine/test_swap_gpu.py",
+    "tests/engine/test_tensor_parallel_gpu.py",
 )
 
 
