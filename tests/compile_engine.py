@@ -10,7 +10,7 @@ from pagedattn import checkout
 
 checkout.load("engine")
 
-from pagedattn.engine.kernels import draw, fused, row_product  # noqa: E402
+from pagedattn.engine.kernels import cutoff, draw, fused, row_product  # noqa: E402
 
 VOCAB = 151_936
 
@@ -47,10 +47,11 @@ def compile_row_product(arch: int, kind: str) -> None:
 
 def compile_draw(arch: int, kind: str) -> None:
     whole = dict.fromkeys(("table", "rows", "lengths", "token_out", "token", "tokens"), "*i32")
-    floats = dict.fromkeys(("cutoffs", "best_out", "best"), "*fp32")
+    floats = dict.fromkeys(("cutoffs", "candidates", "smallest", "best_out", "best"), "*fp32")
     types = {**whole, **floats, "logits": f"*{kind}"}
     sizes = {"VOCAB": VOCAB, "BLOCK": 2048, "PDL": arch >= 90}
-    report(f"cutoff-sm{arch}-{kind}", draw._cutoff_kernel, types, sizes, arch, num_warps=8)
+    searched = {"VOCAB": VOCAB, "BLOCK": 2048, "SIZE": 4096, "PDL": arch >= 90}
+    report(f"cutoff-sm{arch}-{kind}", cutoff._cutoff_kernel, types, searched, arch, num_warps=16)
     report(
         f"draw-sm{arch}-{kind}",
         draw._draw_kernel,

@@ -1,8 +1,7 @@
 """Triton kernels that draw one token from each row of logits, by the row's own parameters, which lie on the device.
 
 A greedy row costs one pass over its logits and no noise; a row that samples the whole distribution one pass too (the
-argmax of logits plus Gumbel noise is a sample). top_k and top_p cost about 70 passes of a program a row, which search
-the cutoff by bisection of the scores' bits: no sort, exact, and the same in any batch.
+argmax of logits plus Gumbel noise is a sample). Where top_k, top_p or min_p cut, `cutoff` says what is left.
 """
 
 from __future__ import annotations
@@ -12,100 +11,10 @@ import triton
 import triton.language as tl
 
 from .chain import ChainedKernel, follow
+from .cutoff import cutoffs, scores
 
-# A kernel cannot have an argument `params`: Triton's launcher has a local of that name.
-PARAMS = 6  # int32 words a row: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
 _BLOCK = 2048
 _PROGRAMS = 528  # four for each of 132 SMs
-
-
-@triton.jit
-def _order(score):
-    """float32 to int32 of the same order; both zeros are one."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _scores(logits, first, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits over temperature, whose inverse this takes; -inf behind the vocabulary."""
-    index = first + tl.arange(0, BLOCK)  # [BLOCK] over the vocabulary
-    return tl.load(logits + index, mask=index < VOCAB, other=-float("inf")).to(tl.float32) * inverse
-
-
-@triton.jit
-def _best_score(logits, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    best = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for first in range(0, VOCAB, BLOCK):
-        best = tl.maximum(best, _scores(logits, first, inverse, VOCAB, BLOCK))
-    return tl.max(best)
-
-
-@triton.jit
-def _count_from(logits, inverse, order, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many scores are of this order or above."""
-    count = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, VOCAB, BLOCK):
-        inside = first + tl.arange(0, BLOCK) < VOCAB
-        above = _order(_scores(logits, first, inverse, VOCAB, BLOCK)).to(tl.int64) >= order
-        count += (above & inside).to(tl.int32)
-    return tl.sum(count)
-
-
-@triton.jit
-def _mass_above(logits, inverse, best, order, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """exp(score - best), summed over the scores above this order."""
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, VOCAB, BLOCK):
-        score = _scores(logits, first, inverse, VOCAB, BLOCK)
-        mass += tl.where(_order(score).to(tl.int64) > order, tl.exp(score - best), 0.0)
-    return tl.sum(mass)
-
-
-@triton.jit
-def _cutoff_kernel(logits, table, rows, cutoffs, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The smallest score that top_k, top_p of what it left, and min_p leave in the row."""
-    follow(PDL)
-    at = tl.program_id(0)
-    settings = table + tl.load(rows + at).to(tl.int64) * 6
-    temperature = tl.load(settings).to(tl.float32, bitcast=True)
-    top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
-    min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
-    top_k = tl.load(settings + 3)
-    limited = (top_k > 0) & (top_k < VOCAB)
-    cutoff = -float("inf")
-    if (temperature > 0) & (limited | (top_p < 1) | (min_p > 0)):
-        row = logits + at.to(tl.int64) * stride
-        inverse = tl.div_rn(1.0, temperature)
-        best = _best_score(row, inverse, VOCAB, BLOCK)
-        highest = _order(best).to(tl.int64)
-        low = highest * 0 - 2147483648
-        if limited:
-            high = highest
-            for _ in range(32):  # the largest order that top_k scores reach
-                middle = (low + high + 1) >> 1
-                enough = _count_from(row, inverse, middle, VOCAB, BLOCK) >= top_k
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle - 1)
-        if top_p < 1:
-            mass = _mass_above(row, inverse, best, low, VOCAB, BLOCK)
-            if limited:  # of those that tie for the last place, as many as top_k leaves room for
-                bits = low.to(tl.int32)
-                last = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-                ties = top_k - _count_from(row, inverse, low + 1, VOCAB, BLOCK)
-                mass += ties.to(tl.float32) * tl.exp(last - best)
-            high = highest
-            for _ in range(32):  # the smallest order above which there is less than top_p
-                middle = (low + high) >> 1
-                inside = _mass_above(row, inverse, best, middle, VOCAB, BLOCK) < top_p * mass
-                high = tl.where(inside, middle, high)
-                low = tl.where(inside, low, middle + 1)
-            low = high
-        bits = low.to(tl.int32)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        cutoff = tl.where(limited | (top_p < 1), bits.to(tl.float32, bitcast=True), cutoff)
-        cutoff = tl.maximum(cutoff, tl.where(min_p > 0, best + tl.log(tl.maximum(min_p, 1e-30)), cutoff))
-    tl.store(cutoffs + at, cutoff)
 
 
 @triton.jit
@@ -154,7 +63,7 @@ def _draw_kernel(
     table,
     rows,
     lengths,
-    cutoffs,
+    smallest,
     best_out,
     token_out,
     stride,
@@ -173,14 +82,14 @@ def _draw_kernel(
     low, high = tl.load(settings + 4).to(tl.uint32, bitcast=True), tl.load(settings + 5).to(tl.uint32, bitcast=True)
     state = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
     key = (_next_state(state ^ tl.load(lengths + at).to(tl.uint64)) >> 32).to(tl.uint32)
-    cutoff = tl.load(cutoffs + at)
+    cutoff = tl.load(smallest + at)
     inverse = tl.div_rn(1.0, tl.where(temperature > 0, temperature, 1.0))
     row = logits + at.to(tl.int64) * stride
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     token = tl.full((BLOCK,), 0, tl.int32)
     for first in range(part * CHUNK, tl.minimum(part * CHUNK + CHUNK, VOCAB), BLOCK):
         index = first + tl.arange(0, BLOCK)  # [BLOCK] over the vocabulary
-        score = _scores(row, first, inverse, VOCAB, BLOCK)
+        score = scores(row, first, inverse, VOCAB, BLOCK)
         broken = score != score
         if temperature > 0:
             score = tl.where(score < cutoff, -float("inf"), score * 1.4426950408889634) + _gumbel(index, key, NATIVE)
@@ -206,7 +115,7 @@ def _choose_kernel(best, token, tokens, PARTS: tl.constexpr, N: tl.constexpr, PD
     tl.store(tokens + at, tl.where(tl.abs(top) < float("inf"), chosen, -1))
 
 
-_cutoff, _draw, _choose = map(ChainedKernel, (_cutoff_kernel, _draw_kernel, _choose_kernel))
+_draw, _choose = map(ChainedKernel, (_draw_kernel, _choose_kernel))
 
 
 def draw(
@@ -217,19 +126,17 @@ def draw(
     Reads the logits once: 256 rows of 151,936 in bfloat16 are 78 MB, 18 us at 4.3 TB/s.
 
     Args:
-        logits: [n, vocab] floats. params: [R, PARAMS] int32. rows: [n], which of them each row of logits has.
+        logits: [n, vocab] floats. params: [R, 6] int32, as `cutoff` says. rows: [n], which of them each row has.
         lengths: [n] int32, position of the token to be drawn. tokens: [n] int32, -1 where no logit is finite.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)
     each = triton.cdiv(blocks, max(1, min(64, _PROGRAMS // max(1, count))))
     parts = triton.cdiv(blocks, each)
-    cutoffs = torch.empty(count, dtype=torch.float32, device=logits.device)
     best = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
     token = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
     sizes, width = {"VOCAB": vocab, "BLOCK": _BLOCK}, triton.next_power_of_2(parts)
-    _cutoff((count,), (logits, params, rows, cutoffs, logits.stride(0)), sizes, num_warps=8)
-    arguments = (logits, params, rows, lengths, cutoffs, best, token, logits.stride(0))
+    arguments = (logits, params, rows, lengths, cutoffs(logits, params, rows), best, token, logits.stride(0))
     constants = {"CHUNK": each * _BLOCK, **sizes, "NATIVE": logits.is_cuda}
     _draw((count, parts), arguments, constants, num_warps=8)
     _choose((count,), (best, token, tokens), {"PARTS": parts, "N": width}, num_warps=1)
