@@ -51,7 +51,7 @@ def compile_draw(arch: int, kind: str) -> None:
     types = {**whole, **floats, "logits": f"*{kind}"}
     sizes = {"VOCAB": VOCAB, "BLOCK": 2048, "PDL": arch >= 90}
     searched = {"VOCAB": VOCAB, "BLOCK": 2048, "SIZE": 4096, "PDL": arch >= 90}
-    report(f"cutoff-sm{arch}-{kind}", cutoff._cutoff_kernel, types, searched, arch, num_warps=16)
+    report(f"cutoff-sm{arch}-{kind}", cutoff._cutoff_kernel, types, searched, arch, num_warps=8)
     report(
         f"draw-sm{arch}-{kind}",
         draw._draw_kernel,

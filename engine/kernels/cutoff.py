@@ -195,5 +195,5 @@ def cutoffs(logits: torch.Tensor, params: torch.Tensor, rows: torch.Tensor) -> t
     found = torch.empty(count, dtype=torch.float32, device=logits.device)
     candidates = torch.empty(count, _CANDIDATES, dtype=torch.float32, device=logits.device)
     arguments = (logits, params, rows, candidates, found, logits.stride(0))
-    _cutoff((count,), arguments, {"SIZE": _CANDIDATES, "VOCAB": vocab, "BLOCK": _BLOCK}, num_warps=16)
+    _cutoff((count,), arguments, {"SIZE": _CANDIDATES, "VOCAB": vocab, "BLOCK": _BLOCK}, num_warps=8)
     return found

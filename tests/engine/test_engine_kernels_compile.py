@@ -17,5 +17,7 @@ def test_every_kernel_compiles_with_hardly_a_spill() -> None:
     assert set(found) == FUSED | OLDER | ROW | DRAW
     for name, line in found.items():
         assert line["entry"] and line["ptx"] > 50, name
-        assert line["spills"] and max(line["spills"]) <= 16, name
-        assert line["registers"] and max(line["registers"]) <= 128, name
+        # The search for a cutoff holds 16 scores a thread; with more warps or fewer scores at a time it is slower.
+        spills, registers = (32, 168) if name.startswith("cutoff") else (16, 128)
+        assert line["spills"] and max(line["spills"]) <= spills, name
+        assert line["registers"] and max(line["registers"]) <= registers, name
