@@ -33,6 +33,7 @@ ALONE = (  # these take most of the device's memory
     "tests/engine/test_runner_gpu.py",
     "tests/engine/test_swap_gpu.py",
     "tests/engine/test_tensor_parallel_gpu.py",
+    "tests/engine/test_backends_gpu.py",
 )
 
 

@@ -13,7 +13,7 @@ from pagedattn.ops import hopper
 from pagedattn.ops.launch import launches
 
 ROOT = Path(__file__).parent.parent
-LARGE, RUNNER, SWAP, PARALLEL = gpu_test.ALONE
+LARGE, RUNNER, SWAP, *REST = gpu_test.ALONE
 
 
 def test_every_test_that_a_gpu_can_run_is_named_once() -> None:
@@ -32,7 +32,7 @@ def test_every_test_that_a_gpu_can_run_is_named_once() -> None:
         (["tests/gpu"], ["tests/gpu"], [LARGE]),
         ([LARGE, "tests/gpu"], ["tests/gpu"], [LARGE]),
         ([f"{RUNNER}::test_x"], [], [f"{RUNNER}::test_x"]),
-        (["tests"], ["tests"], [LARGE, RUNNER, SWAP, PARALLEL]),
+        (["tests"], ["tests"], [LARGE, RUNNER, SWAP, *REST]),
     ],
 )
 def test_what_takes_the_memory_runs_alone(suites: list[str], together: list[str], alone: list[str]) -> None:
