@@ -27,7 +27,7 @@ _IGNORED = {"cache_position", "output_router_logits", "position_ids", "return_di
 class AttentionCall:
     """What one layer asks of attention, all of it from the call itself and nothing from the config.
 
-    `sliding_window` counts the token itself (transformers keeps q - k < W). `sinks_at` is where the sinks lie.
+    `sliding_window` counts the token itself (transformers keeps q - k < W). Sinks come with the call.
     """
 
     layer: int
@@ -38,7 +38,7 @@ class AttentionCall:
     scale: float
     sliding_window: int | None
     softcap: float | None
-    sinks_at: int | None
+    has_sinks: bool
 
 
 class Attends(Protocol):
@@ -156,21 +156,27 @@ def _read_call(
         scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
         sliding_window=window if window is not None and window > 0 else None,
         softcap=options.get("softcap") or None,
-        sinks_at=None if sinks is None else sinks.data_ptr(),
+        has_sinks=sinks is not None,
     )
 
 
 Layers = Mapping[int, tuple[AttentionCall, Attention]]
 
 
-def layer_of(layers: Layers, module: torch.nn.Module, call: AttentionCall, mask: torch.Tensor | None) -> Attention:
-    """The attention that was made for the layer that calls.
+def layer_of(
+    layers: Layers,
+    module: torch.nn.Module,
+    call: AttentionCall,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> Attention:
+    """The attention that was made for the layer that calls, and with its sinks.
 
     Raises:
         UnsupportedError: the layer asks for something else than when it was probed, or comes with a mask.
     """
     learnt, layer = layers.get(call.layer, (None, None))
-    if layer is None or call != learnt:
+    if layer is None or call != learnt or sinks is not layer.sinks:
         raise UnsupportedError(f"{type(module).__name__} of layer {call.layer} asks for {call}, it used to: {learnt}")
     if mask is not None:
         raise UnsupportedError(f"layer {call.layer} was given a mask, which a packed step has no place for")
@@ -196,7 +202,7 @@ class PackedStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `Attends`; `sinks` are those that the layer was built with."""
-        layer = layer_of(self.layers, module, call, mask)
+        layer = layer_of(self.layers, module, call, mask, sinks)
         if len(query) != 1:
             raise InvalidInputError("input_ids", "one row [1, T] with all sequences", f"{len(query)} rows")
         # A float32 residual stream may come with a half-precision cache.

@@ -49,7 +49,7 @@ class BatchStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `Attends`; `sinks` are those that the layer was built with. What stands at padding is zero."""
-        layer = layer_of(self.layers, module, call, mask)
+        layer = layer_of(self.layers, module, call, mask, sinks)
         rows, columns, dtype = query.shape[0], query.shape[2], layer.spec.dtype
         q, k, v = (self._packed(x, dtype) for x in (query, key, value))
         out = layer(q, k, v, None if self.caches is None else self.caches[call.layer], self.metadata)
@@ -61,7 +61,7 @@ class BatchStep:
 
     def _packed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, H, S, D] to [T, H, D]."""
-        x = x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+        x = x.select(2, 0) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
         if self.tokens is not None:
             x = x.index_select(0, self.tokens)
         if x.dtype != dtype:

@@ -36,10 +36,10 @@ class _Layer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._columns.count + query_length, 0
+        return self._columns.done + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._columns.count
+        return self._columns.done
 
     def get_max_length(self) -> int:
         return -1
@@ -99,7 +99,11 @@ class PagedCache(Cache):
             InvalidInputError: another number of rows than before, or a mask that does not fit.
             UnsupportedError: padding elsewhere than before a row's tokens.
             CapacityError: too few blocks.
+
+        What went in counts from `end` on; where that never comes, it is forgotten.
         """
+        if self._columns.done != self._columns.count:
+            self.crop(0)  # the last forward failed
         if not len(self._rows):
             self._rows.start(rows)
         elif len(self._rows) != rows:
@@ -117,6 +121,10 @@ class PagedCache(Cache):
         common = CommonAttentionMetadata.from_lengths(counts, self._rows.lengths, table, block_size=size)
         return BatchStep.of_tokens(self._attention, self._store.caches, common, real)
 
+    def end(self) -> None:
+        """The forward that `begin` made room for is through all layers."""
+        self._columns.done = self._columns.count
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,8 +132,8 @@ class PagedCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far, padding included."""
-        return self._columns.count
+        """Columns so far, padding included and those of a forward that still runs not."""
+        return self._columns.done
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; blocks are shared, and copied when they are written."""
@@ -142,8 +150,8 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove columns; a positive number is how many columns are kept."""
-        given = tokens_to_remove
-        columns = max(0, min(self._columns.count, given if given > 0 else self._columns.count + given))
+        now, given = self._columns.done, tokens_to_remove
+        columns = max(0, min(now, given if given > 0 else now + given))
         self._rows.cut(self._columns.lengths(columns, len(self._rows)))
         self._columns.cut(columns)
 

@@ -13,7 +13,8 @@ class Columns:
     """The columns that a cache has seen, as transformers counts them: padding included.
 
     Attributes:
-        count: columns so far. It is what transformers takes for the length of the cache.
+        count: columns so far, those of a forward that runs included.
+        done: columns before that forward, which is what transformers takes for the length of the cache.
         known: [B, m] bool; columns from m on hold tokens in every row.
     """
 
@@ -22,11 +23,11 @@ class Columns:
 
     def reset(self) -> None:
         """Forget all."""
-        self.count, self.known, self._padded = 0, np.ones((0, 0), dtype=bool), False
+        self.count, self.done, self.known, self._padded = 0, 0, np.ones((0, 0), dtype=bool), False
 
     def become(self, other: Columns) -> None:
         """The same as `other`, from now on apart from it."""
-        self.count, self.known, self._padded = other.count, other.known, other._padded
+        self.count, self.done, self.known, self._padded = other.count, other.done, other.known, other._padded
 
     def admit(
         self, mask: np.ndarray | None, rows: int, new: int, windowed: bool, unread: bool = False
@@ -74,7 +75,8 @@ class Columns:
 
     def cut(self, columns: int) -> None:
         """Keep the first `columns`."""
-        self.count, self.known = columns, self.known[:, :columns]
+        self.count = self.done = columns
+        self.known = self.known[:, :columns]
 
     def take(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was."""
@@ -92,8 +94,8 @@ def _refuse_gaps(mask: np.ndarray, new: int, windowed: bool) -> None:
     if new and gap[:, -1].any():
         row = int(gap[:, -1].argmax())
         raise UnsupportedError(
-            f"row {row} of the attention_mask ends in padding, and a paged cache, which does not store it, has nothing to "
-            'say there; pad on the left (tokenizer.padding_side = "left")'
+            f"row {row} of the attention_mask ends in padding, after which nothing can follow in a paged cache, which "
+            'stores none: pad on the left (tokenizer.padding_side = "left")'
         )
     if windowed and gap.any():
         row = int(gap.any(1).argmax())

@@ -61,7 +61,8 @@ def disable(model: Any) -> None:
     """Give the model back as it was before `enable`; without effect where it is not enabled."""
     paged = model.__dict__.pop(_ATTRIBUTE, None)
     if paged is not None:
-        paged.hook.remove()
+        for hook in paged.hooks:
+            hook.remove()
         model.set_attn_implementation(paged.before)
 
 
@@ -131,7 +132,10 @@ class Paged:
         self.placed = model.dtype, model.device
         self.names = list(inspect.signature(model.forward).parameters)
         self.pool = None if num_blocks is None else BlockStore(self.specs, num_blocks, model.device)
-        self.hook = model.register_forward_pre_hook(torch.compiler.disable(self.before_forward), with_kwargs=True)
+        self.hooks = (
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True),
+        )
 
     def new_cache(self) -> PagedCache:
         """An empty cache."""
@@ -185,7 +189,7 @@ class Paged:
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             got = f"{mask.ndim} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise UnsupportedError(
-                f"attention_mask has {got}: a paged cache can be right only with [B, columns], which says what is padding"
+                f"attention_mask has {got}: a paged cache takes [B, columns], which says what is padding, and no other"
             )
         if past is None:
             return
@@ -196,6 +200,21 @@ class Paged:
             raise UnsupportedError(
                 "use_cache=False with a paged cache: every step would store all tokens again; leave one of them out"
             )
+
+
+@torch.compiler.disable
+def _before_forward(
+    model: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    # Bound to no object: a copy of a model has its own.
+    return _paged(model).before_forward(model, args, options)
+
+
+@torch.compiler.disable
+def _after_forward(_model: Any, _args: tuple[Any, ...], options: dict[str, Any], _output: Any) -> None:
+    end = getattr(options.get("past_key_values"), "end", None)
+    if end is not None:
+        end()
 
 
 def _paged(model: Any) -> Paged:

@@ -103,6 +103,7 @@ class Rows:
         self._table: BlockTable | None = None
         self._changed: set[int] = set()
         self._widest = 1
+        self._shared = False  # whether any block may have another holder
 
     def start(self, count: int) -> None:
         """Become `count` empty rows."""
@@ -152,7 +153,7 @@ class Rows:
             if not count:
                 continue
             shared = False
-            if length % size:
+            if self._shared and length % size:
                 last = blocks[-1]
                 left = holders[last] if last in holders else pool.ref_count(last)
                 shared = left > 1
@@ -172,6 +173,7 @@ class Rows:
         lengths = [self.lengths[row] for row in rows]
         same = len(kept) == len(self)
         self.release()
+        self._shared = True
         self._blocks, self.lengths = kept, lengths
         self._changed = set(range(len(kept)))
         if not same:
@@ -194,6 +196,7 @@ class Rows:
         twin._blocks, twin.lengths = [list(blocks) for blocks in self._blocks], list(self.lengths)
         for blocks in twin._blocks:
             self.store.pool.touch(blocks)
+        self._shared = twin._shared = True
         return twin
 
     def release(self) -> None:
