@@ -203,7 +203,7 @@ def test_loaded_by_name(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     wanted = generate(model, inputs)
     hf.register()
-    named = transformers.AutoModelForCausalLM.from_pretrained(
+    named: Any = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="pagedattn", dtype=torch.float32
     )
     result = named.generate(
