@@ -7,14 +7,16 @@ from itertools import islice
 
 import torch
 
-from .. import BlockPool, BlockTable, FullAttentionSpec, LayerCache, PagedKVCache
+from .. import BlockPool, BlockTable, FullAttentionSpec, LayerCache, PagedKVCache, ops
 
 _MOST_TOKENS = 1 << 21  # that block ids are kept for where nobody says how many blocks there are
 _GROWTH = 1.5
 
 
 class BlockStore:
-    """Block ids and the memory behind them: one cache per kind of layer, in each of which any id has a place.
+    """Block ids and the memory behind them: a cache per layer, in each of which any id has a place.
+
+    Layers share no memory: torch.compile can trace writes to tensors that overlap only within one layer.
 
     With `num_blocks` the memory is taken at once and for good. Without, it is taken when ids are handed out, grows with
     the largest of them, and is copied when it grows.
@@ -29,9 +31,7 @@ class BlockStore:
         self.device = device
         self.caches: list[LayerCache] = []
         self.pool = BlockPool(num_blocks or max(2, _MOST_TOKENS // self.block_size), enable_caching=False)
-        self._kinds: dict[FullAttentionSpec, list[int]] = {}
-        for layer, spec in enumerate(specs):
-            self._kinds.setdefault(spec, []).append(layer)
+        self._specs = specs
         self._memory: list[PagedKVCache] = []
         self._num_blocks = self._wanted = 0
         if num_blocks is not None:
@@ -70,20 +70,22 @@ class BlockStore:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) in all layers."""
-        for cache in self._memory:
-            cache.copy_blocks(pairs)
+        slabs = [slab for cache in self._memory for slab in cache.slabs]
+        ops.copy_blocks(slabs, torch.tensor(pairs, dtype=torch.int64))
 
+    @torch.inference_mode(False)  # else nobody could write to it outside of it
     def _take_memory(self, num_blocks: int) -> None:
-        memory, caches = [], {}
-        for index, (spec, layers) in enumerate(self._kinds.items()):
-            cache = PagedKVCache.from_specs([spec] * len(layers), num_blocks, device=self.device)
-            if self._memory:
-                cache.slabs[:, : self._num_blocks].copy_(self._memory[index].slabs)
-            memory.append(cache)
-            for place, layer in enumerate(layers):
-                caches[layer] = cache.layer(place)
-        self._memory, self._num_blocks = memory, num_blocks
-        self.caches = [caches[layer] for layer in sorted(caches)]
+        old, self._memory = self._memory, []
+        try:
+            for layer, spec in enumerate(self._specs):
+                cache = PagedKVCache.from_specs([spec], num_blocks, device=self.device)
+                if old:
+                    cache.slabs[:, : self._num_blocks].copy_(old[layer].slabs)
+                self._memory.append(cache)
+        except Exception:
+            self._memory = old
+            raise
+        self.caches, self._num_blocks = [cache.layer(0) for cache in self._memory], num_blocks
 
 
 class Rows:
@@ -205,6 +207,7 @@ class Rows:
             self.store.pool.free(blocks)
         self._blocks, self.lengths, self._changed = [], [], set()
 
+    @torch.inference_mode(False)
     def table(self) -> torch.Tensor:
         """[B, max_blocks] int32 on the device, the same memory until rows outgrow it."""
         longest = max(map(len, self._blocks), default=1)
