@@ -20,7 +20,7 @@ from .hf_columns import Columns
 from .hf_layers import make_attention
 from .hf_probe import Recorder, probe
 from .hf_refusals import check_signature, refuse
-from .hf_rows import BlockStore
+from .hf_rows import MOST_TOKENS, BlockStore
 
 if TYPE_CHECKING:
     from .hf_cache import PagedCache
@@ -113,7 +113,6 @@ class Paged:
 
     def __init__(self, model: Any, before: str, block_size: int, backend: str | None, num_blocks: int | None) -> None:
         self.before = before
-        self.num_blocks = num_blocks
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt = probe(model, _logits(model), _logits(model))
         options = {"block_size": block_size, "backend": backend}
@@ -137,11 +136,11 @@ class Paged:
             model.register_forward_hook(_after_forward, with_kwargs=True),
         )
 
-    def new_cache(self) -> PagedCache:
-        """An empty cache."""
+    def new_cache(self, most_tokens: int = 0) -> PagedCache:
+        """An empty cache, for so many tokens and more."""
         from .hf_cache import PagedCache
 
-        store = self.pool or BlockStore(self.specs, None, self.placed[1])
+        store = self.pool or BlockStore(self.specs, None, self.placed[1], max(most_tokens, MOST_TOKENS))
         return PagedCache(self.layers, store, self.windowed)
 
     def before_forward(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[()], Any] | None:
@@ -244,7 +243,8 @@ def _make_cache(
     beams = generation_config.num_beams or 1
     rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
     padding = [0] * rows if mask is None else (~_on_host(mask)).sum(1).tolist()
-    cache = _paged(model).new_cache()
+    paged = _paged(model)
+    cache = paged.new_cache(rows * (max_cache_length + paged.specs[0].block_size))
     cache.expect([longest - pads for pads in padding], copies=rows if beams > 1 else 0)
     return cache
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
@@ -9,7 +10,7 @@ import torch
 
 from .. import BlockPool, BlockTable, FullAttentionSpec, LayerCache, PagedKVCache, ops
 
-_MOST_TOKENS = 1 << 21  # that block ids are kept for where nobody says how many blocks there are
+MOST_TOKENS = 1 << 21  # ids cost the host some bytes each, used or not
 _GROWTH = 1.5
 
 
@@ -25,12 +26,23 @@ class BlockStore:
         caches: what each layer gets, in order; others after every `allocate`.
     """
 
-    def __init__(self, specs: Sequence[FullAttentionSpec], num_blocks: int | None, device: torch.device) -> None:
-        """`specs` has one entry per layer, all with one block size. Block 0 is kept back, see `BlockPool`."""
+    def __init__(
+        self,
+        specs: Sequence[FullAttentionSpec],
+        num_blocks: int | None,
+        device: torch.device,
+        most_tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Block 0 is kept back, see `BlockPool`.
+
+        Args:
+            specs: one per layer, all with one block size.
+            most_tokens: how far memory can grow, where it does.
+        """
         self.block_size = specs[0].block_size
         self.device = device
         self.caches: list[LayerCache] = []
-        self.pool = BlockPool(num_blocks or max(2, _MOST_TOKENS // self.block_size), enable_caching=False)
+        self.pool = BlockPool(num_blocks or 2 + most_tokens // self.block_size, enable_caching=False)
         self._specs = specs
         self._memory: list[PagedKVCache] = []
         self._num_blocks = self._wanted = 0
@@ -169,17 +181,19 @@ class Rows:
         """Row i becomes what row `rows[i]` was; rows that are not named are given up."""
         if list(rows) == list(range(len(self))):
             return
-        kept = [list(self._blocks[row]) for row in rows]
-        for blocks in kept:
-            self.store.pool.touch(blocks)
-        lengths = [self.lengths[row] for row in rows]
-        same = len(kept) == len(self)
-        self.release()
-        self._shared = True
-        self._blocks, self.lengths = kept, lengths
-        self._changed = set(range(len(kept)))
-        if not same:
+        uses = Counter(rows)
+        for row, blocks in enumerate(self._blocks):
+            for _ in range(uses[row] - 1):
+                self.store.pool.touch(blocks)
+                self._shared = True
+        for row, blocks in enumerate(self._blocks):
+            if not uses[row]:
+                self.store.pool.free(blocks)
+        if len(rows) != len(self):
             self._table = None
+        self._blocks = [list(self._blocks[row]) for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
+        self._changed = set(range(len(rows)))
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[i]` tokens of each row."""

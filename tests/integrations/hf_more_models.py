@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoeConfig", _MOE),
     "deepseek_v2": ("DeepseekV2Config", MORE["deepseek_v3"][1]),
     "cohere": ("CohereConfig", {}),
+    "granite_swa": ("GraniteSWAConfig", {**_HALF, "attention_multiplier": 0.3}),  # sinks
     "gpt_bigcode": ("GPTBigCodeConfig", {}),  # one key head
     # Layers whose keys have other shapes than those of the others.
     "gemma4": (
