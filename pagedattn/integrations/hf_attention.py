@@ -19,8 +19,9 @@ from .hf_masks import describe_mask
 NAME = "pagedattn"
 PROBE_NAME = "pagedattn_probe"  # also describes masks, which serving leaves out
 
-# What models hand on to attention without meaning attention by it.
+# What models hand on to attention without meaning attention by it, and what is read here.
 _IGNORED = {"cache_position", "output_router_logits", "position_ids", "return_dict", "use_cache"}
+_KNOWN = {"is_causal", "sliding_window", "softcap", *_IGNORED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,8 @@ def _read_call(
         )
     if key.shape[2] != query.shape[2]:
         raise UnsupportedError(f"{where} has {query.shape[2]} queries and {key.shape[2]} keys: cross attention?")
-    known = {"is_causal", "sliding_window", "softcap", *_IGNORED}
     unknown = [
-        name for name, given in options.items() if name not in known and given is not None and given is not False
+        name for name, given in options.items() if name not in _KNOWN and given is not None and given is not False
     ]
     if unknown:
         raise UnsupportedError(
