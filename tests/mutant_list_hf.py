@@ -23,6 +23,8 @@ MUTANTS: tuple[Mutant, ...] = (
           'of a forward that still runs not."""\n        return self._columns.count', f"{TEST} own_positions[gpt2]"),
     fault("generate: a failed forward that counts", CACHE, "if self._columns.done != self._columns.count:", "if False:",
           f"{REFUSALS_TEST} failed_forward"),
+    fault("generate: rows that differ taken for alike", CACHE, "if self._columns.count > self._alike[0]:", "if False:",
+          f"{TEST} test_tokens_equal llama"),
     fault("generate: padding between tokens under a window", COLUMNS, "if windowed and gap.any():", "if False:",
           f"{REFUSALS_TEST} masks_that_cannot"),
     fault("generate: padding counted as tokens", COLUMNS, "(seen.sum(1) + max(", "((seen | True).sum(1) + max(",

@@ -16,6 +16,8 @@ from .hf_batch import BatchStep
 from .hf_columns import Columns
 from .hf_rows import BlockStore, Rows
 
+_NOTHING = 0, 1  # so many first columns are the same in so many rows in turn
+
 
 class _Layer(CacheLayerMixin):
     """A layer of the cache as transformers asks for its length; what it keeps, attention writes and reads."""
@@ -58,6 +60,7 @@ class PagedCache(Cache):
         """`windowed`: some layer has a sliding window."""
         self._columns, self._rows = Columns(), Rows(store)
         self._attention, self._store, self._windowed = layers, store, windowed
+        self._alike = _NOTHING
         super().__init__(layers=[_Layer(self._columns) for _ in layers])
 
     @property
@@ -79,9 +82,25 @@ class PagedCache(Cache):
         """Whether this is a cache of the model whose attention these are."""
         return self._attention is layers
 
-    def expect(self, lengths: Sequence[int], copies: int = 0) -> None:
-        """Rows will hold so many tokens each: memory is taken at once. `copies` blocks more, for rows that share."""
-        self._rows.expect(lengths, copies)
+    def expect(
+        self,
+        lengths: Sequence[int],
+        prompts: Sequence[int] = (),
+        columns: int = 0,
+        together: int = 1,
+        copies: int = 0,
+    ) -> None:
+        """What one generation will hold, so that memory is taken at once and a prompt is stored once for all its rows.
+
+        Args:
+            lengths, prompts: tokens of each row in the end, and in the prompt.
+            columns: of the prompts, padding included.
+            together: so many rows in turn have the same prompt.
+            copies: blocks more, for rows that are forked before others are dropped.
+        """
+        self._alike = columns, together
+        shared = [length if row % together else 0 for row, length in enumerate(prompts)]
+        self._rows.expect(lengths, shared, copies)
 
     @property
     def begun(self) -> bool:
@@ -112,13 +131,23 @@ class PagedCache(Cache):
         before.become(self._columns)
         real = self._columns.admit(mask, rows, columns, self._windowed, unread)
         counts = [columns] * rows if real is None else real.sum(1).tolist()
+        if self._columns.count > self._alike[0]:
+            self._alike = _NOTHING
+        alike = self._alike[1]
         try:
-            self._rows.append(counts)
+            if alike > 1:
+                self._rows.append_alike(counts, alike)
+            else:
+                self._rows.append(counts)
         except Exception:
             self._columns.become(before)
             raise
         size, table = self._store.block_size, self._rows.table()
         common = CommonAttentionMetadata.from_lengths(counts, self._rows.lengths, table, block_size=size)
+        if alike > 1:  # the first row of each prompt writes
+            writes = np.repeat(np.arange(rows) % alike == 0, counts)
+            slots = common.slot_mapping.masked_fill(torch.from_numpy(~writes).to(common.slot_mapping.device), -1)
+            common = common.replace(slot_mapping=slots)
         return BatchStep.of_tokens(self._attention, self._store.caches, common, real)
 
     def end(self) -> None:
@@ -150,6 +179,7 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove columns; a positive number is how many columns are kept."""
+        self._alike = _NOTHING
         now, given = self._columns.done, tokens_to_remove
         columns = max(0, min(now, given if given > 0 else now + given))
         self._rows.cut(self._columns.lengths(columns, len(self._rows)))
@@ -157,16 +187,18 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Give all blocks up."""
+        self._alike = _NOTHING
         self._rows.release()
         self._columns.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         twin = PagedCache(self._attention, self._store, self._windowed)
         twin._columns.become(self._columns)
-        twin._rows = self._rows.fork()
+        twin._rows, twin._alike = self._rows.fork(), self._alike
         memo[id(self)] = twin
         return twin
 
     def _take(self, rows: list[int]) -> None:
+        self._alike = _NOTHING
         self._rows.take(rows)
         self._columns.take(rows)

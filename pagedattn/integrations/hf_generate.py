@@ -238,14 +238,18 @@ def _make_cache(
         return None
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     known = mask if mask is not None else positions
-    columns = max_cache_length if known is None else known.shape[-1]
+    if known is None:  # nobody says how long the prompts are
+        return _paged(model).new_cache()
+    columns = known.shape[-1]
     longest = min(max_cache_length, columns + _AHEAD)
     beams = generation_config.num_beams or 1
-    rows = batch_size * max(beams, generation_config.num_return_sequences or 1)
-    padding = [0] * rows if mask is None else (~_on_host(mask)).sum(1).tolist()
+    together = max(beams, generation_config.num_return_sequences or 1)
+    rows = batch_size * together
+    prompts = [columns] * rows if mask is None else _on_host(mask).sum(1).tolist()
     paged = _paged(model)
     cache = paged.new_cache(rows * (max_cache_length + paged.specs[0].block_size))
-    cache.expect([longest - pads for pads in padding], copies=rows if beams > 1 else 0)
+    lengths = [longest - columns + prompt for prompt in prompts]
+    cache.expect(lengths, prompts, columns, together, copies=rows if beams > 1 else 0)
     return cache
 
 

@@ -131,11 +131,12 @@ class Rows:
     def __del__(self) -> None:
         self.release()
 
-    def expect(self, lengths: Sequence[int], copies: int = 0) -> None:
-        """Rows will grow to these lengths, and share what they share but for `copies` blocks."""
-        blocks = [-(-length // self.store.block_size) for length in lengths]
+    def expect(self, lengths: Sequence[int], shared: Sequence[int], copies: int = 0) -> None:
+        """Rows will grow to these lengths; `shared[i]` tokens of row i are another's. `copies`: blocks beyond that."""
+        size = self.store.block_size
+        blocks = [-(-length // size) for length in lengths]
         self._widest = max(blocks, default=1)
-        self.store.expect(sum(blocks) + copies)
+        self.store.expect(sum(blocks) - sum(length // size for length in shared) + copies)
 
     def append(self, counts: Sequence[int]) -> None:
         """Make room for so many new tokens in each row.
@@ -156,6 +157,24 @@ class Rows:
         if copies:
             self.store.copy(copies)
             self.store.pool.free([source for source, _ in copies])
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def append_alike(self, counts: Sequence[int], together: int) -> None:
+        """As `append`, where every `together` rows in turn have had the same tokens and get the same: they share all.
+
+        Raises:
+            CapacityError: too few blocks are free; nothing is changed.
+        """
+        size, first = self.store.block_size, range(0, len(self), together)
+        needs = [-(-(self.lengths[row] + counts[row]) // size) - len(self._blocks[row]) for row in first]
+        fresh = iter(self.store.allocate(sum(needs)))
+        for row, new in zip(first, needs, strict=True):
+            blocks = list(islice(fresh, new))
+            for twin in range(row, row + together):
+                self._blocks[twin].extend(blocks)
+                if twin != row:
+                    self.store.pool.touch(blocks)
+        self._changed, self._shared = set(range(len(self))), True
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def _needs(self, counts: Sequence[int]) -> list[tuple[int, int, bool]]:

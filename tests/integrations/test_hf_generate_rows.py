@@ -165,6 +165,34 @@ def test_memory_follows_the_tokens_and_not_the_padding(name: str) -> None:
     assert 2 <= len(sizes) <= 4 and ids.shape[1] == 40 + 36
 
 
+@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize(
+    "way", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}], ids=["samples", "beams"]
+)
+def test_a_prompt_is_stored_once_for_all_its_rows(way: dict[str, Any], chunk: int | None) -> None:
+    model, inputs = model_of("mistral"), batch(40, 21)
+    options: dict[str, Any] = {**way, "return_dict_in_generate": True, "max_new_tokens": 8, "eos_token_id": None}
+    torch.manual_seed(0)
+    wanted = model.generate(**inputs, **options).sequences
+    hf.enable(model, block_size=4)
+    torch.manual_seed(0)
+    out = model.generate(**inputs, **options, prefill_chunk_size=chunk)
+    assert torch.equal(out.sequences, wanted)
+    cache, beams = out.past_key_values, "num_beams" in way
+    alone = 4 * (-(-47 // 4) + -(-28 // 4))
+    together = alone - 3 * (40 // 4 + 21 // 4)
+    assert cache.num_blocks_used <= together < 0.5 * alone
+    assert beams or cache.num_blocks_used == together
+    per_block = cache.nbytes // (together + 1 + 8 * beams)
+    assert cache.nbytes == per_block * (together + 1 + 8 * beams), "memory was taken once"
+    cache.crop(30)
+    different = torch.arange(8)[:, None] + 5
+    mask = torch.cat((inputs["attention_mask"][:, :30].repeat_interleave(4, 0), torch.ones_like(different)), 1)
+    ids = torch.cat((inputs["input_ids"][:, :30].repeat_interleave(4, 0), different), 1)
+    again = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache)
+    assert torch.equal(again, generate(model, {"input_ids": ids, "attention_mask": mask}))
+
+
 def test_rows_may_be_repeated_and_chosen() -> None:
     model, inputs = model_of("mistral"), batch(9, 4)
     hf.enable(model, block_size=4, num_blocks=40)
