@@ -123,14 +123,14 @@ class PagedCache(Cache):
         """
         if self._columns.done != self._columns.count:
             self.crop(0)  # the last forward failed
-        if not len(self._rows):
-            self._rows.start(rows)
-        elif len(self._rows) != rows:
+        if len(self._rows) not in (0, rows):
             raise InvalidInputError("input_ids", f"{len(self._rows)} rows, as this cache has", rows, "use a new cache")
         before = Columns()
         before.become(self._columns)
         real = self._columns.admit(mask, rows, columns, self._windowed, unread)
         counts = [columns] * rows if real is None else real.sum(1).tolist()
+        if not len(self._rows):
+            self._rows.start(rows)
         if self._columns.count > self._alike[0]:
             self._alike = _NOTHING
         alike = self._alike[1]

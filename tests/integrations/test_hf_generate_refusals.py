@@ -119,6 +119,8 @@ def test_masks_that_cannot_be_right() -> None:
     with pytest.raises(UnsupportedError, match="output_attentions is set"):
         model(ids, attention_mask=mask, output_attentions=True)
     cache = hf.new_cache(model)
+    with pytest.raises(UnsupportedError, match="ends in padding"):
+        model(ids[:1], attention_mask=mask[1:].flip(1), past_key_values=cache)
     model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
     longer = torch.cat((mask, torch.tensor([[1, 1], [0, 1]])), 1)
     with pytest.raises(UnsupportedError, match="row 1 of the attention_mask has padding between tokens, which sliding"):
