@@ -78,7 +78,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *(*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "checks", "composite", "layer_call", "scales"),
         *("selector", "step"),
     ),
-    "integrations": ("", "errors", "integrations"),  # "" is the public names
+    "integrations": ("", "errors", "ops", "integrations"),  # "" is the public names
     "functional": (*LEAVES, "kv_cache", "metadata", "backends.base", "checks", "composite", "scales", "selector"),
     "display": ("capabilities", "spec"),
     "terminal": ("capabilities", "display"),

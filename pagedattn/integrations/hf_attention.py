@@ -19,15 +19,16 @@ from .hf_masks import describe_mask
 NAME = "pagedattn"
 PROBE_NAME = "pagedattn_probe"  # also describes masks, which serving leaves out
 
-# What models hand on to attention without meaning attention by it.
+# What models hand on to attention without meaning attention by it, and what is read here.
 _IGNORED = {"cache_position", "output_router_logits", "position_ids", "return_dict", "use_cache"}
+_KNOWN = {"is_causal", "sliding_window", "softcap", *_IGNORED}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What one layer asks of attention, all of it from the call itself and nothing from the config.
 
-    `sliding_window` counts the token itself (transformers keeps q - k < W). `sinks_at` is where the sinks lie.
+    `sliding_window` counts the token itself (transformers keeps q - k < W). Sinks come with the call.
     """
 
     layer: int
@@ -38,7 +39,7 @@ class AttentionCall:
     scale: float
     sliding_window: int | None
     softcap: float | None
-    sinks_at: int | None
+    has_sinks: bool
 
 
 class Attends(Protocol):
@@ -54,7 +55,7 @@ class Attends(Protocol):
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] to [1, T, Hq, Dv]."""
+        """query [B, Hq, S, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] to [B, S, Hq, Dv]; B is 1 in a packed row."""
         ...
 
 
@@ -94,7 +95,9 @@ def attention_forward(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: query [1, Hq, T, D], key and value [1, Hkv, T, D], rotated, not repeated.
+    """Attention as transformers calls it: query [B, Hq, S, D], key and value [B, Hkv, S, D], rotated, not repeated.
+
+    Only the new keys and values come; what else a sequence has lies in its cache.
 
     Raises:
         UnsupportedError: the call wants what a paged layer cannot give, or comes from outside a packed forward.
@@ -103,8 +106,9 @@ def attention_forward(
     step: Attends | None = options.pop("paged_step", None)
     if step is None:
         raise UnsupportedError(
-            f"{where} got no paged step: run the model through pagedattn.integrations.transformers.PackedModel; if it "
-            "is run so, its layers do not hand keywords on to attention, or this one is a tower that should be on sdpa"
+            f"{where} got no paged step: call pagedattn.integrations.transformers.enable(model), and then the model "
+            "itself and not a part of it, or use PackedModel; if that was done, its layers do not hand keywords on to "
+            "attention, or this one is a tower that should be on sdpa"
         )
     sinks = options.pop("s_aux", None)
     call = _read_call(module, where, query, key, value, scaling, dropout, sinks, options)
@@ -129,11 +133,14 @@ def _read_call(
         raise UnsupportedError(f"{where} is in training, or wants dropout; call model.eval(): the cache is inference")
     if getattr(module, "is_causal", True) is False or options.get("is_causal", True) in (False, 0):
         raise UnsupportedError(f"{where} attends both ways (is_causal is False); only causal decoders are paged")
+    if query.requires_grad:
+        raise UnsupportedError(
+            f"{where} is to be differentiated; use torch.no_grad(): no gradient flows through a cache"
+        )
     if key.shape[2] != query.shape[2]:
         raise UnsupportedError(f"{where} has {query.shape[2]} queries and {key.shape[2]} keys: cross attention?")
-    known = {"is_causal", "sliding_window", "softcap", *_IGNORED}
     unknown = [
-        name for name, given in options.items() if name not in known and given is not None and given is not False
+        name for name, given in options.items() if name not in _KNOWN and given is not None and given is not False
     ]
     if unknown:
         raise UnsupportedError(
@@ -149,15 +156,38 @@ def _read_call(
         scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
         sliding_window=window if window is not None and window > 0 else None,
         softcap=options.get("softcap") or None,
-        sinks_at=None if sinks is None else sinks.data_ptr(),
+        has_sinks=sinks is not None,
     )
+
+
+Layers = Mapping[int, tuple[AttentionCall, Attention]]
+
+
+def layer_of(
+    layers: Layers,
+    module: torch.nn.Module,
+    call: AttentionCall,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> Attention:
+    """The attention that was made for the layer that calls, and with its sinks.
+
+    Raises:
+        UnsupportedError: the layer asks for something else than when it was probed, or comes with a mask.
+    """
+    learnt, layer = layers.get(call.layer, (None, None))
+    if layer is None or call != learnt or sinks is not layer.sinks:
+        raise UnsupportedError(f"{type(module).__name__} of layer {call.layer} asks for {call}, it used to: {learnt}")
+    if mask is not None:
+        raise UnsupportedError(f"layer {call.layer} was given a mask, which a packed step has no place for")
+    return layer
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
     """One step of many sequences in one row, for all layers of a model."""
 
-    layers: Mapping[int, tuple[AttentionCall, Attention]]
+    layers: Layers
     caches: Sequence[LayerCache] | None
     metadata: StepMetadata
 
@@ -172,13 +202,7 @@ class PackedStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `Attends`; `sinks` are those that the layer was built with."""
-        learnt, layer = self.layers.get(call.layer, (None, None))
-        if layer is None or call != learnt:
-            raise UnsupportedError(
-                f"{type(module).__name__} of layer {call.layer} asks for {call}, it used to: {learnt}"
-            )
-        if mask is not None:
-            raise UnsupportedError(f"layer {call.layer} was given a mask, which a packed step has no place for")
+        layer = layer_of(self.layers, module, call, mask, sinks)
         if len(query) != 1:
             raise InvalidInputError("input_ids", "one row [1, T] with all sequences", f"{len(query)} rows")
         # A float32 residual stream may come with a half-precision cache.

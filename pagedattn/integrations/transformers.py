@@ -1,5 +1,8 @@
 """Any causal decoder of Hugging Face transformers over the paged cache, through the model's own modules.
 
+`enable` leaves batches, positions and the loop to transformers: its own `generate` then runs over the cache.
+`PackedModel` takes the rows of a continuous batch, as an engine has them.
+
 Slower than a decoder written for the purpose, since every operation but attention is the model's own; in return a
 family needs no code here. What a paged cache cannot express is refused by name, see `refuse`.
 """
@@ -12,12 +15,16 @@ from typing import Any
 import torch
 
 from .. import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
-from .hf_attention import NAME, PackedStep, import_transformers, register
+from .hf_attention import NAME, PackedStep, import_transformers
+from .hf_attention import register as register_attention
+from .hf_generate import disable, enable, new_cache
+from .hf_generate import register_generate as register
 from .hf_head import decoder_of, without_decoder
+from .hf_layers import make_attention
 from .hf_probe import ProbedLayer, Recorder, probe
 from .hf_refusals import check_signature, refuse
 
-__all__ = ["NAME", "PackedModel", "import_transformers", "refuse", "register"]
+__all__ = ["NAME", "PackedModel", "disable", "enable", "import_transformers", "new_cache", "refuse", "register"]
 
 
 class PackedModel:
@@ -53,7 +60,7 @@ class PackedModel:
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
         """
-        register()
+        register_attention()
         refuse(type(model), model.config, max_model_len)
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
@@ -98,21 +105,13 @@ class PackedModel:
     def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention]:
         layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
         return [
-            Attention(
-                layer.call.num_heads,
-                layer.call.head_dim,
-                layer.call.num_kv_heads,
-                layer.call.scale,
-                head_dim_v=layer.call.head_dim_v,
-                sliding_window=layer.window,
-                softcap=layer.call.softcap,
-                sinks=layer.sinks,
+            make_attention(
+                layer,
+                self.model,
                 block_size=layout.groups[layout.group_of(index)].spec.block_size,
                 backend=backend,
                 clean_cache=clean_cache,
                 kv_group=layout.group_of(index),
-                dtype=self.dtype,
-                device=self.model.device,
             )
             for index, layer in enumerate(self._learnt)
         ]

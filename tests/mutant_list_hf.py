@@ -1,0 +1,34 @@
+"""Faults in what runs `generate` of transformers over a paged cache; as those of `mutant_list`."""
+
+from __future__ import annotations
+
+from mutant_list import Mutant, fault
+
+ROWS, COLUMNS = "pagedattn/integrations/hf_rows.py", "pagedattn/integrations/hf_columns.py"
+CACHE, CALLS = "pagedattn/integrations/hf_cache.py", "pagedattn/integrations/hf_attention.py"
+ROWS_TEST, TEST = "tests/integrations/test_hf_generate_rows.py", "tests/integrations/test_hf_generate.py"
+REFUSALS_TEST = "tests/integrations/test_hf_generate_refusals.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    fault("generate: a shared block that is written", ROWS, "shared = left > 1", "shared = False",
+          f"{ROWS_TEST} histories[0]"),
+    fault("generate: a copy on write that copies nothing", ROWS, "self.store.copy(copies)", "pass",
+          f"{ROWS_TEST} histories[0]"),
+    fault("generate: the blocks of dropped rows kept", ROWS, "if not uses[row]:", "if False:",
+          f"{TEST} test_tokens_equal llama"),
+    fault("generate: memory that grows and forgets", ROWS,
+          "cache.slabs[:, : self._num_blocks].copy_(old[layer].slabs)", "pass", f"{ROWS_TEST} histories[1]"),
+    fault("generate: tokens counted before they are through", CACHE,
+          'of a forward that still runs not."""\n        return self._columns.done',
+          'of a forward that still runs not."""\n        return self._columns.count', f"{TEST} own_positions[gpt2]"),
+    fault("generate: a failed forward that counts", CACHE, "if self._columns.done != self._columns.count:", "if False:",
+          f"{REFUSALS_TEST} failed_forward"),
+    fault("generate: rows that differ taken for alike", CACHE, "if self._columns.count > self._alike[0]:", "if False:",
+          f"{TEST} test_tokens_equal llama"),
+    fault("generate: padding between tokens under a window", COLUMNS, "if windowed and gap.any():", "if False:",
+          f"{REFUSALS_TEST} masks_that_cannot"),
+    fault("generate: padding counted as tokens", COLUMNS, "(seen.sum(1) + max(", "((seen | True).sum(1) + max(",
+          f"{ROWS_TEST} columns_count"),
+    fault("generate: sinks of another layer", CALLS, " or sinks is not layer.sinks", "",
+          "tests/integrations/test_attention_call.py built_with"),
+)  # fmt: skip
