@@ -51,7 +51,8 @@ def compare(device: str) -> dict[str, Any]:
     draw = Random(0)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(SHORTEST, LONGEST))] for _ in range(PROMPTS)]
     llm = LLM(MODEL, device=device, dtype="float32", num_kv_blocks=4000, enable_prefix_caching=False, log_interval=None)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = model.to(device).eval()
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)

@@ -104,13 +104,15 @@ def engine_cases(gpu: bool) -> list[EngineCase]:
             EngineCase("latency", "tiny", TINY, lambda: equal(1, 20, 12), small),
         ]
     usual: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256}
+    scarce: dict[str, Any] = {"num_kv_blocks": 4000}  # of the 10,000 that all requests fill at their ends
     small_model = ("Qwen3-0.6B", QWEN3_06B)
     return [
         EngineCase("common", *small_model, common, usual),
         EngineCase("common, serial", *small_model, common, {**usual, "overlap": False}),
         EngineCase("common, eager", *small_model, common, {**usual, "enforce_eager": True}),
         EngineCase("shared", *small_model, shared, {**usual, "max_num_seqs": 512}),
-        EngineCase("preempt", *small_model, common, {**usual, "num_kv_blocks": 4000}),
+        EngineCase("preempt, recompute", *small_model, common, {**usual, **scarce, "preemption": "recompute"}),
+        EngineCase("preempt, swap", *small_model, common, {**usual, **scarce, "preemption": "swap"}),
         EngineCase("latency", *small_model, lambda: equal(1, 128, 512), usual),
         EngineCase("8B", "Llama-8B", LLAMA_8B, common, usual),
     ]

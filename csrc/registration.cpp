@@ -6,7 +6,7 @@
 namespace pagedattn {
 
 // Raised with every change of a schema, here and in pagedattn/ops/library.py: a stale binary is then not used.
-constexpr int64_t kRevision = 1;
+constexpr int64_t kRevision = 2;
 
 int64_t revision() { return kRevision; }
 
@@ -32,6 +32,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagedattn_csrc, m) {
       "Tensor slot_mapping) -> ()");
   m.def("copy_blocks(Tensor[] sources, Tensor(a!)[] targets, Tensor pairs) -> ()");
   m.def("swap_blocks(Tensor source, Tensor(a!) target, Tensor pairs, int mechanism) -> ()");
+  m.def(
+      "decode_attention(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor rows, Tensor seqs, "
+      "Tensor lens, float scale, Tensor(a!) out) -> ()");
   m.def("gather_kv(Tensor cache, Tensor block_table, Tensor cu_lens, Tensor? starts, Tensor(a!) out) -> ()");
 }
 

@@ -1,6 +1,7 @@
 """Attention over a paged cache in plain torch: batched over sequences, any device, any head dimension.
 
-Where torch has a kernel of its own that reads block tables (`attention_varlen`), that one computes instead.
+Where torch has a kernel of its own that reads block tables (`attention_varlen`), or where lengths are on the host and
+nothing special is asked (`attention_cpu`), those compute instead.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from . import attention_varlen
+from . import attention_cpu, attention_varlen
 from .attention_inputs import AttentionInputs
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,6 +27,8 @@ def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
         return
     if mask_mod is None and attention_varlen.serves(inputs):
         attention_varlen.attend(inputs)
+        return
+    if mask_mod is None and attention_cpu.serves(inputs) and attention_cpu.attend(inputs):
         return
     query, out, lse = inputs.query, inputs.out, inputs.lse
     heads, tokens = query.shape[1], torch.arange(len(query), device=query.device)

@@ -24,9 +24,10 @@ _PATHS_OF = {
     "copy_blocks": PATHS[1:],
     "swap_blocks": PATHS[1:],
     "gather_kv": PATHS[1:],
+    "decode_attention": ("csrc", "torch"),
 }
 _WITHOUT_CSRC = ("triton", "torch")
-_REVISION = 1  # as in csrc/registration.cpp
+_REVISION = 2  # as in csrc/registration.cpp
 _EXTENSION = Path(__file__).parent.parent / "_csrc.so"
 _BUILD = (
     "python setup.py build_ext --inplace (or pip install --no-build-isolation), with torch and a C++ compiler there"

@@ -1,0 +1,83 @@
+"""TORCH on the CPU: decodes by the extension and without it, prompts by torch's own kernel, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn.backends.registry import get_backend
+from pagedattn.ops import attention_cpu, paged_attention
+from pagedattn.testing.cases import CASES
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+CALLS: list[str] = []
+
+
+@pytest.fixture(params=["extension", "gathered"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "gathered":
+        monkeypatch.setattr(attention_cpu, "_has_kernel", lambda inputs: False)
+    elif attention_cpu.choose("auto", torch.device("cpu"), "decode_attention") != "csrc":
+        pytest.skip("the extension is not built")
+    CALLS.clear()
+    for name in ("_extension", "_gathered", "_prompt"):
+        called: Callable[..., None] = getattr(attention_cpu, name)
+
+        def counted(*args: Any, called: Callable[..., None] = called, name: str = name) -> None:
+            CALLS.append(name)
+            called(*args)
+
+        monkeypatch.setattr(attention_cpu, name, counted)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kit_passes(dtype: torch.dtype, path: str) -> None:
+    """With NaN wherever nothing is written, tables that point outside behind a sequence, and rows without keys."""
+    for case in CASES:
+        check(get_backend("TORCH"), make_problem(case.but(dtype=dtype, lse=False)), case.id)
+    decodes = "_extension" if path == "extension" and dtype != torch.bfloat16 else "_gathered"
+    assert {"_prompt", decodes} == {*CALLS}
+
+
+def call(lens: list[int], **changes: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    draw = torch.Generator().manual_seed(len(lens))
+    count, longest = len(lens), max(lens)
+    arguments: dict[str, Any] = {
+        "query": torch.randn(count, 6, 20, generator=draw),
+        "key": torch.randn(90, 8, 2, 20, generator=draw),
+        "value": torch.randn(90, 8, 2, 12, generator=draw),
+        "block_table": torch.randint(0, 90, (count, -(-longest // 8)), generator=draw, dtype=torch.int32),
+        "query_start_loc": torch.arange(count + 1, dtype=torch.int32),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32),
+        "max_query_len": 1,
+        "max_seq_len": longest,
+        "scale": 0.3,
+        "num_decodes": count,
+        **changes,
+    }
+    return paged_attention(**arguments, path="torch"), arguments
+
+
+@pytest.mark.parametrize("lens", [[1, 700, 3, 8, 9, 350, 351], [0, 5, 0], [64] * 3], ids=str)
+def test_lengths_of_any_kind(lens: list[int], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, arguments = call(lens)
+    strided = arguments["key"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(call(lens, key=strided)[0], got)
+    monkeypatch.setattr(attention_cpu, "serves", lambda inputs: False)
+    wanted, _ = call(lens)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert {*CALLS} <= {f"_{path}"}
+
+
+def test_a_block_outside_the_cache_is_left_to_the_masks(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.tensor([[3, 90], [4, -1]], dtype=torch.int32)
+    got, _ = call([13, 14], block_table=table)
+    assert not CALLS
+    monkeypatch.setattr(attention_cpu, "serves", lambda inputs: False)
+    assert torch.equal(call([13, 14], block_table=table)[0], got)
