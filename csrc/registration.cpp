@@ -34,7 +34,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagedattn_csrc, m) {
   m.def("swap_blocks(Tensor source, Tensor(a!) target, Tensor pairs, int mechanism) -> ()");
   m.def(
       "decode_attention(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor rows, Tensor seqs, "
-      "Tensor lens, float scale, Tensor(a!) out) -> ()");
+      "Tensor lens, float scale, Tensor(a!) out) -> bool");
   m.def("gather_kv(Tensor cache, Tensor block_table, Tensor cu_lens, Tensor? starts, Tensor(a!) out) -> ()");
 }
 

@@ -1,12 +1,14 @@
 // Attention of one query row for each of many sequences, over a paged cache, on the CPU.
 //
 // Keys and values are read once and where they lie: gathering them for torch takes longer than attending to them.
+// False, and nothing is written, where a sequence's block is outside the cache.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "../rows.h"
@@ -29,6 +31,7 @@ struct Decodes {
   const T *query, *key, *value;
   T* out;
   const int32_t *table, *rows, *seqs, *lens;
+  const int32_t* order;  // of the decodes, so that every thread has as many long ones
   int64_t block_size, kv_heads, group, dim, value_dim, table_stride;
   int64_t query_row, query_head, out_row, out_head;
   int64_t key_block, key_slot, key_head, value_block, value_slot, value_head;
@@ -52,7 +55,7 @@ PAGEDATTN_INLINE T dot(const T* a, const T* b, int64_t dim) {
 template <typename T>
 PAGEDATTN_INLINE void attend(const Decodes<T>& in, int64_t first, int64_t last, std::vector<T>& scores) {
   for (int64_t item = first; item < last; ++item) {
-    const int64_t at = item / in.kv_heads, head = item % in.kv_heads, length = in.lens[at];
+    const int64_t at = in.order[item / in.kv_heads], head = item % in.kv_heads, length = in.lens[at];
     const int32_t* blocks = in.table + in.seqs[at] * in.table_stride;
     const T* query = in.query + in.rows[at] * in.query_row + head * in.group * in.query_head;
     T* out = in.out + in.rows[at] * in.out_row + head * in.group * in.out_head;
@@ -96,8 +99,32 @@ PAGEDATTN_CLONES void attend_double(
   attend(in, first, last, scores);
 }
 
+// Whether every block that a sequence holds is in its table and in the cache.
+template <typename T>
+bool inside(const Decodes<T>& in, int64_t count, int64_t columns, int64_t num_blocks) {
+  for (int64_t at = 0; at < count; ++at) {
+    const int64_t held = (in.lens[at] + in.block_size - 1) / in.block_size;
+    if (held > columns) return false;
+    const int32_t* blocks = in.table + in.seqs[at] * in.table_stride;
+    for (int64_t column = 0; column < held; ++column)
+      if (blocks[column] < 0 || blocks[column] >= num_blocks) return false;
+  }
+  return true;
+}
+
+// Indices of the decodes: threads get equal runs of them, and of every so many of about one length, each gets one.
+std::vector<int32_t> dealt(const int32_t* lens, int64_t count) {
+  std::vector<int32_t> sorted(static_cast<size_t>(count)), order;
+  std::iota(sorted.begin(), sorted.end(), 0);
+  std::stable_sort(sorted.begin(), sorted.end(), [&](int32_t a, int32_t b) { return lens[a] > lens[b]; });
+  const size_t threads = std::max<size_t>(1, torch::stable::get_num_threads());
+  for (size_t first = 0; first < threads; ++first)
+    for (size_t at = first; at < sorted.size(); at += threads) order.push_back(sorted[at]);
+  return order;
+}
+
 template <typename T, typename Attend>
-void run(
+bool run(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table, const Tensor& rows,
     const Tensor& seqs, const Tensor& lens, double scale, const Tensor& out, Attend attend_items) {
   Decodes<T> in{};
@@ -121,21 +148,24 @@ void run(
   in.value_block = value.stride(0), in.value_slot = value.stride(1), in.value_head = value.stride(2);
   in.scale = static_cast<T>(scale);
   const int64_t count = rows.numel();
+  if (!inside(in, count, block_table.sizes()[1], key.sizes()[0])) return false;
+  const std::vector<int32_t> order = dealt(in.lens, count);
+  in.order = order.data();
   int64_t longest = 0;
   for (int64_t at = 0; at < count; ++at) longest = std::max<int64_t>(longest, in.lens[at]);
   torch::stable::parallel_for(0, count * in.kv_heads, 1, [&](int64_t first, int64_t last) {
     std::vector<T> scores(static_cast<size_t>(in.group * longest));
     attend_items(in, first, last, scores);
   });
+  return true;
 }
 
-void decode_attention(
+bool decode_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_table, const Tensor& rows,
     const Tensor& seqs, const Tensor& lens, double scale, const Tensor& out) {
   if (query.scalar_type() == ScalarType::Double)
-    run<double>(query, key, value, block_table, rows, seqs, lens, scale, out, attend_double);
-  else
-    run<float>(query, key, value, block_table, rows, seqs, lens, scale, out, attend_float);
+    return run<double>(query, key, value, block_table, rows, seqs, lens, scale, out, attend_double);
+  return run<float>(query, key, value, block_table, rows, seqs, lens, scale, out, attend_float);
 }
 
 }  // namespace

@@ -32,6 +32,11 @@ def attend(inputs: AttentionInputs) -> bool:
     Returns:
         False, and nothing is to be relied on, where a block that a sequence holds is outside the cache.
     """
+    if inputs.max_query_len <= 1 and not inputs.window and _has_kernel(inputs):
+        firsts = inputs.query_start_loc
+        if len(inputs.query) == len(inputs.seq_lens) and bool((firsts.diff() == 1).all()):
+            seqs = torch.arange(len(inputs.seq_lens), dtype=torch.int32)
+            return _extension(inputs, inputs.seq_lens, seqs, firsts[:-1])
     if _outside(inputs):
         return False
     starts, lens, rows = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), len(inputs.query)
@@ -46,8 +51,7 @@ def attend(inputs: AttentionInputs) -> bool:
         elif first + blind < last:
             _prompt(inputs, seq, first + blind, last, length)
     if decodes and _has_kernel(inputs):
-        _extension(inputs, *zip(*decodes, strict=True))
-        return True
+        return _extension(inputs, *torch.tensor(decodes, dtype=torch.int32).t().contiguous())
     for group in _alike(sorted(decodes, reverse=True), inputs.key.shape[2] * inputs.key.shape[3]):
         _gathered(inputs, *zip(*group, strict=True))
     return True
@@ -81,13 +85,14 @@ def _has_kernel(inputs: AttentionInputs) -> bool:
     return kind and in_rows and choose("auto", inputs.query.device, "decode_attention") == "csrc"
 
 
-def _extension(inputs: AttentionInputs, lens: Sequence[int], seqs: Sequence[int], rows: Sequence[int]) -> None:
-    """One query row of each of b sequences, over its keys."""
-    at = [torch.tensor(each, dtype=torch.int32) for each in (rows, seqs, lens)]
+def _extension(inputs: AttentionInputs, lens: torch.Tensor, seqs: torch.Tensor, rows: torch.Tensor) -> bool:
+    """One query row of each of b sequences [b], over its keys; False as `attend`."""
     tensors = inputs.query, inputs.key, inputs.value, inputs.block_table
-    csrc_op("decode_attention")(*tensors, *at, inputs.scale, inputs.out)
+    if not csrc_op("decode_attention")(*tensors, rows, seqs, lens, inputs.scale, inputs.out):
+        return False
     if inputs.out_scale != 1:
-        inputs.out[list(rows)] *= inputs.out_scale
+        inputs.out[rows] *= inputs.out_scale
+    return True
 
 
 def _gathered(inputs: AttentionInputs, lens: Sequence[int], seqs: Sequence[int], rows: Sequence[int]) -> None:
