@@ -18,6 +18,7 @@ from pagedattn.ops import library
 
 ROOT = Path(__file__).parent.parent
 CUDA_SOURCES = {"copy_blocks", "gather_kv", "reshape_and_cache", "reshape_and_cache_classic", "swap_blocks"}
+CPU_ONLY = {"decode_attention"}  # a GPU's are Triton kernels
 
 
 def _setup() -> ModuleType:
@@ -62,7 +63,7 @@ def test_a_cuda_source_compiles_without_a_spill(nvcc: str, name: str) -> None:
 
 def test_every_cuda_source_is_compiled_and_has_a_cpu_twin() -> None:
     assert {path.stem for path in (ROOT / "csrc").glob("*.cu")} == CUDA_SOURCES
-    assert {path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp")} == CUDA_SOURCES
+    assert {path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp")} == CUDA_SOURCES | CPU_ONLY
 
 
 def test_architectures_asked_for(nvcc: str, monkeypatch: pytest.MonkeyPatch) -> None:

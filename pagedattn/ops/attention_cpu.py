@@ -57,10 +57,15 @@ def attend(inputs: AttentionInputs) -> bool:
     return True
 
 
+def _table(inputs: AttentionInputs) -> torch.Tensor:
+    if inputs.block_table is None:
+        raise RuntimeError("packed keys are not served here; ask serves() first")
+    return inputs.block_table
+
+
 def _outside(inputs: AttentionInputs) -> bool:
     """Whether a block that a sequence holds is missing or outside the cache."""
-    table, key = inputs.block_table, inputs.key
-    assert table is not None
+    table, key = _table(inputs), inputs.key
     held = torch.arange(table.shape[1]) * key.shape[1] < inputs.seq_lens[:, None]  # [B, max_blocks]
     wrong = held & ((table < 0) | (table >= len(key)))
     too_long = inputs.seq_lens > table.shape[1] * key.shape[1]
@@ -80,9 +85,7 @@ def _alike(decodes: Sequence[tuple[int, int, int]], width: int) -> Iterator[Sequ
 def _has_kernel(inputs: AttentionInputs) -> bool:
     """Whether the extension attends to decodes of this kind."""
     kind = inputs.query.dtype in (torch.float32, torch.float64) and inputs.out.dtype == inputs.query.dtype
-    table = inputs.block_table
-    in_rows = table is not None and table.stride(1) == 1
-    return kind and in_rows and choose("auto", inputs.query.device, "decode_attention") == "csrc"
+    return kind and _table(inputs).stride(1) == 1 and choose("auto", inputs.query.device, "decode_attention") == "csrc"
 
 
 def _extension(inputs: AttentionInputs, lens: torch.Tensor, seqs: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -97,8 +100,7 @@ def _extension(inputs: AttentionInputs, lens: torch.Tensor, seqs: torch.Tensor, 
 
 def _gathered(inputs: AttentionInputs, lens: Sequence[int], seqs: Sequence[int], rows: Sequence[int]) -> None:
     """One query row of each of b sequences, over L keys and what is masked behind them."""
-    key, table = inputs.key, inputs.block_table
-    assert table is not None
+    key, table = inputs.key, _table(inputs)
     size, kv_heads, at = key.shape[1], key.shape[2], torch.tensor(rows)
     columns, lengths = -(-lens[0] // size), torch.tensor(lens)[:, None]
     held = torch.arange(columns) * size < lengths
@@ -117,8 +119,7 @@ def _gathered(inputs: AttentionInputs, lens: Sequence[int], seqs: Sequence[int],
 
 def _prompt(inputs: AttentionInputs, seq: int, first: int, last: int, length: int) -> None:
     """Query rows first..last, the last ones of a sequence of `length` keys."""
-    key, table, count, window = inputs.key, inputs.block_table, last - first, inputs.window
-    assert table is not None
+    key, table, count, window = inputs.key, _table(inputs), last - first, inputs.window
     size, low = key.shape[1], max(0, length - count - window + 1) if window else 0
     blocks = table[seq, low // size : -(-length // size)]
     own = slice(low % size, length - low // size * size)
