@@ -10,6 +10,7 @@ import torch
 
 from pagedattn.engine.device_state import PARAMS, request_params
 from pagedattn.engine.kernels import draw as kernels
+from pagedattn.engine.kernels.cutoff import cutoffs
 from pagedattn.engine.request import Request
 from pagedattn.engine.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
@@ -58,14 +59,36 @@ def by_torch(logits: torch.Tensor, rows: list[Request]) -> list[int]:
     return [token.token_id for token in Sampler(logits.shape[1], "cpu").sample(logits, rows)]
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(5, torch.float32), (300, torch.float16), (2100, torch.float32)])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(5, torch.float32), (300, torch.float16), (2100, torch.float32), (9000, torch.float32)]
+)
 def test_tokens_are_those_of_the_torch_path(vocab: int, dtype: torch.dtype) -> None:
+    """9,000 tokens: some rows' cutoffs are among a few candidates, others are too flat for that."""
     count = 24
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(vocab)).mul(3).to(dtype)
     rows = requests(count)
     tokens = by_kernel(logits, rows)
     assert tokens == by_torch(logits, rows)
     assert len(set(tokens)) > (12 if vocab > 5 else 3)
+
+
+@pytest.mark.parametrize("spread", [3.0, 0.05])
+def test_cutoffs_are_those_of_the_torch_path(spread: float) -> None:
+    """Of 9,000 scores a few candidates hold the cutoff; where the distribution is flat, more than there is room for."""
+    count, vocab = 24, 9000
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(2)) * spread
+    rows = requests(count)
+    params, order = torch.from_numpy(request_params(rows)), torch.arange(count, dtype=torch.int32)
+    found = cutoffs(*(x.to(DEVICE) for x in (logits, params, order))).cpu()
+    for row, request in enumerate(rows):
+        settings = request.sampling
+        if settings.greedy:
+            continue
+        scores = logits[row : row + 1] * (1 / torch.tensor(settings.temperature))
+        wanted = Sampler(vocab, "cpu")._cutoff(scores, [settings])
+        smallest = -torch.inf if wanted is None else float(wanted)
+        kept = [int((scores >= one).sum()) for one in (found[row], smallest)]
+        assert kept[0] == kept[1], settings
 
 
 def test_tied_scores_are_kept_together() -> None:
