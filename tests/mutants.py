@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutant_list
+import mutant_list_engine
 import mutant_list_hf
 from mutant_list import Mutant
 
-MUTANTS = (*mutant_list.MUTANTS, *mutant_list_hf.MUTANTS)
+MUTANTS = (*mutant_list.MUTANTS, *mutant_list_engine.MUTANTS, *mutant_list_hf.MUTANTS)
 ROOT = Path(__file__).parent.parent
 INNER = ("engine", "bench")  # which tests import as pagedattn.engine and pagedattn.bench
 PARTS = ("pagedattn", *INNER, "tests", "pyproject.toml")
