@@ -13,8 +13,8 @@ import triton.language as tl
 
 from .chain import ChainedKernel, follow
 
-# A kernel cannot have an argument `params`: Triton's launcher has a local of that name.
-PARAMS = 6  # int32 words a row: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
+# The parameters are those of `device_state.request_params`, six words a row. A kernel cannot have an argument `params`:
+# Triton's launcher has a local of that name.
 _BLOCK = 2048
 _CANDIDATES = 4096
 
@@ -189,7 +189,7 @@ def cutoffs(logits: torch.Tensor, params: torch.Tensor, rows: torch.Tensor) -> t
     """Of each row of logits [n, vocab] over its temperature, the smallest score that may be drawn: [n] float32.
 
     Args:
-        params: [R, PARAMS] int32. rows: [n], which of them each row of logits has.
+        params: [R, 6] int32, as `device_state.PARAMS` says. rows: [n], which of them each row of logits has.
     """
     count, vocab = logits.shape
     found = torch.empty(count, dtype=torch.float32, device=logits.device)

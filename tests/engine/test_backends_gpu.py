@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagedattn import CommonAttentionMetadata, plan_step
+from pagedattn.bench.engine_cases import QWEN3_06B
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.runner import ModelRunner
@@ -18,18 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TRAINED = Path(__file__).parents[2] / "examples" / "tiny-qwen3"
-SHAPE = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
-}
 SEQS, PREFILLED, LENGTH, BLOCK = 2, 280, 300, 16
 
 
@@ -65,11 +54,11 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(tmp_path: Path)
     """Teacher forced, two prefills and twenty steps of decodes: at most twice the error of bfloat16 in transformers."""
     transformers: Any = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**SHAPE)
+    config = transformers.Qwen3Config(**QWEN3_06B)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(tmp_path)
-    ids = torch.randint(0, SHAPE["vocab_size"], (SEQS, LENGTH), device="cuda")
+    ids = torch.randint(0, QWEN3_06B["vocab_size"], (SEQS, LENGTH), device="cuda")
     with torch.inference_mode():
         rounded = model(ids).logits.float()
         exact = model.float()(ids).logits
