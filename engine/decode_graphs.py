@@ -1,13 +1,13 @@
 """DecodeGraphs: whole steps of decodes, from embedding to drawn tokens, captured for a few batch sizes.
 
-A batch runs in the smallest size that holds it; what is left of that size is padding, which writes nowhere. Where there
-is no GPU a replay is a plain call, so that buffers, sizes and padding are the same everywhere.
+A batch runs in the smallest size that holds it; what is left of that size is padding, which writes nowhere. Of some
+sizes there is a second step, which reads the keys that all sequences share once. Where there is no GPU a replay is a
+plain call, so that buffers, sizes and padding are the same everywhere.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ from .packed_step import PackedStep
 from .step_inputs import SampledRows, transfer
 
 _MOST = 512
-# Tokens of a shared prefix that a graph may read more than once. On an H200 their keys and values are 15 GB of a 0.6B
-# model, 3.5 ms, as long as the launches of an eager step take.
-_MOST_READ_AGAIN = 1 << 17
+# Tokens of a shared prefix that are read more than once, from which on a second launch in each layer costs less: their
+# keys and values are 32 MB a layer, with 8 heads of 128.
+_LEAST_READ_AGAIN = 1 << 13
 _LEAST_BYTES = 8 << 20  # of a graph, whatever it shares
 
 logger = logging.getLogger("pagedattn.engine")
@@ -60,7 +60,6 @@ class DecodeGraphs:
         model: CausalModel,
         state: DeviceState,
         sizes: Sequence[int],
-        num_groups: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
@@ -68,11 +67,10 @@ class DecodeGraphs:
 
         Args:
             sizes: batch sizes, in any order.
-            num_groups: KV groups of the model.
         """
         self.sizes = sorted(set(sizes))
         self._model, self._state, self._device = model, state, device
-        self._num_groups, self._max_model_len = num_groups, max_model_len
+        self._max_model_len = max_model_len
         largest = self.sizes[-1]
         ids, positions, self._tokens = (torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3))
         nobodys = torch.full((largest,), state.num_rows, dtype=torch.int32, device=device)
@@ -80,6 +78,7 @@ class DecodeGraphs:
         vocab = model.config.vocab_size
         self._logits = torch.empty(largest, vocab, dtype=model.dtype, device=device)
         self._steps: dict[int, CapturedStep] = {}
+        self._sharing: dict[int, CapturedStep] = {}
         self.replays = 0
         self._draws = fuses(self._logits)
 
@@ -90,7 +89,12 @@ class DecodeGraphs:
         """
         from tqdm import tqdm
 
-        self._capture_all(tqdm(self.sizes[::-1], desc="capturing decode steps", unit="size", disable=None), caches)
+        self._capture_all(tqdm(self._wanted(), desc="capturing decode steps", unit="size", disable=None), caches)
+
+    def _wanted(self) -> list[tuple[int, bool]]:
+        """Sizes to capture, the largest first, then those with a shared prefix: every fourth, since padding is cheap
+        beside what a prefix of several sequences saves."""
+        return [*((size, False) for size in self.sizes[::-1]), *((size, True) for size in self.sizes[::-4] if size > 1)]
 
     def measure(self, caches: Sequence[LayerCache]) -> int:
         """Bytes of device memory that `capture` will take beyond what is in use after this.
@@ -100,32 +104,32 @@ class DecodeGraphs:
         """
         if self._device.type != "cuda":
             return 0
-        self._capture_all(self.sizes[-1:], caches)
+        wanted, largest = self._wanted(), self.sizes[-1]
+        self._capture_all([one for one in wanted if one[0] == largest], caches)
         before, _ = torch.cuda.mem_get_info(self._device)
         if self._steps and len(self.sizes) > 1:
-            self._steps[self.sizes[-2]] = self._capture(self.sizes[-2], caches)
+            self._capture_one(self.sizes[-2], False, caches)
         after, _ = torch.cuda.mem_get_info(self._device)
-        return max(before - after, _LEAST_BYTES) * (len(self.sizes) - 1) if self._steps else 0
+        left = [one for one in wanted if one[0] != largest and (self._sharing or not one[1])] if self._steps else []
+        return max(before - after, _LEAST_BYTES) * len(left)
 
-    def _capture_all(self, sizes: Iterable[int], caches: Sequence[LayerCache]) -> None:
+    def _capture_all(self, wanted: Iterable[tuple[int, bool]], caches: Sequence[LayerCache]) -> None:
         self._steps.clear()
+        self._sharing.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the memory of graphs that are no more
             self._pool = torch.cuda.graph_pool_handle()
-        for size in sizes:
+        for size, shares in wanted:
             try:
-                self._steps[size] = self._capture(size, caches)
+                self._capture_one(size, shares, caches)
             except UnsupportedError as error:
                 self._steps.clear()
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 return
 
     def serves(self, packed: PackedStep) -> bool:
-        """Whether a captured step holds this one, and should: a graph reads a shared prefix once for each sequence."""
-        count = len(packed.rows)
-        if packed.shared[0] * (count - 1) > _MOST_READ_AGAIN:
-            return False
-        return packed.only_decodes and count <= self.sizes[-1] and self._size_for(count) in self._steps
+        """Whether a captured step holds this one."""
+        return packed.only_decodes and len(packed.rows) <= self.sizes[-1] and bool(self._steps)
 
     def run(self, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor | None, SampledRows]:
         """Logits [n, vocab] and, on a GPU, tokens [n], which are in the device state too; and whose they are.
@@ -133,8 +137,10 @@ class DecodeGraphs:
         All of it is true until the next run.
         """
         state, deltas, count = self._state, packed.deltas, len(packed.rows)
-        size = self._size_for(count)
-        step = self._steps[size]
+        shares = self._sharing and max(packed.shared) * (count - 1) >= _LEAST_READ_AGAIN
+        steps = self._sharing if shares else self._steps
+        size = min(size for size in steps if size >= count)
+        step = steps[size]
         if deltas.beyond:
             state.apply(*transfer(deltas.parts, self._device))
         sent = packed_decodes(packed, size, state.num_rows, self._device)
@@ -144,13 +150,15 @@ class DecodeGraphs:
         self.replays += 1
         return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(count)
 
-    def _size_for(self, count: int) -> int:
-        return self.sizes[bisect_left(self.sizes, count)]
+    def _capture_one(self, size: int, shares: bool, caches: Sequence[LayerCache]) -> None:
+        """A step with a shared prefix only where a layer's backend makes something of it."""
+        metadata = self._plan(size, shares)
+        if metadata.shares_prefix == shares:
+            (self._sharing if shares else self._steps)[size] = self._capture(size, metadata, caches)
 
-    def _capture(self, size: int, caches: Sequence[LayerCache]) -> CapturedStep:
-        metadata = self._plan(size)
+    def _capture(self, size: int, metadata: StepMetadata, caches: Sequence[LayerCache]) -> CapturedStep:
         planned = {layer.kv_group: metadata.by_key[layer.plan_key].common for layer in self._model.attention_layers()}
-        commons = [planned[group] for group in range(self._num_groups)]
+        commons = [planned[group] for group in range(len(self._state.block_sizes))]
         rows = self._rows.first(size)
 
         def run() -> None:
@@ -179,9 +187,9 @@ class DecodeGraphs:
         draw(self._logits[:size], self._state.params, rows.state_rows, rows.lengths, tokens)
         self._state.last_tokens.index_put_((rows.state_rows,), tokens)
 
-    def _plan(self, size: int) -> StepMetadata:
+    def _plan(self, size: int, shares: bool) -> StepMetadata:
         """Metadata with buffers of its own for `size` decodes as long as the model allows."""
-        device, groups = self._device, self._num_groups
+        device = self._device
         columns = self._state.tables.shape[2]
         commons = {
             group: CommonAttentionMetadata(
@@ -194,8 +202,9 @@ class DecodeGraphs:
                 max_query_len=1,
                 max_seq_len=self._max_model_len,
                 num_decodes=size,
+                shared_prefix_len=block_size if shares else 0,
             )
-            for group in range(groups)
+            for group, block_size in enumerate(self._state.block_sizes)
         }
         return plan_step(self._model.attention_layers(), commons, capture=device.type == "cuda")
 

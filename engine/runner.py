@@ -83,7 +83,7 @@ class ModelRunner:
             return None
         sizes = default_sizes(config.max_num_seqs) if sizes is None else sizes
         with torch.inference_mode():
-            return DecodeGraphs(self.model, self._state, sizes, len(self.kv_groups), self.max_model_len, self.device)
+            return DecodeGraphs(self.model, self._state, sizes, self.max_model_len, self.device)
 
     def make_detokenizer(self) -> Detokenizer:
         """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""

@@ -42,6 +42,10 @@ class CompositeMetadata(AttentionMetadata):
     whole: Callable[[], AttentionMetadata]
     captured: bool = False
 
+    @property
+    def shares_prefix(self) -> bool:
+        return any(part.metadata.shares_prefix for part in self.parts)
+
     def describe(self) -> str:
         return ", ".join(f"{part.phase}: {part.metadata.describe()}" for part in self.parts)
 

@@ -45,6 +45,11 @@ class StepMetadata:
             )
         return found
 
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether any layer reads the keys that all sequences share once, as `AttentionMetadata.shares_prefix`."""
+        return any(metadata.shares_prefix for metadata in self.by_key.values())
+
     def describe(self) -> str:
         """Which kernels run, a line per KV group and spec."""
         return "\n".join(f"group {group}: {name}: {m.describe()}" for (group, _, name), m in self.by_key.items())

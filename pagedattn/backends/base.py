@@ -48,6 +48,12 @@ class AttentionMetadata:
     # Layers' calls that were made with this metadata, by layout: see `pagedattn.layer_call`.
     calls: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether the keys that all sequences share are read once. Of captured metadata: of each step that is replayed,
+        which may share another prefix than the captured one, or none."""
+        return False
+
     def describe(self) -> str:
         """Which kernel and path will run on this step."""
         return type(self).__name__

@@ -26,9 +26,10 @@ class TritonImpl(OpAttentionImpl):
     def planned(self, metadata: AttentionMetadata) -> Mapping[str, Any]:
         if not isinstance(metadata, TritonMetadata):
             return {}
-        length, split = metadata.shared_prefix
-        scratch = {"workspace": metadata.workspace, "items": metadata.items}
-        return {**scratch, "shared_prefix_len": length, "split": split}
+        planned = {"workspace": metadata.workspace, "items": metadata.items}
+        if metadata.prefix is not None:
+            planned |= {"shared_prefix_len": metadata.prefix.bound, "split": metadata.prefix.split}
+        return planned
 
 
 class TritonBackend(AttentionBackend):

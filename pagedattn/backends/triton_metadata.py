@@ -19,6 +19,15 @@ from .op_backend import OpMetadataBuilder
 
 
 @dataclass(slots=True)
+class SharedPrefix:
+    """Keys that all decodes read at once, `length` of them, and at most `bound` in a step that uses this again."""
+
+    bound: int
+    length: int
+    split: torch.Tensor  # of `ops.shared_prefix.fill_split`
+
+
+@dataclass(slots=True)
 class TritonMetadata(AttentionMetadata):
     """A step, and the workspace of its decode launches (None where it has none): every layer's call uses it in turn.
 
@@ -30,7 +39,11 @@ class TritonMetadata(AttentionMetadata):
     launches: list[Work]
     workspace: torch.Tensor | None
     items: torch.Tensor | None  # for the sequences that are no decodes; counters in it come back to zero
-    shared_prefix: tuple[int, torch.Tensor | None] = (0, None)  # keys that decodes read once, and their split
+    prefix: SharedPrefix | None = None  # that decodes read once
+
+    @property
+    def shares_prefix(self) -> bool:
+        return self.prefix is not None
 
     def describe(self) -> str:
         parts = [self._describe(work) for work in self.launches]
@@ -41,8 +54,8 @@ class TritonMetadata(AttentionMetadata):
         if work.kernel != "decode":
             refused = _why_not_hopper(self.spec, self.common)
             return f"{text} ({f'the portable one: {refused}' if refused else 'for Hopper'})"
-        length, _ = self.shared_prefix
-        *prefix, own = _configs(self.spec, self.common, work, length)
+        *prefix, own = _configs(self.spec, self.common, work, self.prefix)
+        length = 0 if self.prefix is None else self.prefix.length
         once = f", shared prefix of {length} keys attended once ({_tiles(prefix[0])})" if prefix else ""
         return f"{text} ({_tiles(own)}){once}"
 
@@ -63,9 +76,11 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         built = super().build(common, into, capture)
         if into is None:
             planned = _launches(self.spec, built.common)
-            prefix = _shared_prefix(planned, self.spec, built.common)
-            room, items = self._room(planned, built.common, capture, prefix[0]), self._list(planned, built.common)
+            prefix = _shared_prefix(planned, self.spec, common, capture)
+            room, items = self._room(planned, built.common, capture, prefix), self._list(planned, built.common)
             built = TritonMetadata(built.common, self.spec, planned, room, items, prefix)
+        elif isinstance(built, TritonMetadata) and built.prefix is not None:
+            built.prefix.length = _shareable(built.launches, self.spec, common)
         self.device_update(built)
         return built
 
@@ -74,9 +89,10 @@ class TritonMetadataBuilder(OpMetadataBuilder):
             return
         if metadata.items is not None:
             _fill(metadata.items, metadata)
-        length, split = metadata.shared_prefix
-        if split is not None:
-            shared_prefix.fill_split(split, metadata.common.query_start_loc, metadata.common.seq_lens, length)
+        prefix, common, block_size = metadata.prefix, metadata.common, self.spec.block_size
+        if prefix is not None and block_size is not None:
+            tensors = common.query_start_loc, common.seq_lens, common.block_table
+            shared_prefix.fill_split(prefix.split, *tensors, block_size, prefix.length)
 
     def _list(self, planned: list[Work], common: CommonAttentionMetadata) -> torch.Tensor | None:
         if torch.compiler.is_dynamo_compiling():  # the op makes it itself
@@ -88,14 +104,14 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         return hopper.new_items(common.num_tokens, num_seqs, self.spec.gqa_ratio, common.seq_lens.device)
 
     def _room(
-        self, planned: list[Work], common: CommonAttentionMetadata, capture: bool, shared: int
+        self, planned: list[Work], common: CommonAttentionMetadata, capture: bool, prefix: SharedPrefix | None
     ) -> torch.Tensor | None:
         decode = _of_kernel("decode", planned)
         if decode is None or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
             return None
         device = common.seq_lens.device
         on_gpu = device.type == "cuda"
-        needed = max(config.workspace for config in _configs(self.spec, common, decode, shared))
+        needed = max(config.workspace for config in _configs(self.spec, common, decode, prefix))
         if _is_being_captured(device):  # its zeros are written when this graph is replayed
             return new_workspace(needed, device)
         owner = "captured" if capture else torch.cuda.current_stream(device).cuda_stream if on_gpu else "host"
@@ -122,20 +138,36 @@ def _of_kernel(kernel: str, planned: list[Work]) -> Work | None:
 
 
 def _shared_prefix(
-    planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata
-) -> tuple[int, torch.Tensor | None]:
-    """Keys that the decodes attend to once, and room for their split; 0 where that does not pay, or cannot be."""
+    planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata, capture: bool
+) -> SharedPrefix | None:
+    """What the decodes attend to once; None where that does not pay, or cannot be. Whether it pays in the steps that a
+    captured one stands for, its caller knows."""
+    decode, length = _of_kernel("decode", planned), _shareable(planned, spec, common)
+    if not length or decode is None or spec.block_size is None:
+        return None
+    bound = common.max_seq_len // spec.block_size * spec.block_size if capture else length
+    if not capture and not _pays(spec, common, decode, length):
+        return None
+    split = shared_prefix.new_split(decode.last, common.block_table.shape[1], common.seq_lens.device)
+    return SharedPrefix(bound, length, split)
+
+
+def _pays(spec: AttentionSpec, common: CommonAttentionMetadata, decode: Work, length: int) -> bool:
+    count, longest, most = decode.last - decode.first, decode.longest, common.max_seq_len
+    alone, rest = (_config(spec, common, count, longest, keys) for keys in (most, max(most - length, 0)))
+    prefix = _config(spec, common, 1, count * longest, length)
+    key_bytes = (spec.head_dim + spec.value_dim) * stored_dtype(spec.kv_cache_dtype, spec.dtype).itemsize
+    return shared_prefix.pays(alone, prefix, rest, key_bytes)
+
+
+def _shareable(planned: list[Work], spec: AttentionSpec, common: CommonAttentionMetadata) -> int:
+    """Keys, whole blocks, that each new token of the decodes sees and that all of them share."""
     decode = _of_kernel("decode", planned) if common.shared_prefix_len else None
     if decode is None or spec.block_size is None or spec.sliding_window or spec.has_alibi:
-        return 0, None
-    length = shared_prefix.whole_blocks(common.shared_prefix_len, decode.longest, spec.block_size)
-    if not length or torch.compiler.is_dynamo_compiling():
-        return 0, None
-    (alone,), (prefix, rest) = (_configs(spec, common, decode, shared) for shared in (0, length))
-    key_bytes = (spec.head_dim + spec.value_dim) * stored_dtype(spec.kv_cache_dtype, spec.dtype).itemsize
-    if not shared_prefix.pays(alone, prefix, rest, key_bytes):
-        return 0, None
-    return length, shared_prefix.new_split(decode.last, common.seq_lens.device)
+        return 0
+    if torch.compiler.is_dynamo_compiling():
+        return 0
+    return shared_prefix.whole_blocks(common.shared_prefix_len, decode.longest, spec.block_size)
 
 
 def _fill(items: torch.Tensor, metadata: TritonMetadata) -> None:
@@ -159,23 +191,30 @@ def why_not_hopper(spec: AttentionSpec, here: str) -> str:
     return here or hopper.why_not_shape(*facts)
 
 
-def _configs(spec: AttentionSpec, common: CommonAttentionMetadata, work: Work, shared: int) -> list[DecodeConfig]:
-    """Of the decode launches that serve `work`, whose sequences share so many keys: that over the prefix in front."""
-    shape: dict[str, Any] = {
-        "num_kv_heads": spec.kv_heads,
-        "group": spec.gqa_ratio,
-        "head_dim": spec.head_dim,
-        "head_dim_v": spec.value_dim,
-        "itemsize": spec.dtype.itemsize,
-        "stored_itemsize": spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
-        "target": target_of(common.seq_lens.device),
-    }
+def _configs(
+    spec: AttentionSpec, common: CommonAttentionMetadata, work: Work, prefix: SharedPrefix | None
+) -> list[DecodeConfig]:
+    """Of the decode launches that serve `work`: that over a shared prefix in front."""
     count, longest = work.last - work.first, work.longest
-    calls = [(count, longest, max(common.max_seq_len - shared, 0))]
-    calls[:0] = [(1, count * longest, shared)] if shared else []
-    return [
-        decode_config(num_seqs=seqs, max_query_len=tokens, max_seq_len=keys, **shape) for seqs, tokens, keys in calls
-    ]
+    own = _config(spec, common, count, longest, common.max_seq_len)
+    return [own] if prefix is None else [_config(spec, common, 1, count * longest, prefix.bound), own]
+
+
+def _config(
+    spec: AttentionSpec, common: CommonAttentionMetadata, num_seqs: int, max_query_len: int, max_seq_len: int
+) -> DecodeConfig:
+    return decode_config(
+        num_seqs=num_seqs,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        num_kv_heads=spec.kv_heads,
+        group=spec.gqa_ratio,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.value_dim,
+        itemsize=spec.dtype.itemsize,
+        stored_itemsize=spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
+        target=target_of(common.seq_lens.device),
+    )
 
 
 def _tiles(config: DecodeConfig) -> str:

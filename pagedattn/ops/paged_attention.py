@@ -76,7 +76,7 @@ def paged_attention(
             that share one must not run at the same time. None: made for this call.
         shared_prefix_len: so many first keys of all sequences, whole blocks that each of their new tokens sees, lie in
             the same blocks, and decodes shall read them once (triton path; elsewhere, and under a window or ALiBi, it
-            is ignored). split: of `shared_prefix.fill_split` for the decodes. None: made for this call.
+            is ignored). split: of `shared_prefix.fill_split` for the decodes, which may share less. None: made here.
         replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Keys and values that must not pass to the cores again, in bytes, for a second launch to pay: 32 MB are 8 us of 4 TB/s,
 # where a launch, its uneven end and the states take about 6 (bench/results/h200/shared.json).
 SAVED_BYTES = 32 << 20
-_HEAD = 3  # elements of a split before the sequences' lengths
+_HEAD = 3  # elements of a split before the sequences' lengths, behind which stands their table
 # What the first of the two launches does not take from a layer: it writes a state, in the stored values' own unit.
 _NOT_VARYING = {VARYING.index(name) for name in ("out", "lse_out", "v_scale", "out_scale")}
 
@@ -49,26 +49,37 @@ def pays(alone: DecodeConfig, prefix: DecodeConfig, rest: DecodeConfig, key_byte
     return (alone.keys - prefix.keys - rest.keys) * key_bytes >= SAVED_BYTES
 
 
-def new_split(num_seqs: int, device: torch.device) -> torch.Tensor:
-    """Lengths of the two calls, for `fill_split`."""
-    return torch.empty(_HEAD + num_seqs, dtype=torch.int32, device=device)
+def new_split(num_seqs: int, width: int, device: torch.device) -> torch.Tensor:
+    """What the two calls read in place of a step's own lengths and table, [num_seqs, width], for `fill_split`."""
+    return torch.empty(_HEAD + num_seqs * (1 + width), dtype=torch.int32, device=device)
 
 
-def fill_split(split: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, length: int) -> None:
-    """Write 0, all rows, `length`, and every sequence's keys past that, on the device.
+def fill_split(
+    split: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    length: int,
+) -> None:
+    """Write 0, all rows, `length`, every sequence's keys past that, and the blocks that these lie in, on the device.
 
-    query_start_loc, seq_lens: of a step that begins with the sequences of `split`, one at least.
+    query_start_loc, seq_lens, block_table: of a step that begins with the sequences of `split`, one at least.
     """
-    count = len(split) - _HEAD
+    width = block_table.shape[1]
+    lens, table = _rest(split, width)
+    count, first = len(lens), min(length // block_size, width)
     split[:2].copy_(query_start_loc[: count + 1 : count])
     split[2].fill_(length)
-    torch.sub(seq_lens[:count], length, out=split[_HEAD:]).clamp_(min=0)  # padding has no keys
+    torch.sub(seq_lens[:count], length, out=lens).clamp_(min=0)  # padding has no keys
+    table[:, : width - first].copy_(block_table[:count, first:])
 
 
 def divide(inputs: AttentionInputs, length: int, split: torch.Tensor | None) -> tuple[AttentionInputs, ...]:
-    """The call over the first `length` keys, which writes float32 states, and that over the rest; or, where the prefix
-    cannot be told from the rest, the call as it is.
+    """The call over the first keys, which writes float32 states, and that over the rest; or, where the prefix cannot
+    be told from the rest, the call as it is.
 
+    length: the most keys of the prefix, where `split` is given, which has its length.
     split: of `fill_split` for these sequences; made here where None.
 
     Raises:
@@ -79,11 +90,14 @@ def divide(inputs: AttentionInputs, length: int, split: torch.Tensor | None) -> 
         return (inputs,)
     if length < 0 or length % block_size:
         raise InvalidInputError("shared_prefix_len", f"whole blocks of {block_size} keys", length)
+    width = table.shape[1]
     if split is None:
-        split = new_split(count, table.device)
-        fill_split(split, inputs.query_start_loc, inputs.seq_lens, length)
-    fits = split.dtype == torch.int32 and split.shape == (_HEAD + count,) and split.is_contiguous()
-    expect(fits and split.device == table.device, "split", f"int32 [{_HEAD + count}] on {table.device}", split)
+        split = new_split(count, width, table.device)
+        fill_split(split, inputs.query_start_loc, inputs.seq_lens, table, block_size, length)
+    size = _HEAD + count * (1 + width)
+    fits = split.dtype == torch.int32 and split.shape == (size,) and split.is_contiguous()
+    expect(fits and split.device == table.device, "split", f"int32 [{size}] on {table.device}", split)
+    lens, table_of_rest = _rest(split, width)
     state = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value.shape[-1], dtype=torch.float32)
     prefix = inputs._replace(
         block_table=table[:1],
@@ -97,13 +111,15 @@ def divide(inputs: AttentionInputs, length: int, split: torch.Tensor | None) -> 
         max_query_len=inputs.max_query_len * count,
         max_seq_len=length,
     )
-    rest = inputs._replace(
-        block_table=table[:, length // block_size :],
-        seq_lens=split[_HEAD:],
-        sinks=None,  # the prefix's state has them
-        max_seq_len=max(inputs.max_seq_len - length, 0),
-    )
+    # A step that uses these launches again may share less than this one.
+    rest = inputs._replace(block_table=table_of_rest, seq_lens=lens, sinks=None)  # the prefix's state has the sinks
     return prefix, rest
+
+
+def _rest(split: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a split: lengths [B] of what is not shared, and its block table [B, width]."""
+    count = (len(split) - _HEAD) // (1 + width)
+    return split[_HEAD : _HEAD + count], split[_HEAD + count :].view(count, width)
 
 
 def without_layer_outputs(launch: Launch) -> Launch:

@@ -89,7 +89,7 @@ def test_against_the_oracle(name: str, always: None, calls: list[tuple[int, int,
     length = case.shared_prefix if max(case.query_lens) > 16 else length
     assert length > 0
     check(get_backend("TRITON"), problem, name)
-    assert calls == [(1, length, 0), (decodes, max(case.seq_lens) - length, 1)]
+    assert calls == [(1, length, 0), (decodes, problem.common.max_seq_len, 1)]
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -112,9 +112,8 @@ def step(sequences: int, shared: int, own: int, tokens: int = 1) -> CommonAttent
 def length_of(common: CommonAttentionMetadata, spec: AttentionSpec = SPEC, **options: Any) -> int:
     metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common, **options)
     assert isinstance(metadata, TritonMetadata)
-    assert (metadata.shared_prefix[1] is not None) == (metadata.shared_prefix[0] > 0)
-    assert ("attended once" in metadata.describe()) == (metadata.shared_prefix[0] > 0)
-    return metadata.shared_prefix[0]
+    assert ("attended once" in metadata.describe()) == metadata.shares_prefix == (metadata.prefix is not None)
+    return 0 if metadata.prefix is None else metadata.prefix.length
 
 
 def test_it_is_said() -> None:
@@ -146,7 +145,13 @@ def test_where_it_cannot_be() -> None:
     for changes in ({"sliding_window": 4096}, {"has_alibi": True}, {"deterministic": True}, {"block_size": None}):
         assert length_of(common, SPEC.replace(**changes)) == 0, changes
     assert length_of(step(64, 8192, 1024, tokens=17)) == 0
-    assert length_of(common, capture=True) == 0
+
+
+def test_a_captured_step_shares_what_it_is_told() -> None:
+    """Whether it pays is known of its replays alone."""
+    assert length_of(step(2, 64, 16), capture=True) == 64 and length_of(step(2, 64, 16)) == 0
+    assert length_of(step(2, 64, 16).replace(shared_prefix_len=0), capture=True) == 0
+    assert length_of(step(2, 64, 16), SPEC.replace(sliding_window=4096), capture=True) == 0
 
 
 def test_whole_blocks_that_every_token_sees() -> None:
@@ -175,23 +180,45 @@ def test_the_price_is_in_bytes() -> None:
 
 
 def test_a_split_follows_the_step(always: None) -> None:
-    common = step(3, 32, 20)
+    common = step(3, 32, 20)  # tables of 4 blocks
     builder = TritonMetadataBuilder(SPEC, torch.device("cpu"))
     metadata = builder.build(common)
-    assert isinstance(metadata, TritonMetadata) and metadata.shared_prefix[1] is not None
-    assert metadata.shared_prefix[1].tolist() == [0, 3, 32, 20, 20, 20]
+    assert isinstance(metadata, TritonMetadata) and metadata.prefix is not None
+    assert split_of(metadata) == ([0, 3, 32], [20, 20, 20], [[2, 3], [6, 7], [10, 11]])
     common.seq_lens.copy_(torch.tensor([40, 33, 0]))
     common.query_start_loc.copy_(torch.tensor([0, 1, 2, 2]))
+    common.block_table[1, 2:] = torch.tensor([20, 21])
     builder.device_update(metadata)
-    assert metadata.shared_prefix[1].tolist() == [0, 2, 32, 8, 1, 0]
+    assert split_of(metadata) == ([0, 2, 32], [8, 1, 0], [[2, 3], [20, 21], [10, 11]])
+
+
+def split_of(metadata: TritonMetadata) -> tuple[list[int], list[int], list[list[int]]]:
+    """Head, lengths and what is true of the table."""
+    assert metadata.prefix is not None
+    count, width = metadata.common.block_table.shape
+    split, first = metadata.prefix.split, metadata.prefix.length // 16
+    table = split[3 + count :].view(count, width)[:, : width - first]
+    return split[:3].tolist(), split[3 : 3 + count].tolist(), table.tolist()
+
+
+def test_a_captured_split_follows_the_steps_that_use_it() -> None:
+    builder = TritonMetadataBuilder(SPEC, torch.device("cpu"))
+    metadata = builder.build(step(3, 32, 20), capture=True)
+    assert isinstance(metadata, TritonMetadata) and metadata.prefix is not None
+    split = metadata.prefix.split
+    builder.build(step(2, 48, 4), into=metadata)
+    assert metadata.prefix.length == 48 and "prefix of 48 keys" in metadata.describe()
+    assert split_of(metadata) == ([0, 2, 48], [4, 4, 0], [[3], [7], [0]])
+    builder.build(step(1, 0, 20), into=metadata)
+    assert split_of(metadata)[:2] == ([0, 1, 0], [20, 0, 0])
+    assert metadata.prefix.split is split
 
 
 def test_the_workspace_is_large_enough_for_both(always: None) -> None:
     for common in (step(2, 8192, 16), step(64, 64, 8192), step(3, 64, 16, tokens=16)):
         spec = SPEC.replace(head_dim=64)
         metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common)
-        assert isinstance(metadata, TritonMetadata) and metadata.workspace is not None
-        length, split = metadata.shared_prefix
+        assert isinstance(metadata, TritonMetadata) and metadata.workspace is not None and metadata.prefix is not None
         cache = torch.zeros(1, 16, 8, 64, dtype=torch.float16)
         query = torch.zeros(common.num_tokens, 32, 64, dtype=torch.float16)
         inputs_of = import_module("pagedattn.ops.paged_attention").AttentionInputs
@@ -201,21 +228,26 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         inputs = inputs_of(query, cache, cache, *tables, *options, *bounds)
         configs = [
             import_module("pagedattn.ops.paged_attention").decode_config_of(one)
-            for one in shared_prefix.divide(inputs, length, split)
+            for one in shared_prefix.divide(inputs, metadata.prefix.bound, metadata.prefix.split)
         ]
         assert len(configs) == 2
         assert max(config.workspace for config in configs) == metadata.workspace.numel()
 
 
-def test_a_captured_step_reads_all_of_a_later_one(always: None) -> None:
-    """Another step's prefix may be shorter, or none."""
+@pytest.mark.parametrize("shared", [0, 16, 32, 64])
+@pytest.mark.parametrize("captured", [0, 32])
+def test_a_captured_step_reads_all_of_a_later_one(shared: int, captured: int) -> None:
+    """Another step's prefix may be shorter or longer, or none."""
     layer = Attention(4, 16, 2, backend="TRITON", block_size=16, device=DEVICE)
-    problem = make_problem(Case(**ONE), DEVICE)
-    static = plan_step([layer], problem.common, capture=True)
-    other = make_problem(replace(Case(**ONE), shared_prefix=0, write=False), DEVICE)
-    plan_step([layer], other.common.replace(shared_prefix_len=0), into=static)
-    assert "attended once" not in static.describe()
-    torch.testing.assert_close(layer(other.query, None, None, other.cache, static), other.expected.float())
+    problem = make_problem(replace(Case(**ONE), seq_lens=(100, 100, 100, 100)), DEVICE)
+    static = plan_step([layer], problem.common.replace(shared_prefix_len=captured), capture=True)
+    lengths = {"query_lens": (1, 1, 0), "seq_lens": (67, 64, 0)}
+    other = make_problem(replace(Case(**ONE), **lengths, shared_prefix=shared, write=False), DEVICE)
+    plan_step([layer], other.common, into=static)
+    assert static.shares_prefix == (captured > 0) == ("attended once" in static.describe())
+    query = torch.nn.functional.pad(other.query, (0, 0, 0, 0, 0, 2))
+    out = layer(query, None, None, other.cache, static)
+    torch.testing.assert_close(out[:2], other.expected.float())
 
 
 def op_call(**options: Any) -> torch.Tensor:
@@ -232,7 +264,7 @@ def test_the_op_makes_a_split_where_it_is_given_none(calls: list[tuple[int, int,
     plain = op_call()
     torch.testing.assert_close(op_call(shared_prefix_len=32), plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(op_call(shared_prefix_len=16), plain, rtol=1e-5, atol=1e-6)
-    assert calls == [(4, 100, 0), (1, 32, 0), (4, 68, 1), (1, 16, 0), (4, 84, 1)]
+    assert calls == [(4, 100, 0), (1, 32, 0), (4, 100, 1), (1, 16, 0), (4, 100, 1)]
     assert torch.equal(op_call(shared_prefix_len=32, path="torch"), op_call(path="torch"))
 
 
@@ -240,6 +272,8 @@ def test_an_op_call_that_does_not_fit() -> None:
     for length in (17, -16):
         with pytest.raises(InvalidInputError, match="shared_prefix_len must be whole blocks of 16 keys"):
             op_call(shared_prefix_len=length)
-    for split in (shared_prefix.new_split(3, DEVICE), shared_prefix.new_split(4, DEVICE).long()):
-        with pytest.raises(InvalidInputError, match=r"split must be int32 \[7\]"):
+    width = make_problem(Case(**ONE, write=False), DEVICE).common.block_table.shape[1]
+    splits = [shared_prefix.new_split(*shape, DEVICE) for shape in ((3, width), (4, width - 1), (4, width))]
+    for split in (*splits[:2], splits[2].long()):
+        with pytest.raises(InvalidInputError, match=rf"split must be int32 \[{7 + 4 * width}\]"):
             op_call(shared_prefix_len=32, split=split)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagedattn.engine import LLM
+from pagedattn.engine import LLM, decode_graphs
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.request import Request
 from pagedattn.engine.runner import ModelRunner
 from pagedattn.engine.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import ScheduledRequest, Step
+from pagedattn.ops import shared_prefix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,6 +114,29 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
         graphs = llm.runner._graphs  # type: ignore[attr-defined]
         assert graphs is None if "enforce_eager" in options else graphs.replays > 20
     assert len({token for each in wanted for token in each}) > 60
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_captured_steps_read_a_shared_prefix_once(overlap: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
+    lengths, fill = [], shared_prefix.fill_split
+    monkeypatch.setattr(shared_prefix, "fill_split", lambda *args: (lengths.append(args[-1]), fill(*args))[1])
+    options: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 400, "max_num_seqs": 10, "backend": "TRITON"}
+    outputs = []
+    for how in ({"enforce_eager": True, "overlap": False}, {"overlap": overlap}):
+        llm, found = LLM(str(folder), **options, **how), []
+        lengths.clear()
+        for shared in (70, 20, 3):
+            prompts = [[*range(5, 5 + shared), *range(200 + 9 * own, 206 + 10 * own)] for own in range(10)]
+            params = [SamplingParams(temperature=0.0, max_tokens=12 + 2 * own) for own in range(10)]
+            llm.generate(prompts[:1], params[:1])
+            lengths.append(-shared)
+            found += [output.token_ids for output in llm.generate(prompts, params)]
+        outputs.append(found)
+    assert outputs[0] == outputs[1]
+    assert lengths[: lengths.index(-20)].count(64) > 20
+    assert lengths[lengths.index(-20) : lengths.index(-3)].count(16) > 20
+    assert lengths[lengths.index(-3) :] == [-3], "what is shared is less than a block"
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine import LLM, SamplingParams, decode_graphs
 from pagedattn.engine.device_state import DeviceState
 from pagedattn.engine.packed_step import StepPacker
 from pagedattn.engine.request import Request
@@ -71,19 +71,24 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.skipif(not interpreted(), reason="TRITON serves the CPU only when interpreted")
+@pytest.mark.parametrize("graph_sizes", [None, (2, 4)], ids=["eager", "captured"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-half-window"])
 def test_prompts_that_begin_alike_have_the_tokens_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, graph_sizes: tuple[int, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_prefix, "SAVED_BYTES", -(1 << 62))
-    lengths, divide = [], shared_prefix.divide
-    monkeypatch.setattr(shared_prefix, "divide", lambda *args: (lengths.append(args[1]), divide(*args))[1])
+    monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
+    lengths, fill = [], shared_prefix.fill_split
+    monkeypatch.setattr(shared_prefix, "fill_split", lambda *args: (lengths.append(args[-1]), fill(*args))[1])
     reference = hf_model(name, torch.float32)
     prompts = [[*range(40, 60), *end] for end in ([7], [9, 200, 17], [11] * 6)]
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": "TRITON", "block_size": 4}
-    llm = LLM(str(save(reference, tmp_path)), num_kv_blocks=160, **options)
+    llm = LLM(str(save(reference, tmp_path)), num_kv_blocks=160, graph_sizes=graph_sizes, **options)
     sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     llm.generate(prompts[:1], sampling)
+    lengths.clear()
     for prompt, output in zip(prompts, llm.generate(prompts, sampling), strict=True):
         assert list(output.outputs[0].token_ids) == greedy(reference, prompt, 5)
     assert lengths and {*lengths} == {20}
+    graphs = llm.runner._graphs  # type: ignore[attr-defined]
+    assert (graphs is None) == (graph_sizes is None) and (graphs is None or graphs.replays > len(lengths))
