@@ -28,6 +28,7 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PRIOR = ("prior", "prior_lse")
+_JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
 
 
 def attention_case(arch: int, kind: str, dim: int, group: int, window: int, softcap: bool) -> None:
@@ -122,8 +123,24 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
     line = {"name": name, "ptx": compiled.asm["ptx"].count("\n"), "entry": ".visible .entry" in compiled.asm["ptx"]}
     shared = {"shared": compiled.metadata.shared, "limit": TARGETS[arch].shared_bytes}
-    facts = {"waits": compiled.asm["ptx"].count("griddepcontrol.wait"), "capped": "maxnreg" in options}
+    inside = spills_among_products(compiled.asm["cubin"])
+    facts = {"waits": compiled.asm["ptx"].count("griddepcontrol.wait"), "inside": inside}
     print(json.dumps({**line, **shared, **facts, "spills": spills, "registers": registers}))
+
+
+def spills_among_products(cubin: bytes) -> int:
+    """Loads and stores of spilled registers in innermost loops around matrix products."""
+    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*\.(L_x_\d+):", line))}
+    jumps = [(labels.get(found[1], at), at) for at, line in enumerate(lines) if (found := re.search(_JUMP, line))]
+    loops = [lines[first:last] for first, last in jumps if first < last]
+    around = [loop for loop in loops if any("MMA." in line for line in loop)]
+    inner = [loop for loop in around if not any(len(other) < len(loop) and other[0] in loop for other in around)]
+    return sum(" LDL" in line or " STL" in line for loop in inner for line in loop)
 
 
 def main() -> None:

@@ -97,6 +97,7 @@ class Work(NamedTuple):
 FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, lead=2)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(in_flight=128)
+_KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (bench/NOTES.md)
 
 
 @cache
@@ -175,7 +176,7 @@ def decode_config(
     items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
     together = 1  # programs that an SM shall have room for
     if tuning is None:
-        tuning = _tuning(items / target.num_sms, block_m * width, itemsize, stored_itemsize)
+        tuning = _tuning(items / target.num_sms, max_seq_len, block_m, width, itemsize, stored_itemsize)
         together = tuning.per_sm
 
     def taken(chosen: DecodeTuning) -> int:
@@ -197,12 +198,17 @@ def decode_config(
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
 
 
-def _tuning(items_per_sm: float, outputs: int, itemsize: int, stored_itemsize: int) -> DecodeTuning:
+def _tuning(
+    items_per_sm: float, keys: int, block_m: int, width: int, itemsize: int, stored_itemsize: int
+) -> DecodeTuning:
     """FULL where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
-    tiles of output, and keys and values that are converted. `outputs`: elements of a query block's output."""
-    busy = items_per_sm >= 1.5
+    tiles of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's
+    output."""
+    busy, outputs = items_per_sm >= 1.5, block_m * width
     tuning = FULL if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
-    if outputs > 32 * 128:
+    # Rows for wgmma: products of one program hide the softmax of another, at the price of more states to add up.
+    hidden = block_m == 64 and width <= 128 and items_per_sm * keys >= _KEYS_PER_SM
+    if outputs > 32 * 128 and not hidden:
         tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
     elif outputs > 16 * 128:
         tuning = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)

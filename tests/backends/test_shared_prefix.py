@@ -120,7 +120,7 @@ def test_it_is_said() -> None:
     metadata = TritonMetadataBuilder(SPEC, torch.device("cpu")).build(step(64, 8192, 1024))
     assert metadata.describe() == (
         "decode kernel: 64 sequences (128 programs, tiles of 64 keys), "
-        "shared prefix of 8192 keys attended once (64 programs, tiles of 64 keys)"
+        "shared prefix of 8192 keys attended once (128 programs, tiles of 64 keys)"
     )
 
 
