@@ -142,7 +142,7 @@ class DecodeGraphs:
         plan_step(self._model.attention_layers(), _as_packed(step.commons, packed), into=step.metadata)
         step.replay()
         self.replays += 1
-        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(count)
+        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(packed.rows)
 
     def _size_for(self, count: int) -> int:
         return self.sizes[bisect_left(self.sizes, count)]
