@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -77,6 +77,13 @@ def common(count: int = 256, longest: int = 1024) -> Requests:
     ]
 
 
+def penalties(count: int = 256, longest: int = 1024) -> Requests:
+    """The common workload, with every penalty in every request."""
+    prompts, params = common(count, longest)
+    settings: dict[str, float] = {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    return prompts, [replace(one, **settings) for one in params]
+
+
 def shared(count: int = 512, prefix: int = 2048, own: int = 128, tokens: int = 128) -> Requests:
     """Prompts that begin alike, such as with one system prompt."""
     draw = Random(0)
@@ -99,6 +106,7 @@ def engine_cases(gpu: bool) -> list[EngineCase]:
         graphs = {**small, "graph_sizes": [1, 2, 4, 8], "overlap": True}
         return [
             EngineCase("common", "tiny", TINY, lambda: common(12, 60), graphs),
+            EngineCase("penalties", "tiny", TINY, lambda: penalties(12, 60), graphs),
             EngineCase("shared", "tiny", TINY, lambda: shared(10, 64, 8, 6), graphs),
             EngineCase("preempt", "tiny", TINY, lambda: common(12, 60), {**graphs, "num_kv_blocks": 24}),
             EngineCase("latency", "tiny", TINY, lambda: equal(1, 20, 12), small),
@@ -110,6 +118,7 @@ def engine_cases(gpu: bool) -> list[EngineCase]:
         EngineCase("common", *small_model, common, usual),
         EngineCase("common, serial", *small_model, common, {**usual, "overlap": False}),
         EngineCase("common, eager", *small_model, common, {**usual, "enforce_eager": True}),
+        EngineCase("penalties", *small_model, penalties, usual),
         EngineCase("shared", *small_model, shared, {**usual, "max_num_seqs": 512}),
         EngineCase("preempt, recompute", *small_model, common, {**usual, **scarce, "preemption": "recompute"}),
         EngineCase("preempt, swap", *small_model, common, {**usual, **scarce, "preemption": "swap"}),

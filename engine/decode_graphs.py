@@ -148,7 +148,7 @@ class DecodeGraphs:
         plan_step(self._model.attention_layers(), _as_packed(step.commons, packed), into=step.metadata)
         step.replay()
         self.replays += 1
-        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(count)
+        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(packed.rows)
 
     def _capture_one(self, size: int, shares: bool, caches: Sequence[LayerCache]) -> None:
         """A step with a shared prefix only where a layer's backend makes something of it."""

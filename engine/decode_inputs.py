@@ -27,9 +27,10 @@ class DecodeRows(NamedTuple):
         """The first `size` rows."""
         return DecodeRows(*(rows[:size] for rows in self))
 
-    def sampled(self, count: int) -> SampledRows:
-        """The first `count` rows, all of which are sampled: a decode's input is its last token."""
-        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count])
+    def sampled(self, places: np.ndarray) -> SampledRows:
+        """The first rows, whose state rows are `places`, all sampled: a decode's input is its last token."""
+        count = len(places)
+        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], places)
 
 
 def packed_decodes(packed: PackedStep, size: int, nobody: int, device: torch.device) -> torch.Tensor:

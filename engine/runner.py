@@ -20,9 +20,10 @@ from .model_factory import make_model
 from .packed_step import StepPacker
 from .parallel.ranks import Ranks
 from .paths import ModelFolder
-from .sampler import DrawnTokens, Sampler
+from .sampler import BatchState, DrawnTokens, Sampler
 from .step import KVGroup, SampledToken, Step
 from .step_inputs import InputSender
+from .token_counts import TokenCounts
 from .tokenizer import Tokenizer
 
 
@@ -70,6 +71,7 @@ class ModelRunner:
         self._packer = StepPacker(self.kv_groups, self._state)
         self._inputs = InputSender(self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
+        self._counts = TokenCounts(config.max_num_seqs, self.vocab_size, self.device)
         self._graphs = self._make_graphs(config)
         self._allocate(config, layout.nbytes, ranks)
         if self._graphs is not None:
@@ -116,6 +118,7 @@ class ModelRunner:
                 return LaunchedStep(step, self._launch(step))
         except BaseException:
             self._state.forget()
+            self._counts.forget()
             raise
 
     def _launch(self, step: Step) -> DrawnTokens | None:
@@ -137,8 +140,7 @@ class ModelRunner:
         tokens = self._sampler.draw(
             logits,
             sampling,
-            params=(self._state.params, rows.state_rows, rows.lengths),
-            last_tokens=rows.last_tokens,
+            BatchState(rows, self._state.params, self._counts),
             drawn=drawn,
             special=packed.special,
         )

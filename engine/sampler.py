@@ -7,15 +7,18 @@ its position, and never on the batch around it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .device_state import LOWEST_TEMPERATURE, has_penalty, next_state, request_params
+from .device_state import LOWEST_TEMPERATURE, next_state, request_params
 from .fused_ops import fuses
 from .request import Request
 from .sampling_params import SamplingParams
 from .step import SampledToken
+from .step_inputs import SampledRows
+from .token_counts import TokenCounts
 
 _INFINITY = float("inf")
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 over the golden ratio: spreads token ids over int32
@@ -58,6 +61,14 @@ class DrawnTokens:
 _BROKEN = SampledToken(-1, error="no token has a finite logit")
 
 
+class BatchState(NamedTuple):
+    """What the device has of a batch's requests: `rows` says which are theirs in the others."""
+
+    rows: SampledRows
+    params: torch.Tensor  # [R, PARAMS] int32, as `DeviceState` has them
+    counts: TokenCounts
+
+
 class Sampler:
     """Samples for a model of `vocab_size` tokens.
 
@@ -74,50 +85,40 @@ class Sampler:
 
         A row without a finite maximum (NaN, +Inf, or every token masked) gives token -1 with `error` set.
         """
-        return self.draw(logits, requests).read()
+        return self.draw(logits, requests, self._own_state(requests)).read()
 
     def draw(
         self,
         logits: torch.Tensor,
         requests: Sequence[Request],
+        state: BatchState,
         *,
-        params: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-        last_tokens: torch.Tensor | None = None,
         drawn: torch.Tensor | None = None,
         special: bool = True,
     ) -> DrawnTokens:
         """As `sample`, waiting for nothing.
 
         Args:
-            params: what `kernels.draw` takes of the requests; made here where None.
-            last_tokens: [n], stands where the last token of a request is not known to the host.
+            state: what the device has of the requests; the last token of each may be known to it alone.
             drawn: [n], what a graph drew from `logits` already.
             special: whether any request has penalties, min_tokens or logprobs.
         """
         scores = logits
         if special:
-            scores = self._mask_stops(self._penalize(logits, requests, last_tokens), requests)
+            scores = self._mask_stops(state.counts.penalize(logits, requests, state.rows), requests)
         if drawn is None or scores is not logits:
-            drawn = self._by_kernel(scores, requests, params) if fuses(logits) else self._by_torch(scores, requests)
+            drawn = _by_kernel(scores, state) if fuses(logits) else self._by_torch(scores, requests)
         wanted = [request.sampling.logprobs for request in requests] if special else ()
         return DrawnTokens(drawn, wanted, self._logprobs(logits, drawn, wanted))
 
-    def _by_kernel(
-        self,
-        scores: torch.Tensor,
-        requests: Sequence[Request],
-        params: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        from .kernels.draw import draw
-
-        if params is None:
-            lengths = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
-            rows = np.arange(len(requests), dtype=np.int32)
-            made = [self._to_device(part) for part in (request_params(requests), rows, lengths)]
-            params = made[0], made[1], made[2]
-        tokens = torch.empty(len(scores), dtype=torch.int32, device=scores.device)
-        draw(scores, *params, tokens)
-        return tokens
+    def _own_state(self, requests: Sequence[Request]) -> BatchState:
+        """The state of a batch that comes once: a row for each request, and all of their tokens known to the host."""
+        rows = np.arange(len(requests), dtype=np.int32)
+        last = np.array([request.token_ids[-1] for request in requests], dtype=np.int32)
+        lengths = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
+        last_tokens, on_device, lens, params = map(self._to_device, (last, rows, lengths, request_params(requests)))
+        counts = TokenCounts(len(requests), len(self._token_hash), self.device)
+        return BatchState(SampledRows(last_tokens, on_device, lens, rows), params, counts)
 
     def _by_torch(self, scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         scores = scores.float()
@@ -131,35 +132,6 @@ class Sampler:
                 drawn = self._draw(scores[rows], [requests[row] for row in random])
                 best[rows], tokens[rows] = drawn
         return torch.where(best.isfinite(), tokens, -1)
-
-    def _penalize(
-        self, logits: torch.Tensor, requests: Sequence[Request], last_tokens: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Repetition penalty over prompt and output, presence and frequency penalties over the output."""
-        rows = [row for row, request in enumerate(requests) if has_penalty(request.sampling)]
-        if not rows:
-            return logits
-        chosen = [requests[row] for row in rows]
-        tokens = [np.array(request.token_ids, dtype=np.int64) for request in chosen]
-        owners = np.repeat(np.arange(len(rows)), [len(ids) for ids in tokens])
-        generated = np.concatenate([np.arange(len(request.token_ids)) >= request.prompt_len for request in chosen])
-        where, flat, owner = self._to_device(rows), self._to_device(np.concatenate(tokens)), self._to_device(owners)
-        if last_tokens is not None:
-            flat = torch.where(flat < 0, last_tokens[where][owner], flat).clamp_(min=0)
-        flat = flat + owner * logits.shape[1]
-        some = logits[where].float()
-        seen = torch.zeros(some.numel(), dtype=torch.bool, device=self.device)
-        seen.index_fill_(0, flat, True)
-        counts = torch.zeros(some.numel(), device=self.device)
-        counts.index_put_((flat,), self._to_device(generated.astype(np.float32)), accumulate=True)
-        seen, counts = seen.view_as(some), counts.view_as(some)
-        settings = [request.sampling for request in chosen]
-        repetition, presence, frequency = self._columns(
-            [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in settings]
-        )
-        some = torch.where(seen, torch.where(some > 0, some / repetition, some * repetition), some)
-        some -= frequency * counts + presence * (counts > 0)
-        return logits.float().index_copy(0, where, some)
 
     def _mask_stops(self, scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """Until min_tokens are generated, no token that would end the request can win."""
@@ -237,6 +209,14 @@ class Sampler:
         if self.device.type == "cuda":
             host = host.pin_memory()  # from pageable memory a transfer waits for the device
         return host.to(self.device, non_blocking=True)
+
+
+def _by_kernel(scores: torch.Tensor, state: BatchState) -> torch.Tensor:
+    from .kernels.draw import draw
+
+    tokens = torch.empty(len(scores), dtype=torch.int32, device=scores.device)
+    draw(scores, state.params, state.rows.state_rows, state.rows.lengths, tokens)
+    return tokens
 
 
 def _row_keys(requests: Sequence[Request]) -> np.ndarray:

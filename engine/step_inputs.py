@@ -21,9 +21,10 @@ _ALIGN = 32  # int32 elements: every part starts on 128 bytes, as kernels and th
 class SampledRows(NamedTuple):
     """What the device has of the n rows whose next token is sampled; each [n] int32."""
 
-    last_tokens: torch.Tensor | None  # None where no row is special
+    last_tokens: torch.Tensor  # the last of each one's tokens so far; empty where no row is special
     state_rows: torch.Tensor
     lengths: torch.Tensor  # tokens so far: the position of what is sampled
+    places: np.ndarray  # `state_rows`, on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,9 @@ class InputSender:
             num_decodes=packed.num_decodes,
         )
         commons = self._by_group(common, rows_dev, packed.shared)
-        last_tokens = ids.index_select(0, last_dev) if packed.special else None
-        return StepInputs(ids, positions_dev, last_dev, SampledRows(last_tokens, sampled_rows, lengths), commons)
+        last_tokens = ids.index_select(0, last_dev) if packed.special else ids[:0]
+        own = SampledRows(last_tokens, sampled_rows, lengths, rows[sampled])
+        return StepInputs(ids, positions_dev, last_dev, own, commons)
 
     def _by_group(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, shared: Sequence[int]

@@ -10,7 +10,7 @@ from pagedattn import checkout
 
 checkout.load("engine")
 
-from pagedattn.engine.kernels import cutoff, draw, fused, row_product  # noqa: E402
+from pagedattn.engine.kernels import cutoff, draw, fused, penalize, row_product  # noqa: E402
 
 VOCAB = 151_936
 
@@ -60,6 +60,9 @@ def compile_draw(arch: int, kind: str) -> None:
         arch,
         num_warps=8,
     )
+    counted = {**whole, "counts": "*i32", "last_tokens": "*i32", "logits": f"*{kind}", "out": "*fp32"}
+    pieces = {"VOCAB": VOCAB, "BLOCK": 4096, "PDL": arch >= 90}
+    report(f"penalize-sm{arch}-{kind}", penalize._penalize_kernel, counted, pieces, arch, num_warps=8)
     report(f"choose-sm{arch}", draw._choose_kernel, types, {"PARTS": 3, "N": 4, "PDL": arch >= 90}, arch, num_warps=1)
 
 

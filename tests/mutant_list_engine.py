@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutant_list import Mutant, fault
 
 OVERLAP = "engine/overlap.py"
+COUNTS, PENALIZE = "engine/token_counts.py", "engine/kernels/penalize.py"
+RECOUNT, SCORES = "tests/engine/test_token_counts.py recount", "tests/engine/test_token_counts.py of_the_torch_path"
 
 MUTANTS: tuple[Mutant, ...] = (
     fault("padding that stands in a request's row", "engine/decode_inputs.py", "target[0, count:] = nobody",
@@ -33,6 +35,27 @@ MUTANTS: tuple[Mutant, ...] = (
           "tests/engine/test_overlap.py preempted_in_flight"),
     fault("noise that does not depend on the position", "engine/kernels/draw.py",
           "state ^ tl.load(lengths + at).to(tl.uint64)", "state", "tests/engine/test_draw_kernels.py tokens_are_those"),
+    fault("the last token is not counted, TORCH", COUNTS, "2 * drawn)", "0 * drawn)", f"{RECOUNT} torch-0"),
+    fault("the last token is not counted, TRITON", PENALIZE, "tl.where(drawn, 2, 0)", "0", f"{RECOUNT} kernel-0"),
+    fault("a count that is not written back", PENALIZE, "tl.store(where, value, mask=drawn)",
+          "tl.store(where, value, mask=index < 0)", SCORES),
+    fault("a part of the vocabulary that counts another's token", PENALIZE, "index == tl.load(last_tokens + at)",
+          "index % BLOCK == tl.load(last_tokens + at) % BLOCK", SCORES),
+    fault("the last token of a prompt taken for drawn, TORCH", COUNTS, "rows.lengths[where] > settings[:, 3]",
+          "rows.lengths[where] >= settings[:, 3]", f"{RECOUNT} torch-0"),
+    fault("the last token of a prompt taken for drawn, TRITON", PENALIZE,
+          "tl.load(lengths + at) > tl.load(settings + 3)", "tl.load(lengths + at) >= tl.load(settings + 3)",
+          f"{RECOUNT} kernel-0"),
+    fault("a prompt counted as output", COUNTS, "first=max(piece.first, piece.request.prompt_len)",
+          "first=piece.first", f"{RECOUNT} torch-0"),
+    fault("counts left of the row's last owner", COUNTS, "(fresh | (counted > known))", "(counted > known)",
+          f"{RECOUNT} torch-0"),
+    fault("a step run again that counts twice", COUNTS, "(fresh | (counted > known))", "fresh",
+          f"{RECOUNT} torch-0"),
+    fault("penalties left of the row's last owner", COUNTS, "self._owners[row] is not request",
+          "self._owners[row] is None", "tests/engine/test_token_counts.py without_penalties[kernel"),
+    fault("counts trusted after a failed step", "engine/runner.py", "self._counts.forget()", "pass",
+          "tests/engine/test_token_counts.py failed_step"),
     fault("a key turned by another token's position", "engine/kernels/fused.py",
           "tl.load(positions + token).to(tl.int64)", "tl.load(positions).to(tl.int64)",
           "tests/engine/test_fused_ops.py turn_and_write"),
