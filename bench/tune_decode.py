@@ -2,7 +2,7 @@
 
     python -m bench.tune_decode out.json [--cases 1q1s1k,8/1:1q1s32k] [--variants deep=64/4/5/1,in_flight=64 ...]
 
-Cases are the table's decodes, named with heads where these are not 32/8. A variant is a name and
+Cases are the table's decodes and `MORE`, named with heads where these are not 32/8. A variant is a name and
 block_n/warps/stages/per_sm, then fields of `DecodeTuning` by name. What the library chooses by itself is always timed
 too. Given neither cases nor variants, each group of `GROUPS` has its own. A result that differs from the prefill
 kernel's is not timed; what does not compile is printed and left out.
@@ -40,7 +40,11 @@ def _name(case: Case) -> str:
     return case.text if (case.heads, case.kv_heads) == (32, 8) else f"{case.heads}/{case.kv_heads}:{case.text}"
 
 
+# Short sequences, as those behind a shared prefix are, and several tokens each.
+MORE = (Case("decode", "512q1s176", 16, 8), *(Case("decode", text) for text in ("256q1s256", "256q1s100", "512q1s512")))
+MORE += tuple(Case("decode", text) for text in ("64q16s4k", "64q8s4k", "256q4s1k", "8q16s4k", "1q16s16k"))
 CASES = {_name(case): case for case in cases("decode", gpu=DEVICE.type == "cuda")}
+CASES |= {_name(case): case for case in MORE} if DEVICE.type == "cuda" else {}
 DEFAULT = "default"
 
 
@@ -80,6 +84,28 @@ GROUPS = {
             "threelead2=64/4/3/3,max_registers=168,lead=2",
             "two=64/4/4/2",
             "twolead2=64/4/4/2,lead=2",
+        ),
+    ),
+    "short": Group(
+        ("16/8:512q1s176", "256q1s256", "256q1s100", "512q1s512", "256q1s1k", "64q1s4k", "128q1s8k", "64q1s128*1.0906"),
+        (
+            "keys32=32/4/4/4,max_registers=128,lead=2",
+            "keys32warps2=32/2/4/4,lead=2",
+            "keys32lead4=32/4/4/4,max_registers=128,lead=4",
+            "keys32ahead0=32/4/4/4,max_registers=128,lead=2,ahead=0",
+            "keys32three=32/4/5/3,max_registers=168,lead=2",
+            "three=64/4/3/3,max_registers=168,lead=2",
+        ),
+    ),
+    "tokens": Group(
+        ("64q16s4k", "64q8s4k", "256q4s1k", "8q16s4k", "1q16s16k"),
+        (
+            "two=64/4/3/2",
+            "twoshallow=64/4/2/2",
+            "one=64/4/4/1",
+            "warps8=64/8/5/1",
+            "keys32=32/4/4/2",
+            "keys32deep=32/4/5/2",
         ),
     ),
 }
@@ -131,13 +157,13 @@ def reference(inputs: AttentionInputs) -> torch.Tensor:
 def compile_one(job: tuple[Case, int, DecodeTuning | None]) -> str:
     """Compile for a case's layer and a number of sequences, into Triton's cache on disk; why it failed, or nothing."""
     case, num_seqs, tuning = job
-    kind = {"dtype": case.torch_dtype, "device": DEVICE}
-    query = torch.zeros(num_seqs, case.heads, case.dim, **kind)
+    tokens, kind = max(case.work.query_lens), {"dtype": case.torch_dtype, "device": DEVICE}
+    query = torch.zeros(num_seqs * tokens, case.heads, case.dim, **kind)
     cache = torch.zeros(2, 2, case.block_size, case.kv_heads, case.dim, **kind)
-    starts, lens = (torch.arange(num_seqs + n, dtype=torch.int32, device=DEVICE) for n in (1, 0))
+    starts, lens = (torch.arange(num_seqs + n, dtype=torch.int32, device=DEVICE) * tokens for n in (1, 0))
     table = torch.zeros(num_seqs, 64, dtype=torch.int32, device=DEVICE)
-    extras = (None, None, None, None, torch.empty_like(query), None, 1.0, 1.0, True, 0, 0.0, 1, 1, num_seqs, False)
-    inputs = AttentionInputs(query, cache[:, 0], cache[:, 1], table, starts, lens.clamp(max=1), *extras)
+    extras = (None, None, None, None, torch.empty_like(query), None, 1.0, 1.0, True, 0, 0.0, tokens, tokens, 0, False)
+    inputs = AttentionInputs(query, cache[:, 0], cache[:, 1], table, starts, lens.clamp(max=tokens), *extras)
     try:
         if tuning is None:
             reference(inputs)
@@ -152,15 +178,17 @@ def compile_one(job: tuple[Case, int, DecodeTuning | None]) -> str:
 
 def compile_all(plans: Mapping[str, Mapping[str, DecodeTuning | None]], processes: int) -> None:
     """All kernels that will be timed, in several processes: one at a time, compiling would take most of the run."""
-    jobs: dict[tuple[str, int, DecodeTuning | None], Case] = {}
+    jobs: dict[tuple[str, int, int, DecodeTuning | None], Case] = {}
     for name, variants in plans.items():
         case = CASES[name]
         count = len(case.work.seq_lens)
-        num_seqs = 1 if count == 1 else 2 if count <= 32 else 64  # what the kernel is compiled anew for
+        num_seqs = (
+            1 if count == 1 else 2 if count <= 32 else 64 if count <= 256 else 257
+        )  # what the kernel is compiled anew for
         for tuning in (*variants.values(), FULL, LATENCY):
-            jobs.setdefault((case.layer, num_seqs, tuning), case)
+            jobs.setdefault((case.layer, max(case.work.query_lens), num_seqs, tuning), case)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        work = [(case, num_seqs, tuning) for (_, num_seqs, tuning), case in jobs.items()]
+        work = [(case, num_seqs, tuning) for (_, _, num_seqs, tuning), case in jobs.items()]
         for problem in sorted({text for text in pool.map(compile_one, work) if text}):
             print(problem, flush=True)
 

@@ -58,7 +58,7 @@ def decode_case(
 ) -> None:
     shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2, "stored_itemsize": 1 if stored else 2}
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
-    config = decode_config(**shape, **step, target=TARGETS[arch])
+    config = decode_config(**shape, **step, target=TARGETS[arch], short=prior)
     tuning = config.tuning
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}")}
     types |= dict.fromkeys(("key", "value"), f"*{stored or kind}") | dict.fromkeys(PRIOR if prior else (), "*fp32")

@@ -196,12 +196,17 @@ def _configs(
 ) -> list[DecodeConfig]:
     """Of the decode launches that serve `work`: that over a shared prefix in front."""
     count, longest = work.last - work.first, work.longest
-    own = _config(spec, common, count, longest, common.max_seq_len)
+    own = _config(spec, common, count, longest, common.max_seq_len, short=prefix is not None)
     return [own] if prefix is None else [_config(spec, common, 1, count * longest, prefix.bound), own]
 
 
 def _config(
-    spec: AttentionSpec, common: CommonAttentionMetadata, num_seqs: int, max_query_len: int, max_seq_len: int
+    spec: AttentionSpec,
+    common: CommonAttentionMetadata,
+    num_seqs: int,
+    max_query_len: int,
+    max_seq_len: int,
+    short: bool = False,
 ) -> DecodeConfig:
     return decode_config(
         num_seqs=num_seqs,
@@ -214,6 +219,7 @@ def _config(
         itemsize=spec.dtype.itemsize,
         stored_itemsize=spec.dtype.itemsize if spec.kv_cache_dtype == "auto" else 1,
         target=target_of(common.seq_lens.device),
+        short=short,
     )
 
 

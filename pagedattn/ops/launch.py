@@ -95,8 +95,11 @@ class Work(NamedTuple):
 # Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better.
 # Where an SM's share is part of one item, adding up states takes longest (bench/results/h200/tune_decode.json).
 FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, lead=2)
+# SHORT loses 1 % from 1,000 keys a sequence on, and wins 6 to 20 % below 300 (bench/results/h200/tune_short.json).
+SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, lead=2)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(in_flight=128)
+_SHORT_KEYS = 512
 _KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (bench/NOTES.md)
 
 
@@ -159,11 +162,13 @@ def decode_config(
     max_query_len: int,
     max_seq_len: int,
     target: Target,
+    short: bool = False,
     tuning: DecodeTuning | None = None,
 ) -> DecodeConfig:
     """The configuration of a decode launch over sequences of at most so many query tokens and keys.
 
-    itemsize is of the query, stored_itemsize of the cache. `tuning` is taken as it is, but for what does not fit the
+    itemsize is of the query, stored_itemsize of the cache. short: most sequences have few keys, whatever the most is;
+    so it is taken to be where all have few. `tuning` is taken as it is, but for what does not fit the
     device's shared memory.
     """
     block_m = max(16, min(_power_of_2(max(max_query_len, 1) * group), _DECODE_ROWS))
@@ -176,7 +181,8 @@ def decode_config(
     items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
     together = 1  # programs that an SM shall have room for
     if tuning is None:
-        tuning = _tuning(items / target.num_sms, max_seq_len, block_m, width, itemsize, stored_itemsize)
+        full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
+        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
         together = tuning.per_sm
 
     def taken(chosen: DecodeTuning) -> int:
@@ -199,13 +205,13 @@ def decode_config(
 
 
 def _tuning(
-    items_per_sm: float, keys: int, block_m: int, width: int, itemsize: int, stored_itemsize: int
+    items_per_sm: float, full: DecodeTuning, keys: int, block_m: int, width: int, itemsize: int, stored_itemsize: int
 ) -> DecodeTuning:
-    """FULL where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
+    """`full` where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
     tiles of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's
     output."""
     busy, outputs = items_per_sm >= 1.5, block_m * width
-    tuning = FULL if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
+    tuning = full if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
     # Rows for wgmma: products of one program hide the softmax of another, at the price of more states to add up.
     hidden = block_m == 64 and width <= 128 and items_per_sm * keys >= _KEYS_PER_SM
     if outputs > 32 * 128 and not hidden:

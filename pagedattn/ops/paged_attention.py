@@ -131,7 +131,7 @@ def _triton(
         part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
         if work.kernel == "decode":
             calls = shared_prefix.divide(part, shared_prefix_len, split) if shared_prefix_len else (part,)
-            configs = [decode_config_of(one) for one in calls]
+            configs = [decode_config_of(one, short=one is not calls[0]) for one in calls]
             if all(one.tiles * (1 + one.tuning.lead) < 2**31 and one.programs <= COUNTERS for one in configs):
                 made += _decode(calls, configs, workspace)
                 continue
@@ -164,7 +164,7 @@ def _decode(
     return made
 
 
-def decode_config_of(inputs: AttentionInputs, tuning: DecodeTuning | None = None) -> DecodeConfig:
+def decode_config_of(inputs: AttentionInputs, tuning: DecodeTuning | None = None, short: bool = False) -> DecodeConfig:
     """How the decode kernel serves a call over a paged cache; `tuning` None is what the library chooses."""
     return decode_config(
         **_heads(inputs),
@@ -173,6 +173,7 @@ def decode_config_of(inputs: AttentionInputs, tuning: DecodeTuning | None = None
         stored_itemsize=inputs.key.element_size(),
         max_query_len=inputs.max_query_len,
         max_seq_len=inputs.max_seq_len,
+        short=short,
         tuning=tuning,
     )
 

@@ -227,8 +227,8 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         options = (None, None, None, None, query, None, 1.0, 1.0, True, 0, 0.0)
         inputs = inputs_of(query, cache, cache, *tables, *options, *bounds)
         configs = [
-            import_module("pagedattn.ops.paged_attention").decode_config_of(one)
-            for one in shared_prefix.divide(inputs, metadata.prefix.bound, metadata.prefix.split)
+            import_module("pagedattn.ops.paged_attention").decode_config_of(one, short=index > 0)
+            for index, one in enumerate(shared_prefix.divide(inputs, metadata.prefix.bound, metadata.prefix.split))
         ]
         assert len(configs) == 2
         assert max(config.workspace for config in configs) == metadata.workspace.numel()
