@@ -12,6 +12,7 @@ from pagedattn.ops.launch import (
     COUNTERS,
     FULL,
     LATENCY,
+    SHORT,
     AttentionConfig,
     DecodeConfig,
     DecodeTuning,
@@ -101,9 +102,22 @@ def test_busy_or_not() -> None:
     assert configure_decode(target, num_seqs=98, max_seq_len=131072).tuning == LATENCY
     assert configure_decode(target, num_seqs=99, max_seq_len=131072).tuning == FULL
     assert configure_decode(target, num_seqs=132, max_seq_len=131072).programs == 2 * 132
+    assert configure_decode(target, num_seqs=132, max_seq_len=513).tuning == FULL
+    assert configure_decode(target, num_seqs=132, max_seq_len=512).programs == 4 * 132
+    assert configure_decode(target, num_seqs=132, max_seq_len=131072, short=True).tuning == SHORT
+    assert configure_decode(target, num_seqs=98, max_seq_len=512, short=True).tuning == LATENCY
     assert configure_decode(target, num_seqs=1, max_seq_len=256).programs == 4
     mine = DecodeTuning(block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, ahead=False)
     assert configure_decode(target, tuning=mine).tuning == mine
+
+
+def test_64_rows_on_two_programs_an_sm_or_on_one() -> None:
+    """By query blocks times keys for each SM: 2 of 2 KV heads each, here."""
+    target, rows = TARGETS["227 KB"], {"max_query_len": 16, "num_seqs": 66}
+    tuning = [configure_decode(target, **rows, max_seq_len=keys).tuning for keys in (1023, 1024)]
+    assert [(one.num_warps, one.per_sm) for one in tuning] == [(8, 1), (4, 2)]
+    wide = configure_decode(target, **rows, max_seq_len=9999, head_dim=256, head_dim_v=256)
+    assert wide.tuning.num_warps == 8
 
 
 def test_many_programs_for_small_tiles_on_small_gpus() -> None:
@@ -123,6 +137,8 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
         ({"num_decodes": 3, "max_query_len": 17}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
         ({"num_decodes": 0, "max_query_len": 17}, [("prefill", 0, 5, 17)]),
         ({"num_decodes": 5, "max_query_len": 0}, []),
+        ({"num_decodes": 3, "max_query_len": 17, "joined": True}, [("prefill", 0, 5, 17)]),
+        ({"num_decodes": 0, "max_query_len": 16, "joined": True}, [("prefill", 0, 5, 16)]),
         ({"num_decodes": 5, "max_query_len": 1, "paged": False}, [("prefill", 0, 5, 1)]),
         ({"num_decodes": 3, "max_query_len": 17, "deterministic": True}, [("prefill", 0, 5, 17)]),
     ],

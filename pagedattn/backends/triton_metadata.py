@@ -12,7 +12,7 @@ from ..cache_spec import stored_dtype
 from ..metadata import CommonAttentionMetadata
 from ..ops import hopper, shared_prefix
 from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
-from ..ops.paged_attention import new_workspace
+from ..ops.paged_attention import new_workspace, one_launch
 from ..spec import AttentionSpec, GraphLevel
 from .base import AttentionMetadata
 from .op_backend import OpMetadataBuilder
@@ -75,8 +75,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
         if into is None:
-            planned = _launches(self.spec, built.common)
-            prefix = _shared_prefix(planned, self.spec, common, capture)
+            planned, prefix = _plan(self.spec, common, capture)
             room, items = self._room(planned, built.common, capture, prefix), self._list(planned, built.common)
             built = TritonMetadata(built.common, self.spec, planned, room, items, prefix)
         elif isinstance(built, TritonMetadata) and built.prefix is not None:
@@ -125,10 +124,23 @@ def _is_being_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _launches(spec: AttentionSpec, common: CommonAttentionMetadata) -> list[Work]:
-    target = target_of(common.seq_lens.device)
-    heads = (common.num_decodes, spec.kv_heads, spec.gqa_ratio)
-    joined = hopper.joins(*heads, common.max_seq_len, target.num_sms) and not _why_not_hopper(spec, common)
+def _plan(
+    spec: AttentionSpec, common: CommonAttentionMetadata, capture: bool
+) -> tuple[list[Work], SharedPrefix | None]:
+    """A step's launches, and what its decodes share: for that they have a launch of their own."""
+    if common.shared_prefix_len:
+        apart = _launches(spec, common, joined=False)
+        prefix = _shared_prefix(apart, spec, common, capture)
+        if prefix is not None:
+            return apart, prefix
+    return _launches(spec, common), None
+
+
+def _launches(spec: AttentionSpec, common: CommonAttentionMetadata, joined: bool = True) -> list[Work]:
+    """joined: whether one launch may serve everything."""
+    num_sms, bounds = target_of(common.seq_lens.device).num_sms, (common.max_query_len, common.max_seq_len)
+    seqs, heads = (len(common.seq_lens), common.num_decodes), (spec.kv_heads, spec.gqa_ratio)
+    joined = joined and one_launch(*seqs, *heads, *bounds, num_sms) and not _why_not_hopper(spec, common)
     facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic, "joined": joined}
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 

@@ -93,6 +93,14 @@ def joins(num_decodes: int, kv_heads: int, group: int, max_seq_len: int, num_sms
     return num_decodes > 0 and pack_of(group) == group and max_seq_len <= room
 
 
+def takes(num_seqs: int, kv_heads: int, group: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
+    """Whether sequences of a few new tokens each are items of this kernel, not of the one that shares keys out over the
+    GPU: where their rows fill half of what an item's product computes, and no SM is left with much longer ones."""
+    items = num_seqs * kv_heads
+    several = max_query_len > 1 and max_query_len * group >= _ROWS // 4 and pack_of(group) == group
+    return several and items >= num_sms and max_seq_len <= _KEYS_PER_SM_ITEM * items // num_sms
+
+
 def pack_of(group: int) -> int:
     """Query heads of a group in one item: a power of two that divides it, 64 at most."""
     return min(group & -group, 64)

@@ -117,7 +117,7 @@ def launches(
     num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool, joined: bool = False
 ) -> list[Work]:
     """The launches that serve a batch: decodes and the rest want other tiles, but where they are `joined`."""
-    if deterministic or not paged or (joined and max_query_len > DECODE_TOKENS):
+    if deterministic or not paged or joined:
         planned = [Work("prefill", 0, num_seqs, max_query_len)]
     elif max_query_len <= DECODE_TOKENS:
         planned = [Work("decode", 0, num_seqs, max_query_len)]

@@ -12,6 +12,7 @@ from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
     COUNTERS,
+    DECODE_TOKENS,
     AttentionConfig,
     DecodeConfig,
     DecodeTuning,
@@ -124,7 +125,7 @@ def _triton(
     """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, apart from each other."""
     paged = inputs.block_table is not None
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
-    facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": _joined(inputs)}
+    facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": not shared_prefix_len and _joined(inputs)}
     made: list[Launch | None] = []
     for work in launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts):
         whole = work.last - work.first == len(inputs.seq_lens)
@@ -144,9 +145,18 @@ def _triton(
 
 
 def _joined(inputs: AttentionInputs) -> bool:
-    kv_heads, device = inputs.key.shape[-2], inputs.query.device
-    facts = (inputs.num_decodes, kv_heads, inputs.query.shape[1] // kv_heads, inputs.max_seq_len)
-    return hopper.joins(*facts, target_of(device).num_sms) and not hopper.why_not(inputs)
+    kv_heads, num_sms = inputs.key.shape[-2], target_of(inputs.query.device).num_sms
+    heads, bounds = (kv_heads, inputs.query.shape[1] // kv_heads), (inputs.max_query_len, inputs.max_seq_len)
+    return one_launch(len(inputs.seq_lens), inputs.num_decodes, *heads, *bounds, num_sms) and not hopper.why_not(inputs)
+
+
+def one_launch(
+    num_seqs: int, num_decodes: int, kv_heads: int, group: int, max_query_len: int, max_seq_len: int, num_sms: int
+) -> bool:
+    """Whether the prefill kernel for Hopper, where it can, serves a whole step, decodes included."""
+    if max_query_len > DECODE_TOKENS:
+        return hopper.joins(num_decodes, kv_heads, group, max_seq_len, num_sms)
+    return hopper.takes(num_seqs, kv_heads, group, max_query_len, max_seq_len, num_sms)
 
 
 def _decode(

@@ -61,6 +61,21 @@ def test_the_metadata_say_so_and_make_the_list_once() -> None:
     assert not built.items[0, :2].any(), "counters that hand out items were not left zero"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tokens_of_many_sequences(kind: str) -> None:
+    """As in speculative decoding: its items, of which half are rows of nobody."""
+    queries, keys = [*range(1, 17)] * 5, [16 + 37 * index % 400 for index in range(80)]
+    case = case_of_kind(kind).but(query_lens=tuple(queries), seq_lens=tuple(keys))
+    problem = make_problem(case, DEVICE)
+    check(get_backend("TRITON"), problem, kind)
+    if hopper.why_not_shape(case.dtype, case.dtype, case.head_dim, case.head_dim, case.block_size, case.alibi):
+        return
+    layer, cache, query, common = layer_and_step(queries, keys)
+    built = layer.build(common)
+    assert built.describe() == "prefill kernel: 80 sequences (for Hopper)"
+    assert torch.equal(layer(query, None, None, cache, built), layer(query, None, None, cache, built))
+
+
 def test_the_same_bits_a_thousand_times_under_load() -> None:
     layer, cache, query, common = layer_and_step([300, 700, 33, 1], [900, 700, 5000, 40])
     plan = plan_step([layer], common)

@@ -119,7 +119,7 @@ def length_of(common: CommonAttentionMetadata, spec: AttentionSpec = SPEC, **opt
 def test_it_is_said() -> None:
     metadata = TritonMetadataBuilder(SPEC, torch.device("cpu")).build(step(64, 8192, 1024))
     assert metadata.describe() == (
-        "decode kernel: 64 sequences (128 programs, tiles of 64 keys), "
+        "decode kernel: 64 sequences (256 programs, tiles of 32 keys), "
         "shared prefix of 8192 keys attended once (128 programs, tiles of 64 keys)"
     )
 

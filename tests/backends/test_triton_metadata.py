@@ -9,7 +9,7 @@ from pagedattn import AttentionSpec, CommonAttentionMetadata
 from pagedattn.backends import triton_metadata
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
-from pagedattn.ops import hopper
+from pagedattn.ops import hopper, shared_prefix
 from pagedattn.ops.launch import COUNTERS, Work
 
 CPU = torch.device("cpu")
@@ -55,6 +55,17 @@ def test_launches_are_planned_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(triton_metadata, "launches", launches)
     metadata = TritonMetadataBuilder(SPEC, CPU).build(step(1, 1, 40))
     assert metadata.describe().count("kernel") == 2 and len(planned) == 1
+
+
+def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", 0)
+    builder = TritonMetadataBuilder(SPEC, DEVICE)
+    many = step(*[8] * 80, device=DEVICE)
+    assert builder.build(many).describe() == "prefill kernel: 80 sequences (for Hopper)"
+    sharing = builder.build(many.replace(shared_prefix_len=384))
+    assert sharing.describe().startswith("decode kernel: 80 sequences") and sharing.shares_prefix
+    assert "decode kernel" in builder.build(step(*[8] * 20, device=DEVICE)).describe()
 
 
 def test_a_deterministic_step_has_no_workspace() -> None:

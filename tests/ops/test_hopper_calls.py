@@ -32,6 +32,18 @@ def test_decodes_that_join_prompts() -> None:
     assert not joined(group=6), "three items a head, which would read the same keys"
 
 
+def taken(num_seqs: int = 64, group: int = 4, max_query_len: int = 8, max_seq_len: int = 4096) -> bool:
+    return hopper.takes(num_seqs, 8, group, max_query_len, max_seq_len, 132)
+
+
+def test_several_tokens_that_are_items_of_its_own() -> None:
+    assert taken() and taken(17, max_seq_len=2048) and taken(group=16, max_query_len=2)
+    assert not taken(max_query_len=7) and not taken(group=32, max_query_len=1), "a quarter of an item, or a decode"
+    assert not taken(16, max_seq_len=100), "fewer than SMs"
+    assert not taken(max_seq_len=8000), "some SMs would be left with a long one"
+    assert not taken(group=6)
+
+
 def call(**changes: Any) -> AttentionInputs:
     dtype = changes.pop("dtype", torch.bfloat16)
     cache = torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM, dtype=changes.pop("stored", dtype))
