@@ -53,8 +53,7 @@ class KVCacheManager:
         end = hit.num_tokens + num_new_tokens
         need = sum(-(-end // size) - len(table) for size, table in zip(self.block_sizes, hit.blocks, strict=True))
         held = [block for table in hit.blocks for block in table if block]
-        unheld = sum(not self.pool.ref_count(block) for block in held)
-        if need + headroom > self.pool.num_free - unheld:
+        if need + headroom > self.pool.num_free - self.pool.num_unheld(held):
             return False
         self.pool.touch(held)
         request.block_ids = [list(table) for table in hit.blocks]
@@ -88,9 +87,9 @@ class KVCacheManager:
             return None
         end = swapped.num_computed_tokens + num_new_tokens
         held = [block for table in found for block in table if block]
-        unheld = sum(not self.pool.ref_count(block) for block in held)
         entries = sum(block is not None for table in found for block in table)
-        if sum(-(-end // size) for size in self.block_sizes) - entries + headroom > self.pool.num_free - unheld:
+        need = sum(-(-end // size) for size in self.block_sizes) - entries
+        if need + headroom > self.pool.num_free - self.pool.num_unheld(held):
             return None
         self.pool.touch(held)
         missing = [[entry for entry, block in enumerate(table) if block is None] for table in found]

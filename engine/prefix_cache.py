@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from pagedattn import BlockPool
 
@@ -29,6 +31,14 @@ class PrefixHit:
     tails: tuple[ContentNode | None, ...]
 
 
+class _LastChain(NamedTuple):
+    """What the last request that was looked up begins with, and the contents of its blocks."""
+
+    salt: str | None
+    tokens: np.ndarray  # int32
+    nodes: list[ContentNode]
+
+
 class PrefixCache:
     """Finds cached beginnings. A hit ends where every group has a whole block, at a multiple of `alignment` tokens.
 
@@ -39,6 +49,7 @@ class PrefixCache:
         """Look in `pool`, whose blocks `groups` share."""
         self.alignment = lcm(*(group.block_size for group in groups))
         self._pool, self._groups = pool, groups
+        self._last: dict[int, _LastChain] = {}  # by block size
 
     def lookup(self, request: Request, poisoned: set[int]) -> PrefixHit:
         """The cached beginning of a request: full blocks only, never its last token, nothing below `poisoned` uids."""
@@ -75,15 +86,29 @@ class PrefixCache:
 
     def _chain(self, request: Request, size: int, limit: int, poisoned: set[int]) -> list[ContentNode]:
         """The known contents of the request's first blocks of `size` tokens, at most `limit`."""
-        chain: list[ContentNode] = []
-        find, tokens, node, extra = self._pool.find, request.token_ids, None, first_extra(request)
-        for start in range(0, limit * size, size):
+        tokens = np.frombuffer(request.token_ids[: limit * size], dtype=np.int32)
+        chain = self._begun(request, size, tokens, poisoned)
+        find, node, extra = self._pool.find, chain[-1] if chain else None, () if chain else first_extra(request)
+        for start in range(len(chain) * size, limit * size, size):
             node = find(node, tokens[start : start + size].tobytes(), extra)
             if node is None or node.uid in poisoned:
                 break
             chain.append(node)
             extra = ()
+        self._last[size] = _LastChain(request.cache_salt, tokens[: len(chain) * size], chain.copy())
         return chain
+
+    def _begun(self, request: Request, size: int, tokens: np.ndarray, poisoned: set[int]) -> list[ContentNode]:
+        """The chain as far as the last one that was looked up goes the same way: a comparison in place of a hash for
+        each block of what many requests begin with. There is never more than one living node of a content."""
+        last = self._last.get(size)
+        if last is None or last.salt != request.cache_salt:
+            return []
+        length = min(len(tokens), len(last.tokens))
+        same = tokens[:length] == last.tokens[:length]
+        nodes = last.nodes[: (length if same.all() else int(same.argmin())) // size]
+        end = next((at for at, node in enumerate(nodes) if not node.alive or node.uid in poisoned), len(nodes))
+        return nodes[:end]
 
     def _common_length(self, tables: list[list[int | None]], length: int) -> int:
         """The longest length, in tokens, up to `length` that every group can serve."""

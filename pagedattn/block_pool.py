@@ -92,6 +92,12 @@ class BlockPool:
             self._check_id(block)
         return self._refs[block]
 
+    def num_unheld(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks nobody holds."""
+        self._check_ids(blocks)
+        refs = self._refs
+        return sum(refs[block] == 0 for block in blocks)
+
     def allocate(self, n: int) -> list[int]:
         """Hand out `n` blocks with one reference each: blank ones first, then the least recently used are evicted.
 
@@ -133,15 +139,15 @@ class BlockPool:
         Raises:
             InvalidInputError: an id is unknown, or a block is neither held nor has content; nothing is changed.
         """
-        real = [block for block in blocks if block != self.null_block]
+        real, refs = [block for block in blocks if block != self.null_block], self._refs
+        self._check_ids(real)
         for block in real:
-            self._check_id(block)
-            if self._refs[block] == 0 and block not in self._keys:
+            if refs[block] == 0 and block not in self._keys:
                 raise InvalidInputError("blocks", "held or with content", f"{block}", "a blank block must be allocated")
         for block in real:
-            if self._refs[block] == 0:
+            if refs[block] == 0:
                 del self._cached[block]
-            self._refs[block] += 1
+            refs[block] += 1
 
     share = touch
 
@@ -233,6 +239,12 @@ class BlockPool:
     def _check_id(self, block: int) -> None:
         if type(block) is not int or not 0 < block < self.num_blocks:
             raise InvalidInputError("block", f"an int from 1 to {self.num_usable}", repr(block))
+
+    def _check_ids(self, blocks: Sequence[int]) -> None:
+        last = self.num_usable
+        for block in blocks:
+            if type(block) is not int or not 0 < block <= last:
+                self._check_id(block)
 
     def _check_held(self, blocks: Sequence[int]) -> list[int]:
         """The blocks without null blocks, each known to be held at least as often as it is listed."""

@@ -21,7 +21,7 @@ PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
 POOL = "pagedattn/block_pool.py"
 PREFIXES, STEP, PLANNER = "engine/prefix_cache.py", "engine/step.py", "engine/step_planner.py"
-SIMULATION = "tests/engine/test_scheduler_simulation.py"
+SIMULATION, MACHINE = "tests/engine/test_scheduler_simulation.py", "tests/engine/test_kv_cache_stateful.py random"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/launcher.py", "pagedattn/layer_call.py"
 ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
 CASES = "tests/backends/test_conformance.py"
@@ -96,7 +96,10 @@ _SHARED_OUT = (
           "if at >= origin:\n                    dim_v", f"{ONCE} [one token, 4/2]"),
     fault("a prefix that is masked", PREFIX, "causal=False,", "causal=True,", f"{ONCE} [one token, 4/2]"),
     fault("values scaled twice", PREFIX, "v_scale=None,", "", f"{ONCE} [fp8, heads]"),
-    fault("the prefix's blocks again", PREFIX, "table[:, length // block_size :]", "table", f"{ONCE} [padding]"),
+    fault("the prefix's blocks again", PREFIX, "block_table[:count, first:]", "block_table[:count, : width - first]",
+          f"{ONCE} [padding]"),
+    fault("a captured prefix as long as it was", "pagedattn/backends/triton_metadata.py",
+          "built.prefix.length = _shareable(built.launches, self.spec, common)", "pass", f"{ONCE} captured_step_reads"),
     fault("a prefix beyond a token", PREFIX, "max(length - max(max_query_len - 1, 0), 0)", "max(length, 0)",
           f"{ONCE} [more tokens at the edge]"),
     fault("a decode's window begins too late", FEW, "seq_len - q_len - WINDOW + 1, 0)",
@@ -255,8 +258,14 @@ _BLOCKS = (
           "tests/engine/test_swap.py others_hold"),
     fault("a fork of what is still being swapped in", PLANNER, "or parent.swapped is not None", "",
           f"{SIMULATION} swap"),
-    fault("a twin of another salt", "engine/coming_blocks.py", "return request.cache_salt, request",
-          "return None, request", "tests/engine/test_twins.py salts"),
+    fault("a twin of another salt", "engine/coming_blocks.py", "return request.cache_salt, first",
+          "return None, first", "tests/engine/test_twins.py salts"),
+    fault("a twin of another beginning", "engine/coming_blocks.py", "if tokens[:first] == prompt.token_ids[:first]:",
+          "if True:", "tests/engine/test_twins.py another_beginning"),
+    fault("the last chain with another salt", PREFIXES, " or last.salt != request.cache_salt", "", MACHINE),
+    fault("the last chain with contents that died", PREFIXES, "if not node.alive or", "if", MACHINE),
+    fault("the last chain with contents not to be trusted", PREFIXES, " or node.uid in poisoned), len(nodes))",
+          "), len(nodes))", MACHINE),
 )  # fmt: skip
 
 _REPEATED = (

@@ -11,6 +11,7 @@ from invariants import check_tables
 
 from pagedattn import BlockPool
 from pagedattn.engine.kv_cache_manager import KVCacheManager
+from pagedattn.engine.prefix_cache import PrefixCache
 from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import KVGroup
@@ -61,6 +62,7 @@ class KVCacheMachine:
 
     def start(self, request: Request, num_tokens: int, headroom: int) -> bool:
         hit = self.kv.lookup(request)
+        assert hit == PrefixCache(self.kv.pool, self.kv.groups).lookup(request, self.kv._poisoned), "as at first sight"
         expected, certain = self.longest_hit(request)
         assert hit.num_tokens == expected if certain else hit.num_tokens <= expected
         free, num_tokens = self.kv.pool.num_free, min(num_tokens, len(request.token_ids) - hit.num_tokens)

@@ -61,6 +61,15 @@ def test_nobody_waits_for_nothing(first: list[int], second: list[int]) -> None:
     bench.finish()
 
 
+def test_the_same_block_behind_another_beginning_is_no_twin() -> None:
+    bench = Bench(budget=64)
+    add_all(bench, prompt(9))
+    bench.finish()
+    add_all(bench, [*prompt(8), *range(50, 59)], [*prompt(8, 1), *range(50, 59)])
+    assert names(bench.step()) == ["1", "2"] and bench.requests[1].num_cached_tokens == 8
+    bench.finish()
+
+
 def test_a_partly_shared_prompt_is_worth_a_step_too() -> None:
     bench = Bench(budget=64)
     add_all(bench, prompt(20), [*prompt(9), 0, 0, 0])
