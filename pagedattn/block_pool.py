@@ -1,40 +1,12 @@
-"""Who holds which block of a paged KV cache, and which blocks hold content that a later sequence can take over.
-
-Content is identified exactly. The KV of a block depends on every token before it, so contents form a trie: a node is
-(parent node, token bytes of one block, extra), and blocks hang on nodes. A hash only chooses the bucket to look in;
-equality of tokens, extra and parent identity decides, so colliding hashes cost time and never give a wrong hit.
-"""
+"""Who holds which block of a paged KV cache, and which blocks hold content that a later sequence can take over."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
-import xxhash
-
+from .block_contents import ContentNode, ContentTrie, Extra
 from .errors import CapacityError, InvalidInputError
-
-Extra = tuple[Hashable, ...]
-
-
-@dataclass(slots=True, eq=False)
-class ContentNode:
-    """One exact content: the tokens of one full block after all the tokens of its ancestors.
-
-    It lives while a block hangs on it or a child of it lives. Only the pool writes its fields.
-    """
-
-    uid: int
-    parent: ContentNode | None = field(repr=False)
-    tokens: bytes
-    extra: Extra
-    alive: bool = False
-    digest: int = 0
-    num_children: int = 0
-    blocks: dict[int, list[int]] = field(default_factory=dict)  # KV cache group -> blocks that hold the content
 
 
 class BlockPool:
@@ -66,15 +38,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_usable = num_blocks - 1
         self.enable_caching = enable_caching
-        self._digest = digest or partial(xxhash.xxh3_64_intdigest, seed=int.from_bytes(os.urandom(8), "little"))
+        self._contents = ContentTrie(digest)
         self._refs = [1] + [0] * self.num_usable
         self._keys: dict[int, tuple[ContentNode, int]] = {}  # block -> its content and KV cache group
         self._place = [0] * num_blocks  # of a keyed block in its node's list
         # The free list in two parts: blank blocks, taken first and from the end, then keyed ones, oldest first.
         self._blank = list(range(self.num_usable, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._buckets: dict[int, list[ContentNode]] = {}
-        self._last_uid = 0
 
     @property
     def num_free(self) -> int:
@@ -89,7 +59,7 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         """How many holders `block` has; the null block has one for ever."""
         if block != self.null_block:
-            self._check_id(block)
+            self._check_ids((block,))
         return self._refs[block]
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
@@ -174,18 +144,8 @@ class BlockPool:
         return shared + copies, [(blocks[-1], copy) for copy in copies]
 
     def find(self, parent: ContentNode | None, tokens: bytes, extra: Extra = ()) -> ContentNode | None:
-        """The living node of this content, or None. A dead `parent` has no living children.
-
-        Args:
-            parent: the node of the block before; None for the first block of a sequence.
-            tokens: the block's token ids as int32 little-endian bytes.
-            extra: what else the KV depends on (salt, adapter), as tagged tuples such as `(("salt", s),)`; compared by
-                `==`. In the key of a first block it separates everything below.
-        """
-        for node in self._buckets.get(self._digest_of(parent, tokens, extra), ()):
-            if node.parent is parent and node.tokens == tokens and node.extra == extra:
-                return node
-        return None
+        """The living node of this content, or None, as `ContentTrie.find`."""
+        return self._contents.find(parent, tokens, extra)
 
     def block_of(self, node: ContentNode, group: int = 0) -> int | None:
         """A block that holds the content of `node` for the KV cache group, the same until its eviction, or None."""
@@ -205,14 +165,14 @@ class BlockPool:
             InvalidInputError: the block is null, unknown, not held or keyed with other content, or `tokens` is not
                 bytes; nothing is changed.
         """
-        self._check_id(block)
+        self._check_ids((block,))
         if self._refs[block] == 0:
             raise InvalidInputError("block", "held by its writer", f"{block}, which is free", "commit before free")
         if type(tokens) is not bytes:
             raise InvalidInputError("tokens", "bytes of one block of int32", type(tokens).__name__, "use .tobytes()")
         if not self.enable_caching:
-            return self._new_node(parent, tokens, extra)
-        living, dead = self._resolve(parent)
+            return self._contents.new(parent, tokens, extra)
+        living, dead = self._contents.resolve(parent)
         node = None if dead else self.find(living, tokens, extra)
         if block in self._keys:
             if node is not None and self._keys[block] == (node, group):
@@ -220,8 +180,8 @@ class BlockPool:
             raise InvalidInputError("block", "without other content", f"{block}, already keyed", "allocate a new block")
         if node is None:
             for ancestor in reversed(dead):
-                living = self._enter(ancestor, living)
-            node = self._enter(self._new_node(living, tokens, extra), living)
+                living = self._contents.enter(ancestor, living)
+            node = self._contents.enter(self._contents.new(living, tokens, extra), living)
         peers = node.blocks.setdefault(group, [])
         self._keys[block], self._place[block] = (node, group), len(peers)
         peers.append(block)
@@ -236,21 +196,18 @@ class BlockPool:
         self._blank = list(range(self.num_usable, 0, -1))
         return True
 
-    def _check_id(self, block: int) -> None:
-        if type(block) is not int or not 0 < block < self.num_blocks:
-            raise InvalidInputError("block", f"an int from 1 to {self.num_usable}", repr(block))
-
-    def _check_ids(self, blocks: Sequence[int]) -> None:
+    def _check_ids(self, blocks: Iterable[int]) -> None:
         last = self.num_usable
         for block in blocks:
             if type(block) is not int or not 0 < block <= last:
-                self._check_id(block)
+                raise InvalidInputError("block", f"an int from 1 to {last}", repr(block))
 
     def _check_held(self, blocks: Sequence[int]) -> list[int]:
         """The blocks without null blocks, each known to be held at least as often as it is listed."""
         real = [block for block in blocks if block != self.null_block]
-        for block, times in Counter(real).items():
-            self._check_id(block)
+        counts = Counter(real)
+        self._check_ids(counts)
+        for block, times in counts.items():
             if self._refs[block] < times:
                 got = f"block {block} {times} times with {self._refs[block]} references"
                 raise InvalidInputError("blocks", "blocks that are held, each at most once per reference", got)
@@ -266,45 +223,5 @@ class BlockPool:
             peers[place], self._place[last] = last, place
         if not peers:
             del node.blocks[group]
-        self._prune(node)
+        self._contents.prune(node)
         return block
-
-    def _prune(self, node: ContentNode | None) -> None:
-        """Take the node out if nothing keeps it alive, then its parent if that was the last child, and so on."""
-        while node is not None and not node.blocks and not node.num_children:
-            bucket = self._buckets[node.digest]
-            bucket.remove(node)
-            if not bucket:
-                del self._buckets[node.digest]
-            node.alive = False
-            node = node.parent
-            if node is not None:
-                node.num_children -= 1
-
-    def _resolve(self, node: ContentNode | None) -> tuple[ContentNode | None, list[ContentNode]]:
-        """The deepest living equal of `node` or of its ancestors, and the dead ones below it, uppermost last."""
-        dead: list[ContentNode] = []
-        while node is not None and not node.alive:
-            dead.append(node)
-            node = node.parent
-        while dead and (equal := self.find(node, dead[-1].tokens, dead[-1].extra)) is not None:
-            node = equal
-            dead.pop()
-        return node, dead
-
-    def _new_node(self, parent: ContentNode | None, tokens: bytes, extra: Extra) -> ContentNode:
-        self._last_uid += 1
-        return ContentNode(self._last_uid, parent, tokens, extra)
-
-    def _enter(self, node: ContentNode, parent: ContentNode | None) -> ContentNode:
-        """Make a new or dead node alive under a living parent."""
-        node.parent, node.alive = parent, True
-        node.digest = self._digest_of(parent, node.tokens, node.extra)
-        self._buckets.setdefault(node.digest, []).append(node)
-        if parent is not None:
-            parent.num_children += 1
-        return node
-
-    def _digest_of(self, parent: ContentNode | None, tokens: bytes, extra: Extra) -> int:
-        data = tokens + (parent.uid if parent is not None else 0).to_bytes(8, "little")
-        return self._digest(data + hash(extra).to_bytes(8, "little", signed=True) if extra else data)

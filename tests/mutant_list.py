@@ -19,7 +19,7 @@ TRITON = "pagedattn/ops/kernels/attention.py"
 FEW = "pagedattn/ops/kernels/decode.py"
 PREFIX = "pagedattn/ops/shared_prefix.py"
 STATES = "pagedattn/ops/kernels/partial_states.py"
-POOL = "pagedattn/block_pool.py"
+POOL, CONTENTS = "pagedattn/block_pool.py", "pagedattn/block_contents.py"
 PREFIXES, STEP, PLANNER = "engine/prefix_cache.py", "engine/step.py", "engine/step_planner.py"
 SIMULATION, MACHINE = "tests/engine/test_scheduler_simulation.py", "tests/engine/test_kv_cache_stateful.py random"
 LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/launcher.py", "pagedattn/layer_call.py"
@@ -236,11 +236,11 @@ _LIBRARY = (
 )  # fmt: skip
 
 _BLOCKS = (
-    fault("a key without its parent", POOL, "node.parent is parent and node.tokens == tokens",
+    fault("a key without its parent", CONTENTS, "node.parent is parent and node.tokens == tokens",
           "node.tokens == tokens", "tests/test_block_pool_content.py from_under_another_prefix"),
     fault("a key without its group", POOL, "peers = node.blocks.get(group)", "peers = node.blocks.get(0)",
           "tests/test_block_pool_content.py groups_share"),
-    fault("a key without its salt", POOL, " and node.extra == extra", "",
+    fault("a key without its salt", CONTENTS, " and node.extra == extra", "",
           "tests/test_block_pool_content.py salts_never_share[constant]"),
     fault("a free list in order of the table", POOL, "for block in reversed(held):", "for block in held:",
           "tests/test_block_pool.py tail_first"),

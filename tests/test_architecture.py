@@ -17,13 +17,14 @@ ROOT = Path(__file__).parent.parent
 LIBRARY, ENGINE = ROOT / "pagedattn", ROOT / "engine"
 
 # What a module of the library may import of the library: module names, or packages (`ops` is all of it).
-LEAVES = ("errors", "spec", "env", "block_pool", "capabilities", "cache_spec")
+LEAVES = ("errors", "spec", "env", "block_contents", "block_pool", "capabilities", "cache_spec")
 FLASHINFER = ("backends.flashinfer_pages", "backends.flashinfer_plan")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "spec": ("errors",),
     "env": ("errors",),
-    "block_pool": ("errors",),
+    "block_contents": (),
+    "block_pool": ("errors", "block_contents"),
     "capabilities": ("spec",),
     "cache_spec": ("errors", "spec"),
     "ops": ("errors", "ops"),

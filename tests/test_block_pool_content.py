@@ -10,7 +10,8 @@ import pytest
 import xxhash
 from block_pool_model import get, pack, put
 
-from pagedattn.block_pool import BlockPool, ContentNode
+from pagedattn.block_contents import ContentNode, ContentTrie
+from pagedattn.block_pool import BlockPool
 from pagedattn.errors import InvalidInputError
 
 A, B, C, D = (pack((i, i + 1)) for i in range(4))
@@ -176,7 +177,7 @@ def test_a_suffix_is_not_taken_from_under_another_prefix(digest: Callable[[bytes
 
 
 def test_the_default_digest_has_a_seed_of_its_own() -> None:
-    assert BlockPool(2)._digest(b"tokens") != BlockPool(2)._digest(b"tokens")
+    assert ContentTrie()._digest(b"tokens") != ContentTrie()._digest(b"tokens")
 
 
 def test_equal_tokens_under_many_parents_and_salts_do_not_crowd_one_bucket() -> None:
@@ -184,7 +185,7 @@ def test_equal_tokens_under_many_parents_and_salts_do_not_crowd_one_bucket() -> 
     put(pool, *[A] * 1000)
     for salt in range(1000):
         put(pool, A, extra=(("salt", salt),))
-    assert len(pool._buckets) == 2000
+    assert len(pool._contents._buckets) == 2000
 
 
 def test_a_commit_is_refused_where_the_block_is_not_the_callers_to_key() -> None:
@@ -224,7 +225,7 @@ def test_nothing_is_left_of_content_that_is_gone() -> None:
     for contents in ((A, B, C), (A, C), (B,), (A, B, D, C, A)):
         pool.free(put(pool, *contents))
     pool.allocate(pool.num_free)
-    assert not pool._buckets
+    assert not pool._contents._buckets
     assert not pool._keys
 
 
@@ -237,14 +238,14 @@ def test_a_long_chain_dies_and_revives_without_recursion() -> None:
         pool.free(held)
         held = [block]
     pool.free(held)
-    assert sum(map(len, pool._buckets.values())) == length
+    assert sum(map(len, pool._contents._buckets.values())) == length
     block, spare = pool.allocate(2)
-    assert not pool._buckets
+    assert not pool._contents._buckets
     node = pool.commit(block, node, A)
-    assert sum(map(len, pool._buckets.values())) == length + 1
+    assert sum(map(len, pool._contents._buckets.values())) == length + 1
     pool.free([block, spare])
     pool.allocate(2)
-    assert not pool._buckets
+    assert not pool._contents._buckets
     depth = 0
     while node is not None:
         node, depth = node.parent, depth + 1

@@ -14,7 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from pagedattn.block_pool import BlockPool, ContentNode
+from pagedattn.block_contents import ContentNode, ContentTrie
+from pagedattn.block_pool import BlockPool
 from pagedattn.errors import CapacityError
 
 NUM_BLOCKS = 33
@@ -119,13 +120,13 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_digest() -> None:
 
 class KeyWithoutParent(BlockPool):
     def find(self, parent: ContentNode | None, tokens: bytes, extra: tuple[Any, ...] = ()) -> ContentNode | None:
-        nodes = (node for bucket in self._buckets.values() for node in bucket)
+        nodes = (node for bucket in self._contents._buckets.values() for node in bucket)
         return next((node for node in nodes if (node.tokens, node.extra) == (tokens, extra)), None)
 
 
 class KeyWithoutExtra(BlockPool):
     def find(self, parent: ContentNode | None, tokens: bytes, extra: tuple[Any, ...] = ()) -> ContentNode | None:
-        nodes = (node for bucket in self._buckets.values() for node in bucket)
+        nodes = (node for bucket in self._contents._buckets.values() for node in bucket)
         return next((node for node in nodes if (node.tokens, node.parent) == (tokens, parent)), None)
 
 
@@ -160,20 +161,31 @@ class EvictDuplicatesToo(BlockPool):
         return block
 
 
-class NodesNeverDie(BlockPool):
-    def _prune(self, node: ContentNode | None) -> None:
-        pass
+class BrokenContents(BlockPool):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._contents.__class__ = self.contents
+
+    contents: type[ContentTrie]
 
 
-class NodesDieBeforeTheirChildren(BlockPool):
-    def _prune(self, node: ContentNode | None) -> None:
-        if node is not None and not node.blocks:
-            self._buckets[node.digest].remove(node)
+class NodesNeverDie(BrokenContents):
+    class contents(ContentTrie):
+        def prune(self, node: ContentNode | None) -> None:
+            pass
 
 
-class DeadParentsStayDead(BlockPool):
-    def _resolve(self, node: ContentNode | None) -> tuple[ContentNode | None, list[ContentNode]]:
-        return node, []
+class NodesDieBeforeTheirChildren(BrokenContents):
+    class contents(ContentTrie):
+        def prune(self, node: ContentNode | None) -> None:
+            if node is not None and not node.blocks:
+                self._buckets[node.digest].remove(node)
+
+
+class DeadParentsStayDead(BrokenContents):
+    class contents(ContentTrie):
+        def resolve(self, node: ContentNode | None) -> tuple[ContentNode | None, list[ContentNode]]:
+            return node, []
 
 
 class OpenBlockShared(BlockPool):
