@@ -124,6 +124,7 @@ class DecodeGraphs:
                 self._capture_one(size, shares, caches)
             except UnsupportedError as error:
                 self._steps.clear()
+                self._sharing.clear()
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 return
 
