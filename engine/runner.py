@@ -72,6 +72,8 @@ class ModelRunner:
         self._inputs = InputSender(self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
         self._counts = TokenCounts(config.max_num_seqs, self.vocab_size, self.device)
+        if self.device.type == "cuda":  # what is left is the cache's, so that a step would find no room
+            self._counts.reserve()
         self._graphs = self._make_graphs(config)
         self._allocate(config, layout.nbytes, ranks)
         if self._graphs is not None:

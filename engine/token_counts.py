@@ -26,7 +26,7 @@ class TokenCounts:
     on the device. A row is zeroed, and sent anew, where it passes to another request or a step is run again.
 
     Attributes:
-        counts: [num_rows + 1, vocab_size] int32, allocated when first a request has a penalty; None until then.
+        counts: [num_rows + 1, vocab_size] int32; None until `reserve`, or until first a request has a penalty.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class TokenCounts:
         penalized[fresh] = [has_penalty(requests[at].sampling) for at in np.flatnonzero(fresh)]
         if not penalized.any():
             return logits
-        counts = self._allocated()
+        counts = self.reserve()
         self._update(requests, places, fresh, penalized)
         if fuses(logits):
             from .kernels import penalize
@@ -70,7 +70,8 @@ class TokenCounts:
             return penalize.penalize(logits, counts, self._table, rows.state_rows, rows.lengths, rows.last_tokens)
         return self._by_torch(logits, rows, penalized)
 
-    def _allocated(self) -> torch.Tensor:
+    def reserve(self) -> torch.Tensor:
+        """Room for the counts, which is 4 bytes for each token of the vocabulary in each row."""
         if self.counts is None:
             self.counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         return self.counts
@@ -107,7 +108,7 @@ class TokenCounts:
         sent = transfer((entered, _penalties(entering), zeroed, *prompts, *outputs), self._device)
         rows, settings, zero_rows, prompt_rows, prompt_tokens, output_rows, output_tokens = sent
         self._table.index_put_((rows,), settings.view(-1, PENALTIES))
-        counts, vocab = self._allocated(), self._shape[1]
+        counts, vocab = self.reserve(), self._shape[1]
         counts.index_fill_(0, zero_rows.long(), 0)
         counts.view(-1).scatter_(0, prompt_rows.long() * vocab + prompt_tokens, 1)
         twos = torch.full_like(output_tokens, 2)
@@ -115,7 +116,7 @@ class TokenCounts:
 
     def _by_torch(self, logits: torch.Tensor, rows: SampledRows, penalized: np.ndarray) -> torch.Tensor:
         """As the kernel, rounding for rounding."""
-        counts, vocab = self._allocated(), self._shape[1]
+        counts, vocab = self.reserve(), self._shape[1]
         (where,) = transfer([np.flatnonzero(penalized)], self._device)
         where = where.long()
         own = rows.state_rows[where].long()

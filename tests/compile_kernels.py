@@ -140,6 +140,8 @@ def spills_among_products(cubin: bytes) -> int:
     loops = [lines[first:last] for first, last in jumps if first < last]
     around = [loop for loop in loops if any("MMA." in line for line in loop)]
     inner = [loop for loop in around if not any(len(other) < len(loop) and other[0] in loop for other in around)]
+    if any("MMA." in line for line in lines) and not inner:
+        raise AssertionError("products without a loop around them: is the assembly of another form?")
     return sum(" LDL" in line or " STL" in line for loop in inner for line in loop)
 
 

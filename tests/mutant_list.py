@@ -99,7 +99,7 @@ _SHARED_OUT = (
     fault("the prefix's blocks again", PREFIX, "block_table[:count, first:]", "block_table[:count, : width - first]",
           f"{ONCE} [padding]"),
     fault("a captured prefix as long as it was", "pagedattn/backends/triton_metadata.py",
-          "built.prefix.length = _shareable(built.launches, self.spec, common)", "pass", f"{ONCE} captured_step_reads"),
+          "built.prefix.length = _shareable(built.launches, self.spec, common)", "pass", "tests/backends/test_shared_prefix_captured.py reads"),
     fault("a prefix beyond a token", PREFIX, "max(length - max(max_query_len - 1, 0), 0)", "max(length, 0)",
           f"{ONCE} [more tokens at the edge]"),
     fault("a decode's window begins too late", FEW, "seq_len - q_len - WINDOW + 1, 0)",

@@ -75,11 +75,13 @@ class TritonMetadataBuilder(OpMetadataBuilder):
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
         if into is None:
-            planned, prefix = _plan(self.spec, common, capture)
+            shared = built.common.replace(shared_prefix_len=common.shared_prefix_len)
+            planned, prefix = _plan(self.spec, shared, capture)
             room, items = self._room(planned, built.common, capture, prefix), self._list(planned, built.common)
             built = TritonMetadata(built.common, self.spec, planned, room, items, prefix)
         elif isinstance(built, TritonMetadata) and built.prefix is not None:
             built.prefix.length = _shareable(built.launches, self.spec, common)
+            shared_prefix.set_length(built.prefix.split, built.prefix.length)
         self.device_update(built)
         return built
 
@@ -91,7 +93,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         prefix, common, block_size = metadata.prefix, metadata.common, self.spec.block_size
         if prefix is not None and block_size is not None:
             tensors = common.query_start_loc, common.seq_lens, common.block_table
-            shared_prefix.fill_split(prefix.split, *tensors, block_size, prefix.length)
+            shared_prefix.fill_split(prefix.split, *tensors, block_size)
 
     def _list(self, planned: list[Work], common: CommonAttentionMetadata) -> torch.Tensor | None:
         if torch.compiler.is_dynamo_compiling():  # the op makes it itself
@@ -158,9 +160,10 @@ def _shared_prefix(
     if not length or decode is None or spec.block_size is None:
         return None
     bound = common.max_seq_len // spec.block_size * spec.block_size if capture else length
-    if not capture and not _pays(spec, common, decode, length):
+    if not bound or not (capture or _pays(spec, common, decode, length)):
         return None
     split = shared_prefix.new_split(decode.last, common.block_table.shape[1], common.seq_lens.device)
+    shared_prefix.set_length(split, length)
     return SharedPrefix(bound, length, split)
 
 

@@ -54,25 +54,32 @@ def new_split(num_seqs: int, width: int, device: torch.device) -> torch.Tensor:
     return torch.empty(_HEAD + num_seqs * (1 + width), dtype=torch.int32, device=device)
 
 
+def set_length(split: torch.Tensor, length: int) -> None:
+    """Say how many keys are shared, whole blocks, before `fill_split`."""
+    split[2].fill_(length)
+
+
 def fill_split(
     split: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
-    length: int,
 ) -> None:
-    """Write 0, all rows, `length`, every sequence's keys past that, and the blocks that these lie in, on the device.
+    """Write 0, all rows, every sequence's keys past the shared ones, and the blocks that these lie in.
+
+    All on the device, how many are shared too: a CUDA graph that records this follows `set_length`.
 
     query_start_loc, seq_lens, block_table: of a step that begins with the sequences of `split`, one at least.
     """
     width = block_table.shape[1]
     lens, table = _rest(split, width)
-    count, first = len(lens), min(length // block_size, width)
+    count, length = len(lens), split[2:_HEAD]
     split[:2].copy_(query_start_loc[: count + 1 : count])
-    split[2].fill_(length)
     torch.sub(seq_lens[:count], length, out=lens).clamp_(min=0)  # padding has no keys
-    table[:, : width - first].copy_(block_table[:count, first:])
+    source = torch.arange(width, device=split.device) + length // block_size
+    torch.index_select(block_table[:count], 1, source.clamp(max=width - 1), out=table)
+    table.masked_fill_(source >= width, -1)
 
 
 def divide(inputs: AttentionInputs, length: int, split: torch.Tensor | None) -> tuple[AttentionInputs, ...]:
@@ -93,7 +100,8 @@ def divide(inputs: AttentionInputs, length: int, split: torch.Tensor | None) -> 
     width = table.shape[1]
     if split is None:
         split = new_split(count, width, table.device)
-        fill_split(split, inputs.query_start_loc, inputs.seq_lens, table, block_size, length)
+        set_length(split, length)
+        fill_split(split, inputs.query_start_loc, inputs.seq_lens, table, block_size)
     size = _HEAD + count * (1 + width)
     fits = split.dtype == torch.int32 and split.shape == (size,) and split.is_contiguous()
     expect(fits and split.device == table.device, "split", f"int32 [{size}] on {table.device}", split)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from pagedattn import Attention, AttentionSpec, CommonAttentionMetadata, ops, plan_step
+from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
 from pagedattn.backends.registry import get_backend
 from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.errors import InvalidInputError
@@ -147,13 +146,6 @@ def test_where_it_cannot_be() -> None:
     assert length_of(step(64, 8192, 1024, tokens=17)) == 0
 
 
-def test_a_captured_step_shares_what_it_is_told() -> None:
-    """Whether it pays is known of its replays alone."""
-    assert length_of(step(2, 64, 16), capture=True) == 64 and length_of(step(2, 64, 16)) == 0
-    assert length_of(step(2, 64, 16).replace(shared_prefix_len=0), capture=True) == 0
-    assert length_of(step(2, 64, 16), SPEC.replace(sliding_window=4096), capture=True) == 0
-
-
 def test_whole_blocks_that_every_token_sees() -> None:
     assert [shared_prefix.whole_blocks(n, 1, 16) for n in (0, 15, 16, 31, 32)] == [0, 0, 16, 16, 32]
     assert [shared_prefix.whole_blocks(n, 16, 16) for n in (0, 16, 30, 31, 47)] == [0, 0, 0, 16, 32]
@@ -201,19 +193,6 @@ def split_of(metadata: TritonMetadata) -> tuple[list[int], list[int], list[list[
     return split[:3].tolist(), split[3 : 3 + count].tolist(), table.tolist()
 
 
-def test_a_captured_split_follows_the_steps_that_use_it() -> None:
-    builder = TritonMetadataBuilder(SPEC, torch.device("cpu"))
-    metadata = builder.build(step(3, 32, 20), capture=True)
-    assert isinstance(metadata, TritonMetadata) and metadata.prefix is not None
-    split = metadata.prefix.split
-    builder.build(step(2, 48, 4), into=metadata)
-    assert metadata.prefix.length == 48 and "prefix of 48 keys" in metadata.describe()
-    assert split_of(metadata) == ([0, 2, 48], [4, 4, 0], [[3], [7], [0]])
-    builder.build(step(1, 0, 20), into=metadata)
-    assert split_of(metadata)[:2] == ([0, 1, 0], [20, 0, 0])
-    assert metadata.prefix.split is split
-
-
 def test_the_workspace_is_large_enough_for_both(always: None) -> None:
     for common in (step(2, 8192, 16), step(64, 64, 8192), step(3, 64, 16, tokens=16)):
         spec = SPEC.replace(head_dim=64)
@@ -232,22 +211,6 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         ]
         assert len(configs) == 2
         assert max(config.workspace for config in configs) == metadata.workspace.numel()
-
-
-@pytest.mark.parametrize("shared", [0, 16, 32, 64])
-@pytest.mark.parametrize("captured", [0, 32])
-def test_a_captured_step_reads_all_of_a_later_one(shared: int, captured: int) -> None:
-    """Another step's prefix may be shorter or longer, or none."""
-    layer = Attention(4, 16, 2, backend="TRITON", block_size=16, device=DEVICE)
-    problem = make_problem(replace(Case(**ONE), seq_lens=(100, 100, 100, 100)), DEVICE)
-    static = plan_step([layer], problem.common.replace(shared_prefix_len=captured), capture=True)
-    lengths = {"query_lens": (1, 1, 0), "seq_lens": (67, 64, 0)}
-    other = make_problem(replace(Case(**ONE), **lengths, shared_prefix=shared, write=False), DEVICE)
-    plan_step([layer], other.common, into=static)
-    assert static.shares_prefix == (captured > 0) == ("attended once" in static.describe())
-    query = torch.nn.functional.pad(other.query, (0, 0, 0, 0, 0, 2))
-    out = layer(query, None, None, other.cache, static)
-    torch.testing.assert_close(out[:2], other.expected.float())
 
 
 def op_call(**options: Any) -> torch.Tensor:

@@ -57,6 +57,26 @@ def test_launches_are_planned_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -
     assert metadata.describe().count("kernel") == 2 and len(planned) == 1
 
 
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("shared", [0, 384])
+@pytest.mark.parametrize("lens", [(1, 1, 40), (1,) * 80, (8,) * 80, (8,) * 20, (40, 33), (0, 1, 16)], ids=len)
+def test_a_step_is_planned_as_the_op_will_run_it(
+    lens: tuple[int, ...], shared: int, capture: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured metadata know less than their step: not how many decode, unless all do."""
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", 0)
+    for keys in (400, 3000):
+        common = step(*lens, keys=keys, device=DEVICE).replace(shared_prefix_len=shared)
+        metadata = TritonMetadataBuilder(SPEC, DEVICE).build(common, capture=capture)
+        assert isinstance(metadata, TritonMetadata)
+        built, joined = metadata.common, metadata.prefix is None
+        assert metadata.launches == triton_metadata._launches(SPEC, built, joined)
+        prefilled = sum(work.last - work.first for work in metadata.launches if work.kernel == "prefill")
+        assert (metadata.items is not None) == (prefilled > 0)
+        assert not prefilled or {sequence for *_, sequence in listed(metadata)} <= {*range(prefilled)}
+
+
 def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     monkeypatch.setattr(shared_prefix, "SAVED_BYTES", 0)

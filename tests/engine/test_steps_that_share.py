@@ -78,8 +78,8 @@ def test_prompts_that_begin_alike_have_the_tokens_of_transformers(
 ) -> None:
     monkeypatch.setattr(shared_prefix, "SAVED_BYTES", -(1 << 62))
     monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
-    lengths, fill = [], shared_prefix.fill_split
-    monkeypatch.setattr(shared_prefix, "fill_split", lambda *args: (lengths.append(args[-1]), fill(*args))[1])
+    lengths, say = [], shared_prefix.set_length
+    monkeypatch.setattr(shared_prefix, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
     reference = hf_model(name, torch.float32)
     prompts = [[*range(40, 52), *end] for end in ([7], [9, 200, 17], [11] * 6)]
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": "TRITON", "block_size": 4}
