@@ -28,6 +28,7 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PRIOR = ("prior", "prior_lse")
+_PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
 
 
@@ -138,9 +139,9 @@ def spills_among_products(cubin: bytes) -> int:
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*\.(L_x_\d+):", line))}
     jumps = [(labels.get(found[1], at), at) for at, line in enumerate(lines) if (found := re.search(_JUMP, line))]
     loops = [lines[first:last] for first, last in jumps if first < last]
-    around = [loop for loop in loops if any("MMA." in line for line in loop)]
+    around = [loop for loop in loops if any(re.search(_PRODUCT, line) for line in loop)]
     inner = [loop for loop in around if not any(len(other) < len(loop) and other[0] in loop for other in around)]
-    if any("MMA." in line for line in lines) and not inner:
+    if any(re.search(_PRODUCT, line) for line in lines) and not inner:
         raise AssertionError("products without a loop around them: is the assembly of another form?")
     return sum(" LDL" in line or " STL" in line for loop in inner for line in loop)
 
