@@ -182,9 +182,8 @@ def compile_all(plans: Mapping[str, Mapping[str, DecodeTuning | None]], processe
     for name, variants in plans.items():
         case = CASES[name]
         count = len(case.work.seq_lens)
-        num_seqs = (
-            1 if count == 1 else 2 if count <= 32 else 64 if count <= 256 else 257
-        )  # what the kernel is compiled anew for
+        # What the kernel is compiled anew for.
+        num_seqs = 1 if count == 1 else 2 if count <= 32 else 64 if count <= 256 else 257
         for tuning in (*variants.values(), FULL, LATENCY):
             jobs.setdefault((case.layer, max(case.work.query_lens), num_seqs, tuning), case)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:

@@ -12,7 +12,7 @@ from ..cache_spec import stored_dtype
 from ..metadata import CommonAttentionMetadata
 from ..ops import hopper, shared_prefix
 from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
-from ..ops.paged_attention import new_workspace, one_launch
+from ..ops.paged_attention import new_workspace
 from ..spec import AttentionSpec, GraphLevel
 from .base import AttentionMetadata
 from .op_backend import OpMetadataBuilder
@@ -55,9 +55,9 @@ class TritonMetadata(AttentionMetadata):
             refused = _why_not_hopper(self.spec, self.common)
             return f"{text} ({f'the portable one: {refused}' if refused else 'for Hopper'})"
         *prefix, own = _configs(self.spec, self.common, work, self.prefix)
-        length = 0 if self.prefix is None else self.prefix.length
-        once = f", shared prefix of {length} keys attended once ({_tiles(prefix[0])})" if prefix else ""
-        return f"{text} ({_tiles(own)}){once}"
+        if self.prefix is None:
+            return f"{text} ({_tiles(own)})"
+        return f"{text} ({_tiles(own)}), shared prefix of {self.prefix.length} keys attended once ({_tiles(prefix[0])})"
 
 
 class TritonMetadataBuilder(OpMetadataBuilder):
@@ -142,7 +142,7 @@ def _launches(spec: AttentionSpec, common: CommonAttentionMetadata, joined: bool
     """joined: whether one launch may serve everything."""
     num_sms, bounds = target_of(common.seq_lens.device).num_sms, (common.max_query_len, common.max_seq_len)
     seqs, heads = (len(common.seq_lens), common.num_decodes), (spec.kv_heads, spec.gqa_ratio)
-    joined = joined and one_launch(*seqs, *heads, *bounds, num_sms) and not _why_not_hopper(spec, common)
+    joined = joined and hopper.takes_all(*seqs, *heads, *bounds, num_sms) and not _why_not_hopper(spec, common)
     facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic, "joined": joined}
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .attention_inputs import AttentionInputs
+from .launch import DECODE_TOKENS
 from .library import expect, interpreted, kernels
 
 HEAD_DIMS = (64, 128, 256)
@@ -83,6 +84,15 @@ def _is_matrix(cache: torch.Tensor) -> bool:
         return False
     within = (heads - 1) * per_head + dim <= per_slot
     return heads == 1 or within or (per_head >= per_slot and per_head % per_slot == 0)
+
+
+def takes_all(
+    num_seqs: int, num_decodes: int, kv_heads: int, group: int, max_query_len: int, max_seq_len: int, num_sms: int
+) -> bool:
+    """Whether this kernel, where it can, serves a whole step, decodes included."""
+    if max_query_len > DECODE_TOKENS:
+        return joins(num_decodes, kv_heads, group, max_seq_len, num_sms)
+    return takes(num_seqs, kv_heads, group, max_query_len, max_seq_len, num_sms)
 
 
 def joins(num_decodes: int, kv_heads: int, group: int, max_seq_len: int, num_sms: int) -> bool:

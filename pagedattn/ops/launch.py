@@ -168,8 +168,8 @@ def decode_config(
     """The configuration of a decode launch over sequences of at most so many query tokens and keys.
 
     itemsize is of the query, stored_itemsize of the cache. short: most sequences have few keys, whatever the most is;
-    so it is taken to be where all have few. `tuning` is taken as it is, but for what does not fit the
-    device's shared memory.
+    so it is taken to be where all have few. `tuning` is taken as it is, but for what does not fit the device's shared
+    memory.
     """
     block_m = max(16, min(_power_of_2(max(max_query_len, 1) * group), _DECODE_ROWS))
     width, shape = max(16, _power_of_2(head_dim_v)), (head_dim, head_dim_v, itemsize)

@@ -12,7 +12,6 @@ from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
     COUNTERS,
-    DECODE_TOKENS,
     AttentionConfig,
     DecodeConfig,
     DecodeTuning,
@@ -147,16 +146,8 @@ def _triton(
 def _joined(inputs: AttentionInputs) -> bool:
     kv_heads, num_sms = inputs.key.shape[-2], target_of(inputs.query.device).num_sms
     heads, bounds = (kv_heads, inputs.query.shape[1] // kv_heads), (inputs.max_query_len, inputs.max_seq_len)
-    return one_launch(len(inputs.seq_lens), inputs.num_decodes, *heads, *bounds, num_sms) and not hopper.why_not(inputs)
-
-
-def one_launch(
-    num_seqs: int, num_decodes: int, kv_heads: int, group: int, max_query_len: int, max_seq_len: int, num_sms: int
-) -> bool:
-    """Whether the prefill kernel for Hopper, where it can, serves a whole step, decodes included."""
-    if max_query_len > DECODE_TOKENS:
-        return hopper.joins(num_decodes, kv_heads, group, max_seq_len, num_sms)
-    return hopper.takes(num_seqs, kv_heads, group, max_query_len, max_seq_len, num_sms)
+    seqs = len(inputs.seq_lens), inputs.num_decodes
+    return hopper.takes_all(*seqs, *heads, *bounds, num_sms) and not hopper.why_not(inputs)
 
 
 def _decode(
