@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that share the tests; each takes up to 2 GB.
+JOBS ?= 2
 COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 HAS_NVCC := $(if $(shell command -v nvcc $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc 2>/dev/null),1)
 HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
@@ -18,10 +20,10 @@ csrc: $(VENV)/.installed
 	$(BIN)/python setup.py -q build_ext --inplace
 
 test: $(VENV)/.installed lint csrc
-	EXPECT_CSRC=$(HAS_CXX) $(BIN)/python -m pytest -q
+	EXPECT_CSRC=$(HAS_CXX) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -q --grid
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --grid
 
 test-mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py

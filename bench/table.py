@@ -12,6 +12,7 @@ from .workload import Workload, parse
 
 # Of a layer on a CPU: a minute in all by TORCH, which does some 7 GFLOP and reads 1 GB of keys and values a second.
 _CPU_GFLOP, _CPU_GB = 20.0, 2.0
+_MOST_DRAFTED = 16  # tokens of a sequence beyond which a step is a prompt's
 
 
 class Case(NamedTuple):
@@ -80,16 +81,25 @@ def _shared() -> list[Case]:
     return [Case("shared", text) for text in ("64q1s9k@8k", "256q1s2560@2k", "16q1s33k@32k")]
 
 
-_GPU = {"decode": _decode(), "prefill": _prefill(), "mixed": _mixed(), "sweep": _sweep(), "shared": _shared()}
+def _speculative() -> list[Case]:
+    """Several tokens of each sequence, as a target model verifies what was drafted."""
+    return [Case("speculative", text) for text in ("64q4s4k", "64q8s4k", "64q16s4k", "256q4s1k", "8q16s4k")]
+
+
+_GPU = {
+    **{"decode": _decode(), "prefill": _prefill(), "mixed": _mixed()},
+    **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative()},
+}
 _SMALL = {
     "decode": ["4q1s256", "3q1s40..120"],
     "prefill": ["2q128"],
     "mixed": ["1q64s128+2q1s100"],
     "shared": ["3q1s100@64"],
+    "speculative": ["3q4s100"],
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
-SUITES = (*ATTENTION, "cache", "sweep", "shared", "all")
+SUITES = (*ATTENTION, "cache", "sweep", "shared", "speculative", "all")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
@@ -128,4 +138,6 @@ def _suite(work: Workload) -> str:
         return "shared"
     if work.num_decodes == len(work.seq_lens):
         return "decode"
-    return "mixed" if work.num_decodes else "prefill"
+    if work.num_decodes:
+        return "mixed"
+    return "speculative" if max(work.query_lens) <= _MOST_DRAFTED < min(work.seq_lens) else "prefill"

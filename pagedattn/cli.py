@@ -108,7 +108,7 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         "suite",
         nargs="?",
         default="all",
-        help="decode, prefill, mixed, cache, all (default: those four), sweep, shared, engine",
+        help="decode, prefill, mixed, cache, all (default: those four), sweep, shared, speculative, engine",
     )
     add("--backends", metavar="NAMES", help="TRITON,auto,FA3 and so on; all whose library is here where not given")
     add(
