@@ -14,7 +14,9 @@ from .request import Request
 from .sampling_params import SamplingParams
 from .step import KVGroup
 
-PARAMS = 6  # int32 words: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first
+# int32 words: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first; the bits of
+# repetition, presence and frequency penalty; prompt_len.
+PARAMS = 10
 LOWEST_TEMPERATURE = 1e-5
 
 
@@ -151,11 +153,15 @@ def has_penalty(sampling: SamplingParams) -> bool:
 
 
 def _params(request: Request) -> np.ndarray:
-    sampling = request.sampling
-    temperature = 0.0 if sampling.greedy else max(sampling.temperature, LOWEST_TEMPERATURE)
-    floats = np.array([temperature, sampling.top_p, sampling.min_p], dtype=np.float32).view(np.int32)
-    state = next_state(np.array([request.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)).view(np.int32)
-    return np.concatenate((floats, np.array([sampling.top_k], dtype=np.int32), state))
+    one = request.sampling
+    out = np.empty(PARAMS, dtype=np.int32)
+    temperature = 0.0 if one.greedy else max(one.temperature, LOWEST_TEMPERATURE)
+    floats = out.view(np.float32)
+    floats[:3] = temperature, one.top_p, one.min_p
+    floats[6:9] = one.repetition_penalty, one.presence_penalty, one.frequency_penalty
+    out[3], out[9] = one.top_k, request.prompt_len
+    out[4:6] = next_state(np.array([request.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)).view(np.int32)
+    return out
 
 
 def next_state(state: np.ndarray) -> np.ndarray:

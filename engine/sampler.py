@@ -105,7 +105,7 @@ class Sampler:
         """
         scores = logits
         if special:
-            scores = self._mask_stops(state.counts.penalize(logits, requests, state.rows), requests)
+            scores = self._mask_stops(state.counts.penalize(logits, requests, state.rows, state.params), requests)
         if drawn is None or scores is not logits:
             drawn = _by_kernel(scores, state) if fuses(logits) else self._by_torch(scores, requests)
         wanted = [request.sampling.logprobs for request in requests] if special else ()

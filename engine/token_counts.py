@@ -15,8 +15,6 @@ from .fused_ops import fuses
 from .request import Request
 from .step_inputs import SampledRows, transfer
 
-PENALTIES = 4  # int32 words: the bits of repetition, presence and frequency penalty; prompt_len
-
 
 class TokenCounts:
     """Counts of the tokens of requests in rows, those of a `DeviceState`.
@@ -32,7 +30,6 @@ class TokenCounts:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.counts: torch.Tensor | None = None
         self._shape, self._device = (num_rows + 1, vocab_size), device
-        self._table = torch.zeros(num_rows + 1, PENALTIES, dtype=torch.int32, device=device)
         # On the host: of a row's owner, whether it has penalties, its prompt, and how many of its tokens are counted.
         self._penalized = np.zeros(num_rows + 1, dtype=bool)
         self._prompt_lens, self._counted = (np.zeros(num_rows + 1, dtype=np.int32) for _ in range(2))
@@ -42,7 +39,9 @@ class TokenCounts:
         """Give up all rows: after a failed step nobody knows what is counted."""
         self._owners: list[Request | None] = [None] * self._shape[0]
 
-    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: SampledRows) -> torch.Tensor:
+    def penalize(
+        self, logits: torch.Tensor, requests: Sequence[Request], rows: SampledRows, params: torch.Tensor
+    ) -> torch.Tensor:
         """Count all tokens of the requests that have penalties, and apply these.
 
         Repetition penalty over prompt and output (arXiv 1909.05858, section 4.1), presence and frequency penalties over
@@ -51,6 +50,7 @@ class TokenCounts:
         Args:
             logits: [n, vocab_size], row i of `requests[i]`.
             rows: of the requests; the last token of one that has generated any is taken from here.
+            params: [num_rows + 1, PARAMS] int32, as `DeviceState` has them.
 
         Returns:
             Scores, a new float32 tensor; the logits themselves where no request has penalties.
@@ -67,8 +67,8 @@ class TokenCounts:
         if fuses(logits):
             from .kernels import penalize
 
-            return penalize.penalize(logits, counts, self._table, rows.state_rows, rows.lengths, rows.last_tokens)
-        return self._by_torch(logits, rows, penalized)
+            return penalize.penalize(logits, counts, params, rows.state_rows, rows.lengths, rows.last_tokens)
+        return self._by_torch(logits, rows, params, penalized)
 
     def reserve(self) -> torch.Tensor:
         """Room for the counts, which is 4 bytes for each token of the vocabulary in each row."""
@@ -79,10 +79,10 @@ class TokenCounts:
     def _update(
         self, requests: Sequence[Request], places: np.ndarray, fresh: np.ndarray, penalized: np.ndarray
     ) -> None:
-        """Send what the device does not know: parameters of new owners, tokens before the last one that was drawn."""
-        entering = [requests[at] for at in np.flatnonzero(fresh)]
-        for row, request in zip(places[fresh].tolist(), entering, strict=True):
-            self._owners[row], self._prompt_lens[row] = request, request.prompt_len
+        """Send what the device does not know: tokens before the last one that was drawn."""
+        for at in np.flatnonzero(fresh):
+            row = places[at]
+            self._owners[row], self._prompt_lens[row] = requests[at], requests[at].prompt_len
         self._penalized[places] = penalized
         lengths = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
         # The last token of an output may be UNKNOWN to the host; a prompt's is not drawn.
@@ -92,35 +92,34 @@ class TokenCounts:
         counted[zeroed] = 0
         self._counted[places] = lengths
         behind = np.flatnonzero(penalized & (counted < known))
-        if entering or len(behind) or zeroed.any():
+        if len(behind) or zeroed.any():
             spans = zip(*(values[behind].tolist() for values in (places, counted, known)), strict=True)
             pieces = [_Piece(requests[at], *span) for at, span in zip(behind, spans, strict=True)]
-            self._send(places[fresh], entering, places[zeroed], pieces)
+            self._send(places[zeroed], pieces)
 
-    def _send(
-        self, entered: np.ndarray, entering: Sequence[Request], zeroed: np.ndarray, pieces: Sequence[_Piece]
-    ) -> None:
-        """In one transfer: parameters for the rows `entered`, rows to be zeroed, and tokens to be counted."""
+    def _send(self, zeroed: np.ndarray, pieces: Sequence[_Piece]) -> None:
+        """In one transfer: rows to be zeroed, and tokens to be counted."""
         prompts = _joined([piece._replace(end=min(piece.end, piece.request.prompt_len)) for piece in pieces])
         outputs = _joined([piece._replace(first=max(piece.first, piece.request.prompt_len)) for piece in pieces])
         if (outputs[1] < 0).any():
             raise PagedAttnError("a token before the last one is not known yet: please report it")
-        sent = transfer((entered, _penalties(entering), zeroed, *prompts, *outputs), self._device)
-        rows, settings, zero_rows, prompt_rows, prompt_tokens, output_rows, output_tokens = sent
-        self._table.index_put_((rows,), settings.view(-1, PENALTIES))
+        sent = transfer((zeroed, *prompts, *outputs), self._device)
+        zero_rows, prompt_rows, prompt_tokens, output_rows, output_tokens = sent
         counts, vocab = self.reserve(), self._shape[1]
         counts.index_fill_(0, zero_rows.long(), 0)
         counts.view(-1).scatter_(0, prompt_rows.long() * vocab + prompt_tokens, 1)
         twos = torch.full_like(output_tokens, 2)
         counts.view(-1).scatter_add_(0, output_rows.long() * vocab + output_tokens, twos)
 
-    def _by_torch(self, logits: torch.Tensor, rows: SampledRows, penalized: np.ndarray) -> torch.Tensor:
+    def _by_torch(
+        self, logits: torch.Tensor, rows: SampledRows, params: torch.Tensor, penalized: np.ndarray
+    ) -> torch.Tensor:
         """As the kernel, rounding for rounding."""
         counts, vocab = self.reserve(), self._shape[1]
         (where,) = transfer([np.flatnonzero(penalized)], self._device)
         where = where.long()
         own = rows.state_rows[where].long()
-        settings = self._table[own]
+        settings = params[own, 6:]
         drawn = (rows.lengths[where] > settings[:, 3]).int()
         counts.view(-1).scatter_add_(0, own * vocab + rows.last_tokens[where], 2 * drawn)
         repetition, presence, frequency = settings[:, :3].view(torch.float32).split(1, dim=1)
@@ -144,13 +143,3 @@ def _joined(pieces: Sequence[_Piece]) -> tuple[np.ndarray, np.ndarray]:
     tokens = [np.array(request.token_ids[first:end], dtype=np.int32) for request, _, first, end in pieces]
     rows = np.array([piece.row for piece in pieces], dtype=np.int32)
     return rows.repeat([len(ids) for ids in tokens]), np.concatenate([*tokens, np.zeros(0, dtype=np.int32)])
-
-
-def _penalties(requests: Sequence[Request]) -> np.ndarray:
-    """[n * PENALTIES] int32."""
-    settings = [request.sampling for request in requests]
-    out = np.empty((len(requests), PENALTIES), dtype=np.int32)
-    values = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in settings]
-    out[:, :3] = np.array(values, dtype=np.float32).reshape(-1, 3).view(np.int32)
-    out[:, 3] = [request.prompt_len for request in requests]
-    return out.reshape(-1)

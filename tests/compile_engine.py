@@ -10,6 +10,7 @@ from pagedattn import checkout
 
 checkout.load("engine")
 
+from pagedattn.engine.device_state import PARAMS  # noqa: E402
 from pagedattn.engine.kernels import cutoff, draw, fused, penalize, row_product  # noqa: E402
 
 VOCAB = 151_936
@@ -49,8 +50,8 @@ def compile_draw(arch: int, kind: str) -> None:
     whole = dict.fromkeys(("table", "rows", "lengths", "token_out", "token", "tokens"), "*i32")
     floats = dict.fromkeys(("cutoffs", "candidates", "smallest", "best_out", "best"), "*fp32")
     types = {**whole, **floats, "logits": f"*{kind}"}
-    sizes = {"VOCAB": VOCAB, "BLOCK": 2048, "PDL": arch >= 90}
-    searched = {"VOCAB": VOCAB, "BLOCK": 2048, "SIZE": 4096, "PDL": arch >= 90}
+    sizes = {"WORDS": PARAMS, "VOCAB": VOCAB, "BLOCK": 2048, "PDL": arch >= 90}
+    searched = {**sizes, "SIZE": 4096}
     report(f"cutoff-sm{arch}-{kind}", cutoff._cutoff_kernel, types, searched, arch, num_warps=8)
     report(
         f"draw-sm{arch}-{kind}",
@@ -61,7 +62,7 @@ def compile_draw(arch: int, kind: str) -> None:
         num_warps=8,
     )
     counted = {**whole, "counts": "*i32", "last_tokens": "*i32", "logits": f"*{kind}", "out": "*fp32"}
-    pieces = {"VOCAB": VOCAB, "BLOCK": 4096, "PDL": arch >= 90}
+    pieces = {**sizes, "BLOCK": 4096}
     report(f"penalize-sm{arch}-{kind}", penalize._penalize_kernel, counted, pieces, arch, num_warps=8)
     report(f"choose-sm{arch}", draw._choose_kernel, types, {"PARTS": 3, "N": 4, "PDL": arch >= 90}, arch, num_warps=1)
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from .chain import ChainedKernel, follow
 
-# The parameters are those of `device_state.request_params`, six words a row. A kernel cannot have an argument `params`:
-# Triton's launcher has a local of that name.
+# The parameters are those of `device_state.request_params`. A kernel cannot have an argument `params`: Triton's
+# launcher has a local of that name.
 _BLOCK = 2048
 _CANDIDATES = 4096
 
@@ -149,6 +149,7 @@ def _cutoff_kernel(
     candidates,
     cutoffs,
     stride,
+    WORDS: tl.constexpr,
     SIZE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -157,7 +158,7 @@ def _cutoff_kernel(
     """Program r: the cutoff of row r; -inf where nothing is cut."""
     follow(PDL)
     at = tl.program_id(0)
-    settings = table + tl.load(rows + at).to(tl.int64) * 6
+    settings = table + tl.load(rows + at).to(tl.int64) * WORDS
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
     min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
@@ -189,11 +190,12 @@ def cutoffs(logits: torch.Tensor, params: torch.Tensor, rows: torch.Tensor) -> t
     """Of each row of logits [n, vocab] over its temperature, the smallest score that may be drawn: [n] float32.
 
     Args:
-        params: [R, 6] int32, as `device_state.PARAMS` says. rows: [n], which of them each row of logits has.
+        params: [R, PARAMS] int32, as `device_state.PARAMS` says. rows: [n], which of them each row of logits has.
     """
     count, vocab = logits.shape
     found = torch.empty(count, dtype=torch.float32, device=logits.device)
     candidates = torch.empty(count, _CANDIDATES, dtype=torch.float32, device=logits.device)
     arguments = (logits, params, rows, candidates, found, logits.stride(0))
-    _cutoff((count,), arguments, {"SIZE": _CANDIDATES, "VOCAB": vocab, "BLOCK": _BLOCK}, num_warps=8)
+    constants = {"WORDS": params.shape[1], "SIZE": _CANDIDATES, "VOCAB": vocab, "BLOCK": _BLOCK}
+    _cutoff((count,), arguments, constants, num_warps=8)
     return found

@@ -21,6 +21,7 @@ def _penalize_kernel(
     last_tokens,
     out,
     stride,
+    WORDS: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -32,7 +33,7 @@ def _penalize_kernel(
     inside = index < VOCAB
     score = tl.load(logits + at * stride + index, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(rows + at).to(tl.int64)
-    settings = table + row * 4
+    settings = table + row * WORDS + 6
     repetition = tl.load(settings).to(tl.float32, bitcast=True)
     presence = tl.load(settings + 1).to(tl.float32, bitcast=True)
     frequency = tl.load(settings + 2).to(tl.float32, bitcast=True)
@@ -55,7 +56,7 @@ _penalize = ChainedKernel(_penalize_kernel)
 def penalize(
     logits: torch.Tensor,
     counts: torch.Tensor,
-    table: torch.Tensor,
+    params: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
     last_tokens: torch.Tensor,
@@ -67,13 +68,13 @@ def penalize(
 
     Args:
         logits: [n, vocab] floats. counts: [R, vocab] int32, as `TokenCounts` has them.
-        table: [R, 4] int32, as `token_counts.PENALTIES` says. rows: [n] int32, which of R each has; none twice.
+        params: [R, PARAMS] int32, as `device_state.PARAMS` says. rows: [n] int32, which of R each has; none twice.
         lengths, last_tokens: [n] int32, tokens of each request so far and the last of them.
     """
     count, vocab = logits.shape
     out = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
-    arguments = (logits, counts, table, rows, lengths, last_tokens, out, logits.stride(0))
-    constants = {"VOCAB": vocab, "BLOCK": _BLOCK}
+    arguments = (logits, counts, params, rows, lengths, last_tokens, out, logits.stride(0))
+    constants = {"WORDS": params.shape[1], "VOCAB": vocab, "BLOCK": _BLOCK}
     # A fused multiply-add skips a rounding that torch makes.
     _penalize((count, triton.cdiv(vocab, _BLOCK)), arguments, constants, num_warps=8, enable_fp_fusion=False)
     return out

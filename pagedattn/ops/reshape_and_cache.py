@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidInputError
-from .library import choose, csrc_op, expect, kernels, refuse, register
+from .library import choose, csrc_op, expect, has_triton, kernels, refuse, register
 from .write_replay import SCALES, WriteReplay, call_again, launch_again
 
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
+_HOST_BOUND = 1024  # tokens of a write that takes the device less time than the host
 
 
 def reshape_and_cache(
@@ -51,9 +52,16 @@ def reshape_and_cache(
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
     k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
+    if replays is not None and path == "auto" and len(slot_mapping) <= _HOST_BOUND and _launches_again(key.device):
+        path = "triton"
     done = _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
     if replays is not None and done is not None:
         replays.append(done)
+
+
+def _launches_again(device: torch.device) -> bool:
+    """Whether repeating a launch of Triton's kernel is possible; it costs half of a call of the extension's op."""
+    return device.type == "cuda" and has_triton() and kernels("launcher").KNOWN
 
 
 def _check(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:

@@ -93,16 +93,19 @@ def test_a_decode_sends_a_block_only_when_it_opens_one() -> None:
 
 
 def test_parameters_are_sent_once() -> None:
-    state, draw = DeviceState(GROUPS, 2, 200, torch.device("cpu")), random.Random(1)
-    one, other = request(-5, temperature=0.25, top_p=0.5, min_p=0.125, top_k=7), request(3, temperature=0, min_tokens=2)
-    for each in (one, other):
+    state, draw = DeviceState(GROUPS, 3, 200, torch.device("cpu")), random.Random(1)
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.75}
+    one = request(-5, temperature=0.25, top_p=0.5, min_p=0.125, top_k=7, **penalties)
+    other, plain = request(3, temperature=0, min_tokens=2), request(3)
+    for each in (one, other, plain):
         grow(each, 2, draw)
-    rows, _ = put(state, [ScheduledRequest(one, 0, 1, True), ScheduledRequest(other, 0, 1, True)])
+    rows, _ = put(state, [ScheduledRequest(each, 0, 1, True) for each in (one, other, plain)])
     found = state.params[rows[0].item()]
     assert found[:3].view(torch.float32).tolist() == [0.25, 0.5, 0.125] and found[3].item() == 7
-    assert found[4:].view(torch.int64).item() == int(next_state(np.array([-5 % 2**64], np.uint64)).view(np.int64)[0])
+    assert found[6:9].view(torch.float32).tolist() == [1.5, -0.5, 0.75] and found[9].item() == one.prompt_len > 0
+    assert found[4:6].view(torch.int64).item() == int(next_state(np.array([-5 % 2**64], np.uint64)).view(np.int64)[0])
     assert state.params[rows[1].item(), 0].item() == 0 and state.params.shape[1] == PARAMS
-    assert state.special[rows].tolist() == [False, True]
+    assert state.special[rows].tolist() == [True, True, False]
     _, deltas = state.place([one], np.array([1], dtype=np.int32), np.array([2], dtype=np.int32))
     assert len(deltas.rows) == 0
 

@@ -15,7 +15,7 @@ from test_runner import Driver, make_runner
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams, token_counts
-from pagedattn.engine.device_state import has_penalty
+from pagedattn.engine.device_state import PARAMS, has_penalty, request_params
 from pagedattn.engine.request import Request
 from pagedattn.engine.step import UNKNOWN
 from pagedattn.engine.step_inputs import SampledRows
@@ -41,7 +41,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def sends_of(counts: TokenCounts, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows by one with every transfer of tokens and parameters to the device."""
+    """Grows by one with every transfer of tokens to the device."""
     made, send = list[None](), counts._send
     monkeypatch.setattr(counts, "_send", lambda *args: made.append(None) or send(*args))
     return made
@@ -60,8 +60,10 @@ def penalize(
     """Scores; `last` is what the device has of the requests' last tokens."""
     lengths = [len(one.token_ids) for one in requests]
     last_tokens, on_device, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (last, rows, lengths))
-    places = np.array(rows, dtype=np.int32)
-    return counts.penalize(logits.to(DEVICE), requests, SampledRows(last_tokens, on_device, lens, places)).cpu()
+    params = torch.zeros(max(rows) + 1, PARAMS, dtype=torch.int32)
+    params[rows] = torch.from_numpy(request_params(requests))
+    sampled = SampledRows(last_tokens, on_device, lens, np.array(rows, dtype=np.int32))
+    return counts.penalize(logits.to(DEVICE), requests, sampled, params.to(DEVICE)).cpu()
 
 
 def recount(tokens: list[int], prompt_len: int, vocab: int = VOCAB) -> list[int]:
@@ -183,7 +185,7 @@ def test_a_request_that_only_decodes_sends_nothing(path: str, monkeypatch: pytes
 
 
 def test_a_row_that_passes_to_a_request_without_penalties(path: str) -> None:
-    """Its counts and its parameters are still those of the request before, which is in another row now."""
+    """Its counts are still those of the request before, which is in another row now."""
     counts, logits = TokenCounts(NUM_ROWS, VOCAB, DEVICE), torch.ones(2, VOCAB)
     one, other = request([1, 2, 3], **ALL), request([1, 2, 3])
     penalize(counts, logits[:1], [one], [0], [3])
@@ -195,7 +197,8 @@ def test_a_row_that_passes_to_a_request_without_penalties(path: str) -> None:
 def test_without_penalties_nothing_is_allocated_and_logits_stay() -> None:
     counts, logits = TokenCounts(NUM_ROWS, VOCAB, torch.device("cpu")), torch.ones(1, VOCAB, dtype=torch.float16)
     rows = SampledRows(*(torch.zeros(1, dtype=torch.int32) for _ in range(3)), np.zeros(1, dtype=np.int32))
-    assert counts.penalize(logits, [request([1], logprobs=1)], rows) is logits
+    one = request([1], logprobs=1)
+    assert counts.penalize(logits, [one], rows, torch.from_numpy(request_params([one]))) is logits
     assert counts.counts is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -68,6 +70,27 @@ def test_a_swap_waits_for_its_stream() -> None:
             torch.ops.pagedattn_csrc.swap_blocks(source, host, torch.stack((order, order), 1), mechanism)
         stream.synchronize()
         assert bool((host == 20 * mechanism).all())
+
+
+def test_layers_repeat_small_writes_by_tritons_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = sys.modules["pagedattn.ops.reshape_and_cache"]
+
+    def extension(name: str) -> None:
+        raise RuntimeError(name)
+
+    monkeypatch.setattr(op, "csrc_op", extension)
+    rows, slots = torch.randn(1025, 2, 64, device="cuda"), torch.arange(1025, device="cuda")
+    cache, others, replays = torch.zeros(2, 1040, 2, 64, device="cuda"), torch.randn_like(rows), []
+    few = rows[:1024], None, cache[:1], None, slots[:1024]
+    ops.reshape_and_cache(*few, replays=replays)
+    assert torch.equal(cache[0, :1024], rows[:1024])
+    (again,) = replays
+    assert again(others, None, cache[1:], None, slots[:1024], None, None)
+    assert torch.equal(cache[1, :1024], others[:1024]) and not cache[:, 1024:].any()
+    with pytest.raises(RuntimeError, match="reshape_and_cache"):
+        ops.reshape_and_cache(*few)
+    with pytest.raises(RuntimeError, match="reshape_and_cache"):
+        ops.reshape_and_cache(rows, None, cache, None, slots, replays=replays)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from ... import env
 
 # The version whose compiled kernels take the arguments that `_entry` makes (`CudaLauncher.__call__`).
-_KNOWN = triton.__version__.startswith("3.6.")
+KNOWN = triton.__version__.startswith("3.6.")
 _MOST_KERNELS = 4096
 _LONG = 1 << 31  # from here on an integer is an int64 to Triton
 _runtime = knobs.runtime
@@ -64,7 +64,7 @@ class Launcher:
         self._kernel = kernel
         self._names: list[str] = kernel.arg_names
         self._varying = [(self._names.index(name), index) for index, name in enumerate(varying)]
-        self._direct = _KNOWN and env.replay() and isinstance(kernel, JITFunction)
+        self._direct = KNOWN and env.replay() and isinstance(kernel, JITFunction)
         self._any_value = {param.num for param in kernel.params if param.do_not_specialize} if self._direct else set()
         self._entries: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
