@@ -34,7 +34,7 @@ def run(backend: str | None, names: Sequence[str], json: Path | None) -> int:
     Raises:
         InvalidInputError: an unknown name.
     """
-    known = engine_cases(torch.cuda.is_available())
+    known = engine_cases(torch.cuda.device_count())
     unknown = set(names) - {case.name for case in known}
     if unknown:
         expected = f"one of {', '.join(dict.fromkeys(case.name for case in known))}"
@@ -61,6 +61,7 @@ def measure(case: EngineCase, backend: str | None) -> Row:
             llm = LLM(case.write(Path(folder)), load_format="dummy", backend=backend, **case.options)
             row["start_up_s"] = round(time.perf_counter() - start, 2)
             row |= _timed(llm, case) | _parts(llm, case)
+            llm.close()
         except PagedAttnError as error:
             row["refused"] = reason(error)
         llm = None
@@ -120,17 +121,17 @@ def _timed(llm: LLM, case: EngineCase) -> dict[str, Any]:
 
 
 def _parts(llm: LLM, case: EngineCase) -> dict[str, Any]:
-    """Host time by part over a whole run; then the GPU's, in the middle of another."""
+    """Host time by part over a whole run; then the GPU's, in the middle of another, where it is this process's."""
     prompts, params = case.requests()
     llm.reset_prefix_cache()
     before, start = llm.stats().counters.steps, time.perf_counter()
     with host_clock(llm) as clock:
         llm.generate(prompts, params, progress=False)
     steps, wall = llm.stats().counters.steps - before, time.perf_counter() - start
-    host = {part: round(1e3 * clock.seconds[part] / steps, 4) for part in PARTS}
+    host = {part: round(1e3 * clock.seconds[part] / steps, 4) for part in PARTS if part in clock.seconds}
     host["other"] = round(1e3 * wall / steps - sum(host.values()), 4)
     out: dict[str, Any] = {"host_ms": host}
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or "tensor_parallel_size" in case.options:
         return out
     names = [llm.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     for _ in range(_BEFORE):

@@ -99,9 +99,10 @@ def equal(count: int, prompt: int, tokens: int, temperature: float = 0.0) -> Req
     return prompts, [SamplingParams(temperature=temperature, ignore_eos=True, seed=0, max_tokens=tokens)] * count
 
 
-def engine_cases(gpu: bool) -> list[EngineCase]:
-    """The table; without a GPU, tiny ones of the same kinds."""
-    if not gpu:
+def engine_cases(gpus: int) -> list[EngineCase]:
+    """The table for so many GPUs; without one, tiny ones of the same kinds."""
+    two: dict[str, Any] = {"tensor_parallel_size": 2}
+    if not gpus:
         small: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 256, "num_kv_blocks": 200}
         graphs = {**small, "graph_sizes": [1, 2, 4, 8], "overlap": True}
         return [
@@ -110,6 +111,7 @@ def engine_cases(gpu: bool) -> list[EngineCase]:
             EngineCase("shared", "tiny", TINY, lambda: shared(10, 64, 8, 6), graphs),
             EngineCase("preempt", "tiny", TINY, lambda: common(12, 60), {**graphs, "num_kv_blocks": 24}),
             EngineCase("latency", "tiny", TINY, lambda: equal(1, 20, 12), small),
+            EngineCase("two ranks", "tiny", TINY, lambda: common(12, 60), {**small, **two}),
         ]
     usual: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256}
     scarce: dict[str, Any] = {"num_kv_blocks": 4000}  # of the 10,000 that all requests fill at their ends
@@ -124,4 +126,5 @@ def engine_cases(gpu: bool) -> list[EngineCase]:
         EngineCase("preempt, swap", *small_model, common, {**usual, **scarce, "preemption": "swap"}),
         EngineCase("latency", *small_model, lambda: equal(1, 128, 512), usual),
         EngineCase("8B", "Llama-8B", LLAMA_8B, common, usual),
+        *[EngineCase("8B, two ranks", "Llama-8B", LLAMA_8B, common, {**usual, **two})] * (gpus > 1),
     ]

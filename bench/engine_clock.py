@@ -18,7 +18,10 @@ _KERNELS = 12
 
 
 class HostClock:
-    """Time of an engine's parts, what a part calls of another not counted twice. `read` waits for the device."""
+    """Time of an engine's parts, what a part calls of another not counted twice. `read` waits for the device.
+
+    Several ranks pack their steps in processes of their own.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -28,7 +31,7 @@ class HostClock:
         for owner, names in (
             (scheduler, {"assume": "update", "schedule": "schedule", "resolve": "update", "update": "update"}),
             (runner, {"launch": "launch"}),
-            (runner._packer, {"pack": "pack"}),  # type: ignore[attr-defined]
+            (getattr(runner, "_packer", None), {"pack": "pack"}),
             (llm, {"_report": "report"}),
         ):
             for name, part in names.items():
