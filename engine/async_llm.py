@@ -64,7 +64,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         skip_prefix_cache_reads: bool = False,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many; the arguments are those of `LLM.generate`.
+        """Generate for one prompt or many; as `LLM.generate`, with one `sampling_params` for all.
 
         Raises:
             RequestError, QueueFullError: a prompt cannot be served, or not now; none of them was run.

@@ -45,7 +45,7 @@ class EngineConfig:
         seed: of dummy weights and of requests without a seed of their own.
         device: None takes CUDA where there is one, else the CPU.
         max_prefill_share: most of the token budget that one prompt takes in one step, in (0, 1].
-        max_waiting: most requests that may wait; None is no limit.
+        max_waiting: most requests of `add_request` that may wait; None is no limit.
         log_interval: seconds between log lines (INFO) about queues, cache and speed; None logs none.
         clean_cache: zero blocks when they are handed out. Some backends (flash-attn 3) are chosen only then.
         preemption: what becomes of a request whose blocks are needed for an older one: "recompute" computes it again,

@@ -16,8 +16,9 @@ _UNDECODED = "\ufffd"
 class Detokenizer:
     """Text of one request's output. The pieces together are the text of all its tokens.
 
-    A token may hold part of a character, so text ending in U+FFFD is held back until more tokens decide it. Each call
-    decodes the tokens since the last sure boundary and the piece before it, which a decoder needs for its spaces.
+    A token may hold part of a character, so text ending in U+FFFD is held back until more tokens decide it, 32 at most:
+    then it is given out as it decodes. Each call decodes the tokens since the last sure boundary and the piece before
+    it, which a decoder needs for its spaces; so a boundary is behind tokens that have text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -32,8 +33,12 @@ class Detokenizer:
         self._window += token_ids
         text = self._decode()
         sure = text.rstrip(_UNDECODED)
-        if len(sure) < len(text) and len(self._window) - self._known <= _MAX_HELD:
+        empty = len(text) <= self._sent
+        if (empty or len(sure) < len(text)) and len(self._window) - self._known <= _MAX_HELD:
             return self._send(sure)
+        if empty:
+            del self._window[self._known :]
+            return ""
         piece = self._send(text)
         self._window = self._window[self._known :]
         self._known = len(self._window)

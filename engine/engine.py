@@ -85,13 +85,13 @@ class Engine:
 
         Raises:
             RequestError: the request cannot be served; no other request is affected.
-            QueueFullError: it cannot be served now.
+            QueueFullError: as many requests wait as may (`max_waiting`).
         """
         try:
             checked = self._check(prompt, sampling_params, cache_salt, skip_prefix_cache_reads)
         except RequestError as error:
             raise RequestError(str(error), request_id if isinstance(request_id, str) else None) from None
-        return self._queue(checked, self._streams if stream else self._inbox, request_id)
+        return self._queue(checked, self._streams if stream else self._inbox, request_id, limit=self.config.max_waiting)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns those requests of `add_request` that have ended since the last call.
@@ -117,6 +117,9 @@ class Engine:
 
         Safe from any thread and from within a step (it then happens at the step's end). False for an id that is
         unknown or has ended.
+
+        Raises:
+            EngineDeadError: the device failed for good, and this request with it.
         """
         if request_id not in self._tracked:
             return False
@@ -137,8 +140,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request, of whichever caller, has not ended."""
-        return bool(self._tracked)
+        """Whether any request, of whichever caller, has not ended, or one that has waits for `step` to return it."""
+        return bool(self._tracked or self._inbox.outputs)
 
     def _check(
         self, prompt: Prompt, sampling: SamplingParams | None, cache_salt: str | None, skip_reads: bool
@@ -147,13 +150,20 @@ class Engine:
         return check_request(prompt, sampling, cache_salt, skip_reads, self.runner, self._scheduler)
 
     def _queue(
-        self, checked: CheckedRequest, inbox: Inbox, request_id: str | None = None, prompt_index: int = 0
+        self,
+        checked: CheckedRequest,
+        inbox: Inbox,
+        request_id: str | None = None,
+        prompt_index: int = 0,
+        limit: int | None = None,
     ) -> str:
-        """Queue a checked request whose output goes to `inbox`; returns its id."""
+        """Queue a checked request whose output goes to `inbox`, where no more than `limit` wait; returns its id."""
         with self._exclusive():
-            name = self._name(request_id, checked.sampling.n)
-            limit = self.config.max_waiting
-            if limit is not None and len(self._scheduler.waiting) + checked.sampling.n > limit:
+            n = checked.sampling.n
+            name = self._name(request_id, n)
+            if limit is not None and n > limit:
+                raise RequestError(f"n must be at most {limit} (max_waiting), got {n}; raise max_waiting", name)
+            if limit is not None and len(self._scheduler.waiting) + n > limit:
                 raise QueueFullError(f"at most {limit} requests may wait (max_waiting); try again later", name)
             tracked = TrackedRequest(name, checked, inbox, prompt_index)
             tracked.open_sequences(self.runner, self._arrivals, self._random)
@@ -211,7 +221,8 @@ class Engine:
         if self._dirty:
             self._repair()
         while self._late_aborts:
-            self._abort(self._late_aborts.popleft())
+            self._abort(self._late_aborts[0])  # an interrupt in there leaves it to be done
+            self._late_aborts.popleft()
 
     def _report(self, advanced: list[tuple[Request, SampledToken | None]]) -> None:
         """Hand what a step produced to its sequences. A token that nobody looks at yet costs nothing here."""
@@ -271,7 +282,7 @@ class Engine:
         return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_room.num_blocks)
 
     def _name(self, request_id: str | None, n: int) -> str:
-        """The id asked for, or a new one, that no unfinished request or completion has."""
+        """The id asked for, or a new one, that no unfinished request or completion has, nor an output not taken yet."""
         if request_id is None:
             self._names += 1
             while self._is_taken(f"request-{self._names}", n):
@@ -283,4 +294,5 @@ class Engine:
         return name
 
     def _is_taken(self, name: str, n: int) -> bool:
-        return any(other in self._owners or other in self._tracked for other in sequence_names(name, n))
+        taken = self._owners, self._tracked, self._inbox.outputs
+        return any(other in names for other in sequence_names(name, n) for names in taken)

@@ -81,7 +81,7 @@ class KVCacheManager:
             Pairs (host block, block) to copy before the next step, or None where there are not enough free blocks.
         """
         swapped = request.swapped
-        found = found_tables(swapped, self.pool, self.groups) if swapped is not None else None
+        found = found_tables(swapped, self.pool, self.groups, self._poisoned) if swapped is not None else None
         if swapped is None or found is None:
             self.swap.drop(request)
             return None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _SECONDS_PER_REFRESH = 0.5
+_PACKAGES = ("safetensors", "tokenizers", "tqdm")  # of the extra `engine`; others are asked for where they are used
 
 
 class LLM(Engine):
@@ -197,13 +198,18 @@ class LLM(Engine):
 
 def _make_runner(config: EngineConfig) -> Runner:
     """The model in this process, or in one process per rank."""
-    if config.tensor_parallel_size > 1:
-        from .parallel.driver import ParallelRunner
+    try:
+        if config.tensor_parallel_size > 1:
+            from .parallel.driver import ParallelRunner
 
-        return ParallelRunner(config)
-    from .runner import ModelRunner
+            return ParallelRunner(config)
+        from .runner import ModelRunner
 
-    return ModelRunner(config)
+        return ModelRunner(config)
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        raise UnsupportedError(f"the engine needs {error.name}: pip install 'pagedattn[engine]'") from error
 
 
 class _Meter:

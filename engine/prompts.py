@@ -12,7 +12,7 @@ from .step import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
-_MAX_BYTES_PER_TOKEN = 16
+_MOST_CHARACTERS = 128  # of a token; vocabularies have some of as many blanks
 
 
 def is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
@@ -55,9 +55,9 @@ def _is_sequence(value: object) -> bool:
 def _encode_text(text: str, tokenizer: Tokenizer | None, max_tokens: int) -> Sequence[int]:
     if tokenizer is None:
         raise RequestError("prompt must be token ids, because the model folder has no tokenizer; got text")
-    if len(text) > max_tokens * _MAX_BYTES_PER_TOKEN:
+    if len(text) > max_tokens * _MOST_CHARACTERS:
         raise RequestError(
-            f"prompt must have at most {max_tokens * _MAX_BYTES_PER_TOKEN} characters for {max_tokens} tokens, "
+            f"prompt must have at most {max_tokens * _MOST_CHARACTERS} characters for {max_tokens} tokens, "
             f"got {len(text)}; shorten it or raise max_model_len"
         )
     return tokenizer.encode(text)

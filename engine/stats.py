@@ -22,7 +22,8 @@ class Counters:
 
     Every computed token was scheduled once more than it was recomputed, or came from the cache: when all requests have
     ended, scheduled_tokens + cached_tokens = tokens whose KV was ever needed + recomputed_tokens + dropped_tokens.
-    Dropped are those of steps launched for a request before its end was known.
+    Dropped are those of steps launched for a request before its end was known. A request whose last token was not read
+    yet when it was preempted ends there: what it gave up counts as recomputed and is not computed again.
     """
 
     steps: int = 0

@@ -91,8 +91,11 @@ class SwapSpace:
         return self._untouched - 1
 
 
-def found_tables(swapped: SwappedRequest, pool: BlockPool, groups: Sequence[KVGroup]) -> list[list[int | None]] | None:
-    """Per group, the blocks of a swapped request that are still on the device, None for those to copy back.
+def found_tables(
+    swapped: SwappedRequest, pool: BlockPool, groups: Sequence[KVGroup], poisoned: set[int]
+) -> list[list[int | None]] | None:
+    """Per group, the blocks of a swapped request that are still on the device, None for those to copy back, as are all
+    from one on whose content is of a `poisoned` uid: another request's block may have been found, with wrong values.
 
     None altogether where a block was not copied and is gone: the request must be computed again.
     """
@@ -100,8 +103,10 @@ def found_tables(swapped: SwappedRequest, pool: BlockPool, groups: Sequence[KVGr
     for index, group in enumerate(groups):
         first, end = group.first_live(swapped.num_computed_tokens), -(-swapped.num_computed_tokens // group.block_size)
         table: list[int | None] = [pool.null_block] * first
+        contents = swapped.contents[index]
+        trusted = contents[: next((at for at, node in enumerate(contents) if node.uid in poisoned), len(contents))]
         for entry in range(first, end):
-            block = _found(pool, swapped.contents[index], entry, index)
+            block = _found(pool, trusted, entry, index)
             if block is None and entry not in swapped.places[index]:
                 return None
             table.append(block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from pagedattn import (
     BlockPool,
     CommonAttentionMetadata,
     PagedKVCache,
-    cli_generate,
     env,
     plan_step,
     select_backend,
@@ -84,12 +84,11 @@ def own_code(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}))
 
 
-def without_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError(name="tokenizers")
-
-    monkeypatch.setattr(cli_generate, "import_module", absent)
-    cli_generate.load(None)  # type: ignore[arg-type]
+def without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("runner", "model_factory", "loader"):  # imported with the first model
+        monkeypatch.delitem(sys.modules, f"pagedattn.engine.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    LLM(MODEL)
 
 
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +127,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "a cache of": lambda here: load(here.folder, num_kv_blocks=10**9),
     "weights file": lambda here: load(here.folder, pickled),
     "config.json has `auto_map`": lambda here: load(here.folder, own_code),
-    "the engine needs tokenizers": lambda here: without_tokenizers(here.monkeypatch),
+    "the engine needs safetensors": lambda here: without_safetensors(here.monkeypatch),
     "PAGEDATTN_CHECK must be": lambda here: strict(here.monkeypatch),
 }
 

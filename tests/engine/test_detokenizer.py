@@ -42,6 +42,7 @@ def byte_fallback() -> Backend:
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     replace = decoders.Replace("\u2581", " ")
     backend.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["</s>"])
     return backend
 
 
@@ -77,6 +78,18 @@ def test_pieces_with_byte_fallback_and_stripped_space(words: list[str]) -> None:
         known = FALLBACK._backend.token_to_id(f"\u2581{word}")
         ids += [known] if known is not None else [1 + byte for byte in f" {word}".encode()]
     assert "".join(stream(FALLBACK, ids)) == FALLBACK.decode(ids)
+
+
+@pytest.mark.parametrize("silent", [["</s>"], [10_000], ["</s>", 10_000] * 20], ids=["special", "unknown", "many"])
+def test_tokens_without_text_take_no_space_with_them(silent: list[str | int]) -> None:
+    the, fox, *others = (
+        FALLBACK._backend.token_to_id(one) if isinstance(one, str) else one
+        for one in ("\u2581the", "\u2581fox", *silent)
+    )
+    ids = [*others, the, *others, fox, *others, *others, the]
+    assert FALLBACK.decode(ids) == "the fox the"
+    for chunk in range(1, 6):
+        assert "".join(stream(FALLBACK, ids, chunk)) == "the fox the"
 
 
 def test_half_a_character_is_held_back() -> None:

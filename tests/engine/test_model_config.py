@@ -134,6 +134,8 @@ def test_dtype() -> None:
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForCausalLM"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 1e-3}}}, "per_layer_config"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -216,6 +216,23 @@ def test_a_request_that_fails_as_it_comes_back_leaves_nothing_in_the_cache() -> 
     assert again.num_prompt_hits == 0
 
 
+def test_blocks_of_a_request_that_failed_are_not_taken_for_ones_own() -> None:
+    """Two requests begin alike; the first one's values are not to be trusted, and its blocks are found by content."""
+    bench = Bench(20, swap_blocks=40, budget=64)
+    kv, one, other = bench.kv, *(bench.add(prompt(15, 0), 20) for _ in range(2))
+    for request in (one, other):
+        hit = kv.lookup(request)
+        assert hit.num_tokens == 0 and kv.start(request, hit, 15)
+        request.num_computed_tokens = 15
+        kv.commit(request)
+        if request is one:
+            kv.discard(one)
+    assert kv.swap_out(other) is not None
+    copied = kv.swap_in(other, 1)
+    assert copied is not None and len(copied) == 4
+    assert [block for _, block in copied] == other.block_ids[0][:4]
+
+
 def test_restart_forgets_what_was_swapped() -> None:
     bench = tight()
     victim = until_preempted(bench)
