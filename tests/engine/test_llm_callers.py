@@ -20,7 +20,7 @@ import pagedattn.block_contents
 import pagedattn.block_pool
 import pagedattn.engine
 from pagedattn.engine.step import KVGroup, Step
-from pagedattn.errors import UnsupportedError
+from pagedattn.errors import RequestError, UnsupportedError
 
 BOOKKEEPING = (
     os.path.dirname(pagedattn.engine.__file__),
@@ -99,6 +99,18 @@ def test_a_loop_of_ones_own_streams_some_requests_and_not_others() -> None:
         tokens += [token for delta in deltas for token in delta.token_ids]
     assert tokens == expected([1, 2], greedy(9)) and not whole
     check_idle(llm)
+
+
+def test_an_output_of_another_calls_steps_waits_for_step() -> None:
+    llm = fake_llm()
+    ids = {llm.add_request([1, index], greedy(3), request_id=f"r{index}") for index in range(2)}
+    llm.generate([5, 6], greedy(20))
+    with pytest.raises(RequestError, match="request_id is taken"):
+        llm.add_request([1], request_id="r0")
+    assert llm.has_unfinished and {one.request_id for one in llm.step()} == ids and not llm.has_unfinished
+    assert llm.abort(llm.add_request([7], greedy(50), request_id="r0")) and llm.has_unfinished
+    assert [(one.request_id, one.finish_reason) for one in llm.step()] == [("r0", "abort")]
+    assert not llm.has_unfinished
 
 
 def test_an_exception_in_the_consumer_aborts_the_stream() -> None:

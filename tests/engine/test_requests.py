@@ -155,18 +155,6 @@ def test_waiting_requests_can_be_limited() -> None:
     assert len(llm.generate([[1]] * 9, greedy(2))) == 9 and len(list(llm.stream([[1]] * 9, greedy(1)))) == 9
 
 
-def test_an_output_of_another_calls_steps_waits_for_step() -> None:
-    llm = fake_llm()
-    ids = {llm.add_request([1, index], greedy(3), request_id=f"r{index}") for index in range(2)}
-    llm.generate([5, 6], greedy(20))
-    with pytest.raises(RequestError, match="request_id is taken"):
-        llm.add_request([1], request_id="r0")
-    assert llm.has_unfinished and {one.request_id for one in llm.step()} == ids and not llm.has_unfinished
-    assert llm.abort(llm.add_request([7], greedy(50), request_id="r0")) and llm.has_unfinished
-    assert [(one.request_id, one.finish_reason) for one in llm.step()] == [("r0", "abort")]
-    assert not llm.has_unfinished
-
-
 def test_huge_values_are_refused_quickly_and_in_little_memory() -> None:
     llm = fake_llm()
     tracemalloc.start()

@@ -60,10 +60,10 @@ def penalize(
     """Scores; `last` is what the device has of the requests' last tokens."""
     lengths = [len(one.token_ids) for one in requests]
     last_tokens, on_device, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (last, rows, lengths))
-    params = torch.zeros(max(rows) + 1, PARAMS, dtype=torch.int32)
-    params[rows] = torch.from_numpy(request_params(requests))
+    params = torch.zeros(max(rows) + 1, PARAMS, dtype=torch.int32, device=DEVICE)
+    params[rows] = torch.from_numpy(request_params(requests)).to(DEVICE)
     sampled = SampledRows(last_tokens, on_device, lens, np.array(rows, dtype=np.int32))
-    return counts.penalize(logits.to(DEVICE), requests, sampled, params.to(DEVICE)).cpu()
+    return counts.penalize(logits.to(DEVICE), requests, sampled, params).cpu()
 
 
 def recount(tokens: list[int], prompt_len: int, vocab: int = VOCAB) -> list[int]:
@@ -196,10 +196,8 @@ def test_a_row_that_passes_to_a_request_without_penalties(path: str) -> None:
 
 def test_without_penalties_nothing_is_allocated_and_logits_stay() -> None:
     counts, logits = TokenCounts(NUM_ROWS, VOCAB, torch.device("cpu")), torch.ones(1, VOCAB, dtype=torch.float16)
-    rows = SampledRows(*(torch.zeros(1, dtype=torch.int32) for _ in range(3)), np.zeros(1, dtype=np.int32))
-    one = request([1], logprobs=1)
-    assert counts.penalize(logits, [one], rows, torch.from_numpy(request_params([one]))) is logits
-    assert counts.counts is None
+    rows = SampledRows(*(zeros := torch.zeros(4, 1, dtype=torch.int32))[:3], np.zeros(1, dtype=np.int32))
+    assert counts.penalize(logits, [request([1], logprobs=1)], rows, zeros) is logits and counts.counts is None
 
 
 def test_a_token_that_nobody_has_read_is_not_counted_by_the_host(path: str) -> None:
@@ -242,8 +240,7 @@ def test_the_kernel_gives_the_scores_of_the_torch_path(
     assert torch.equal(scores, plain) and torch.equal(by_kernel, counted) and scores.dtype == torch.float32
     plain_row = next(at for at, kind in enumerate(KINDS) if not kind)
     assert torch.equal(scores[:, plain_row], logits[:, plain_row, :vocab].float())
-    changed = (scores != logits[:, :, :vocab].float()).any(-1).all(0)
-    assert changed.tolist() == [bool(kind) for kind in KINDS]
+    assert (scores != logits[:, :, :vocab].float()).any(-1).all(0).tolist() == [bool(kind) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
