@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pagedattn.errors import RequestError, UnsupportedError
@@ -93,10 +95,11 @@ class LLM(Engine):
         try:
             order = [self._queue(request, inbox) for request in checked]
             with _progress_bar(len(order), progress) as bar:
-                meter = _Meter(bar, self)
+                meter = None if bar is None else _Meter(bar, self)
                 while inbox.ids:
                     self._advance()
-                    meter.show(len(inbox.outputs))
+                    if meter is not None:
+                        meter.show(len(inbox.outputs))
         finally:
             self._drop(inbox)
         return [inbox.outputs[request_id] for request_id in order]
@@ -221,8 +224,6 @@ class _Meter:
         self._tokens = engine.stats().counters.generated_tokens
 
     def show(self, num_finished: int) -> None:
-        if self._bar.disable:
-            return
         self._bar.update(num_finished - self._bar.n)
         now = time.perf_counter()
         if now - self._last >= _SECONDS_PER_REFRESH:
@@ -231,8 +232,14 @@ class _Meter:
             self._bar.set_postfix_str(f"{tokens / (now - self._start):.0f} tokens/s")
 
 
-def _progress_bar(total: int, progress: bool | None) -> tqdm:
-    """A bar that hides itself where standard error is no terminal, unless it was asked for."""
+def _progress_bar(total: int, progress: bool | None) -> AbstractContextManager[tqdm | None]:
+    """A bar, where one was asked for or standard error is a terminal.
+
+    A hidden one would cost interrupts: what `__del__` of a bar raises is lost.
+    """
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not (on_terminal if progress is None else progress):
+        return nullcontext()
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="request", dynamic_ncols=True, disable=None if progress is None else not progress)
+    return tqdm(total=total, unit="request", dynamic_ncols=True)
