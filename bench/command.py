@@ -29,7 +29,8 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
         dims that they leave out), and the others' results hold.
 
     Raises:
-        InvalidInputError: an unknown suite or contender, a workload of another grammar, or no matplotlib for `plot`.
+        InvalidInputError: an unknown suite or contender, a workload of another grammar, a file that cannot be written,
+            or no matplotlib for `plot`.
     """
     if suite == "engine":
         checkout.load("engine")
@@ -45,8 +46,10 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
     todo = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS))
+    result = ResultFile(json, {}, chosen)
     progress.tell("ceilings of this machine")
-    result = ResultFile(json, limits := ceilings(), chosen)
+    limits = ceilings()
+    result.meta |= limits
     progress.say(header())
 
     def told(rows: list[Row]) -> None:

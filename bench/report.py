@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import pagedattn
+from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
 from .ratios import Row, library, summarise
@@ -27,9 +28,15 @@ _DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python"}
 
 
 class ResultFile:
-    """`meta` and `rows`, written again with every case: what ends a run early leaves what was measured."""
+    """`meta` and `rows`, written again with every case: what ends a run early leaves what was measured.
+
+    Raises:
+        InvalidInputError: no file can be written there; found before anything is measured.
+    """
 
     def __init__(self, path: Path | None, ceilings: Mapping[str, float], contenders: Sequence[Contender]) -> None:
+        if path is not None:
+            _check_writable(path)
         self.path, self.rows = path, list[Row]()
         self.meta = meta([one.name for one in contenders if one.peer]) | dict(ceilings)
 
@@ -46,10 +53,25 @@ class ResultFile:
 
     def _write(self) -> None:
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(f"{self.path.name}.partial")
+            partial = _partial(self.path)
             partial.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n")
             partial.replace(self.path)
+
+
+def _check_writable(path: Path) -> None:
+    """Make the folder of a result file, and raise InvalidInputError where no such file can be written."""
+    if path.is_dir():
+        raise InvalidInputError("--json", "a file", f"the folder {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _partial(path).touch()
+        _partial(path).unlink()
+    except OSError as error:
+        raise InvalidInputError("--json", "a file that can be written", f"{path}: {error.strerror}") from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
 
 def meta(peers: Sequence[str] = ()) -> dict[str, Any]:

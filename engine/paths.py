@@ -27,7 +27,10 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.realpath(path))
         if not self.root.is_dir():
-            raise WeightsError(f"model must be a local folder in Hugging Face format, got {os.fspath(path)!r}")
+            raise WeightsError(
+                f"model must be a local folder in Hugging Face format, got {os.fspath(path)!r}; a model of the Hub: "
+                "hf download NAME --local-dir FOLDER"
+            )
         is_snapshot = self.root.parent.name == "snapshots"
         self._blobs = self.root.parent.parent / "blobs" if is_snapshot else None
 

@@ -22,9 +22,25 @@ try:
 except PackageNotFoundError:
     __version__ = "0.0.0+source"
 
-_logger = logging.getLogger("pagedattn")
-_logger.addHandler(logging.NullHandler())
-_logger.setLevel(env.log_level())
+
+def _start_log() -> None:
+    """Without PAGEDATTN_LOG the logger is the application's, and says what Python lets every logger say: warnings."""
+    logger = logging.getLogger("pagedattn")
+    try:
+        level = env.log_level()
+    except errors.InvalidInputError as error:  # no reason for an import to fail
+        logger.warning("%s", error)
+        return
+    if level is not None:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        # Where the application has handlers of its own, they get the records, and nothing is told twice.
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+
+
+_start_log()
 
 __all__ = [
     "Attention",

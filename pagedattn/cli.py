@@ -15,7 +15,7 @@ from . import checkout, cli_backends, cli_chat, cli_conformance, cli_env, cli_ge
 from .display import one_line
 from .errors import InvalidInputError, PagedAttnError
 from .spec_options import add_spec_options
-from .terminal import UsageError
+from .terminal import UsageError, make_printable
 
 _EXIT_STATUS = "exit status: 0 done, 1 failed, 2 a bad argument, 130 interrupted"
 
@@ -36,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     shown = "--traceback" in argv
+    make_printable()
     try:
         shown = shown or env.traceback()
+        env.log_level()  # the import only mentions a bad one
         args = _parsed(argv)
         status = args.command(args)
         sys.stdout.flush()
@@ -65,18 +67,21 @@ def _failure(error: Exception) -> str:
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse gives all prompts to the place right after the model: those behind an option come back as unknown.
-    if not hasattr(args, "prompts") or any(text.startswith("-") and text != "-" for text in rest):
+    # argparse gives all prompts to the place right after the model: those behind an option come back as unknown, a `--`
+    # that says that what follows is no option among them.
+    end = rest.index("--") if "--" in rest else len(rest)
+    if not hasattr(args, "prompts") or any(text.startswith("-") and text != "-" for text in rest[:end]):
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
     else:
-        args.prompts += rest
+        args.prompts += rest[:end] + rest[end + 1 :]
     return args
 
 
 def _parser() -> argparse.ArgumentParser:
     about = "Paged attention: backends, how one is chosen, this machine, and text from a model."
     parser = _Parser(prog="pagedattn", description=about, epilog=_EXIT_STATUS)
+    parser.add_argument("--version", action="version", version=f"pagedattn {cli_env.package_version('pagedattn')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ _EXTRAS = ("transformers", "safetensors", "tokenizers", "jinja2", "tqdm", "matpl
 
 def run(args: argparse.Namespace) -> int:
     """What this machine has."""
-    facts, extras = _machine(), {name: _version(name) for name in _EXTRAS}
+    facts, extras = _machine(), {name: package_version(name) for name in _EXTRAS}
     backends = {name: probe(name)[0] for name in backend_names()}
     values = {name: os.environ.get(name) for name in env.VARIABLES}
     if args.json:
@@ -44,12 +44,12 @@ def run(args: argparse.Namespace) -> int:
 def _machine() -> dict[str, object]:
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
-        "pagedattn": _version("pagedattn"),
+        "pagedattn": package_version("pagedattn"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cuda_of_torch": torch.version.cuda,
-        "triton": _version("triton"),
+        "triton": package_version("triton"),
         "gpus": [
             "{} ({}.{})".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)) for i in gpus
         ],
@@ -58,7 +58,8 @@ def _machine() -> dict[str, object]:
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

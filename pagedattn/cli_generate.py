@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from . import checkout, display
+from .cli_device import present_device
 from .errors import RequestError, UnsupportedError
+from .spec_options import dtype_of
 from .terminal import UsageError, progress
 
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "ignore_eos")
 
 
@@ -40,9 +43,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--backend", help="attention backend by name; the fastest where not given")
-    add("--device", help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
-    add("--dtype", help="of weights and activations, such as bfloat16; the checkpoint's where not given")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="any other field of EngineConfig")
+    add("--device", type=present_device, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
+    add(
+        "--dtype",
+        type=_weights_dtype,
+        help="of weights and activations, as bf16 or bfloat16; the checkpoint's where not given",
+    )
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="any other field of EngineConfig, as JSON")
+
+
+def _weights_dtype(given: str) -> str:
+    return given if given == "auto" else str(dtype_of(given)).removeprefix("torch.")
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -77,6 +88,10 @@ def _setting(text: str) -> tuple[str, object]:
     name, found, value = text.partition("=")
     if not found:
         raise UsageError(f"--set must be NAME=VALUE, got {text!r}")
+    if name == "model":
+        raise UsageError("--set cannot name the model: give its folder as MODEL")
+    if value in _PYTHON:
+        raise UsageError(f"--set {name} must have a value as in JSON, {_PYTHON[value]}, got {value}")
     try:
         return name, json.loads(value)
     except ValueError:

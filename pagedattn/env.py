@@ -10,7 +10,7 @@ VARIABLES = {
     "PAGEDATTN_BACKEND": "backend by name (`TRITON`), or one per phase (`prefill=TRITON,decode=TORCH`)",
     "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
     "PAGEDATTN_FLASH_ATTN": "2, 3 or 4: the only FlashAttention version to use (4 is used in no other way)",
-    "PAGEDATTN_LOG": "log level of the `pagedattn` logger: debug, info, warning (default), error",
+    "PAGEDATTN_LOG": "debug, info, warning, error: the log to standard error from this level on (not set: warnings)",
     "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 only), 0 through it",
     "PAGEDATTN_TRACEBACK": "1: the command line shows tracebacks, as with `--traceback`; 0 (default) does not",
     "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
@@ -32,8 +32,10 @@ def flash_attn_version() -> int | None:
     return int(_one_of("PAGEDATTN_FLASH_ATTN", ("", "2", "3", "4"), "") or 0) or None
 
 
-def log_level() -> str:
-    """The level name for the `pagedattn` logger, in upper case as `logging` wants it."""
+def log_level() -> str | None:
+    """The level name for the `pagedattn` logger, in upper case as `logging` wants it; None leaves the logger alone."""
+    if "PAGEDATTN_LOG" not in os.environ:
+        return None
     return _one_of("PAGEDATTN_LOG", ("debug", "info", "warning", "error"), "warning").upper()
 
 

@@ -18,6 +18,7 @@ from .spec import (
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_BY_TORCH = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 def add_spec_options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     option("--head-dim", type=int, required=True, help="size of a query or key head")
     option("--kv-heads", type=int, help="KV heads; as many as query heads where not given")
     option("--head-dim-v", type=int, help="size of a value head; --head-dim where not given")
-    option("--dtype", choices=DTYPES, help="of the model; bf16 on a GPU, fp32 elsewhere where not given")
+    option("--dtype", type=dtype_of, help="of the model, as bf16 or bfloat16; bf16 on a GPU, else fp32 where not given")
     option("--device", type=_device_type, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
     option("--capability", type=_capability, help="compute capability like 9.0; that of the GPU here where not given")
     option("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of stored keys and values")
@@ -43,12 +44,20 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     kinds = [kind.value for kind in AttentionType]
     option("--attn-type", choices=kinds, default=AttentionType.DECODER.value, help="which tokens attend to which keys")
     option("--context-parallel", type=int, metavar="RANKS", help="ranks that the KV cache is sharded over")
-    option("--deterministic", action="store_true", help="the same bits in every run")
+    option("--deterministic", action="store_true", help="a token gets the same bits in any batch and any chunking")
     option("--compile", action="store_true", help="runs inside torch.compile")
     levels = [level.name.lower() for level in GraphLevel]
     option("--graph-level", choices=levels, default=levels[0], help="what a CUDA graph must be able to capture")
     option("--clean-cache", action="store_true", help="the caller zeroes every block that the pool hands out")
     option("--backend", help="NAME, or prefill=NAME,decode=NAME; PAGEDATTN_BACKEND or the fastest where not given")
+
+
+def dtype_of(given: str) -> torch.dtype:
+    """The dtype called `given`, by its short name or torch's; for argparse."""
+    found = DTYPES.get(given) or _BY_TORCH.get(given)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join((*DTYPES, *_BY_TORCH))}, got {given!r}")
+    return found
 
 
 def _device_type(given: str) -> str:
@@ -80,7 +89,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
         head_dim=args.head_dim,
         num_kv_heads=args.kv_heads,
         head_dim_v=args.head_dim_v,
-        dtype=DTYPES[args.dtype or ("bf16" if device == "cuda" else "fp32")],
+        dtype=args.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
         device_type=device,
         capability=capability,
         kv_cache_dtype=args.kv_cache_dtype,

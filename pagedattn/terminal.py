@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, TextIO
 
 from . import display
@@ -19,6 +21,14 @@ Tell = Callable[[str, int, int], None]  # what is done now, how many are done, h
 
 class UsageError(Exception):
     """What was typed cannot be meant; the message is one line."""
+
+
+def make_printable() -> None:
+    """Let printing succeed whatever standard output is: closed, or of an encoding that lacks what a model says."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    elif isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def show_rows(pairs: Iterable[tuple[str, str]]) -> None:

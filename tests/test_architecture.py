@@ -90,8 +90,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("spec_options", "terminal"),
     ),
     "cli_env": ("env", "backends.registry", "cli_backends", "display", "ops.library", "terminal"),
-    "cli_conformance": ("display", "spec_options", "terminal", "testing"),
-    "cli_generate": ("errors", "checkout", "display", "terminal", "engine"),
+    "cli_device": (),
+    "cli_conformance": ("cli_device", "display", "spec_options", "terminal", "testing"),
+    "cli_generate": ("errors", "checkout", "cli_device", "display", "spec_options", "terminal", "engine"),
     "cli_chat": ("errors", "cli_generate", "display"),
     "cli": (
         *("errors", "env", "checkout", "display", "spec_options", "terminal", "bench"),

@@ -52,10 +52,15 @@ def test_cache_operations_are_rows_too(capsys: Any) -> None:
 
 
 @CPU_ONLY
-def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(capsys: Any) -> None:
+def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli.main(["bench", "decode", "--backends", "FlashInfer (wrappers)"]) == 1
     assert capsys.readouterr().out.count("refused: ") == len(cases("decode", gpu=False))
+    monkeypatch.setattr(bench_command, "ceilings", lambda: pytest.fail("measured before the arguments were checked"))
     for argv, text in {
+        ("bench", "decode", "--json", "."): "--json must be a file, got the folder .",
+        ("bench", "engine", "--json", "/dev/null/r.json"): "--json must be a file that can be written",
         ("bench", "encode"): "suite must be one of decode, prefill",
         ("bench", "--workload", "x"): "workload must be parts like",
         ("bench", "--backends", "ALL"): "--backends must be of TRITON",

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
+import torch
 
 from pagedattn import cli, cli_generate
 from pagedattn.engine import LLM, SamplingParams
@@ -82,6 +83,45 @@ def test_sampling_and_engine_options_arrive(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(out)["outputs"][0]["text"] == " tells the "
     out, err = run(capsys, "generate", MODEL, "A block table " * 5, "--set", "max_model_len=8", *FEW, status=1)
     assert not out and err.startswith("pagedattn: prompt 0: prompt must have 1 to 7 tokens")
+
+
+def test_what_follows_two_dashes_is_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(run(capsys, "generate", MODEL, "--json", *FEW, "A", "--", "-B", "--", "--json")[0])
+    assert [one["prompt"] for one in told["outputs"]] == ["A", "-B", "--", "--json"]
+    told = json.loads(run(capsys, "generate", MODEL, "--json", *FEW, "--", "-B")[0])
+    assert [one["prompt"] for one in told["outputs"]] == ["-B"]
+
+
+@pytest.mark.parametrize("name", ["fp64", "float64"])
+def test_a_dtype_has_two_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = cli._parsed(["generate", MODEL, "x", "--dtype", name])
+    assert parsed.dtype == "float64" and cli._parsed(["generate", MODEL, "x", "--dtype", "auto"]).dtype == "auto"
+    assert cli._parsed(["conformance", "TORCH", "--dtype", name, "--dtype", "bf16"]).dtype == [
+        torch.float64,
+        torch.bfloat16,
+    ]
+
+
+@pytest.mark.parametrize("redirect", ["", ">&-"])
+def test_output_that_cannot_be_encoded_or_goes_nowhere(redirect: str) -> None:
+    command = f"{sys.executable} -m pagedattn generate {MODEL} über x --max-tokens 2 --device cpu {redirect}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("> ?ber\n") != bool(redirect)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and out.startswith("pagedattn ") and out.split()[1][0].isdigit()
+
+
+def test_where_a_backend_is_looked_for_is_said_where_its_module_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    known = run(capsys, "conformance", "pagedattn.spec:Nope", status=1)[1]
+    assert "has no attribute 'Nope'" in known and "PYTHONPATH" not in known
+    assert "is it on PYTHONPATH?" in run(capsys, "conformance", "no_such_module.inside:Nope", status=1)[1]
 
 
 def test_a_conversation_in_a_pipe(
@@ -171,10 +211,17 @@ BAD = {
     f"generate {MODEL} x --max-tokens 0": "max_tokens must be an integer from 1",
     f"generate {MODEL} x --set backend": "--set must be NAME=VALUE",
     f"generate {MODEL} x --set bakend=TORCH": "did you mean backend?",
+    f"generate {MODEL} x --set enable_prefix_caching=False": "a value as in JSON, false, got False",
+    f"generate {MODEL} x --set model=other": "give its folder as MODEL",
+    f"generate {MODEL} x --dtype float7": "expected one of bf16, fp16, fp32, fp64, bfloat16",
+    f"generate {MODEL} x --device hpu": "expected a device that is here, got 'hpu'",
+    f"generate {MODEL} --topp -- x": "unrecognized arguments: --topp -- x",
+    "env -- x": "unrecognized arguments: ",
     f"generate {MODEL} x --file /nowhere": "--file /nowhere cannot be read",
     f"generate {MODEL} x --backend TORHC --set seed=1": "did you mean TORCH?",
     "chat": "the following arguments are required: MODEL",
     "conformance TORCH --device gpu": "expected a device such as cuda or cpu, got 'gpu'",
+    "conformance TORCH --device hpu": "expected a device that is here, got 'hpu'",
     "conformance NOBODY": "backend must be one of",
     "conformance torch:Tensor": "a subclass of AttentionBackend",
 }
@@ -188,7 +235,10 @@ def test_a_bad_value_is_one_line_and_status_2(line: str, capsys: pytest.CaptureF
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, "generate", "/nowhere", "x", status=1)
-    assert (out, err) == ("", "pagedattn: model must be a local folder in Hugging Face format, got '/nowhere'\n")
+    assert not out and err.startswith(
+        "pagedattn: model must be a local folder in Hugging Face format, got '/nowhere'; "
+    )
+    assert err.endswith("hf download NAME --local-dir FOLDER\n")
 
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ def test_without_torch_the_installation_goes_on_and_the_reason_is_kept(tmp_path:
     assert done.returncode == 0, done.stderr
     note = (tmp_path / "lib/pagedattn/_csrc.txt").read_text()
     assert note.startswith("not built: torch could not be imported (there is none here); install it")
+    assert "pip install --no-build-isolation" in note
     assert not (tmp_path / "lib/pagedattn/_csrc.so").exists()
 
 

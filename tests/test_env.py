@@ -18,7 +18,7 @@ READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
     "PAGEDATTN_CHECK": (env.check_level, 1, {"0": 0, "1": 1, "2": 2}),
     "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3, "4": 4}),
     "PAGEDATTN_REPLAY": (env.replay, True, {"0": False, "1": True}),
-    "PAGEDATTN_LOG": (env.log_level, "WARNING", {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
+    "PAGEDATTN_LOG": (env.log_level, None, {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
     "PAGEDATTN_TRACEBACK": (env.traceback, False, {"0": False, "1": True}),
     "PAGEDATTN_PLUGINS": (env.plugins_enabled, True, {"0": False, "1": True}),
 }

@@ -142,6 +142,9 @@ def test_a_name_near_to_none_lists_them_all() -> None:
     with pytest.raises(InvalidInputError, match="one of FLASH_ATTN, FLASHINFER, TRITON, TORCH, SMALL, LARGE") as error:
         select_backend(SPEC, "QQQQQQ")
     assert "did you mean" not in str(error.value)
+    with pytest.raises(InvalidInputError) as error:
+        select_backend(SPEC, "MINE")  # a few letters of FLASHINFER are not enough
+    assert "did you mean" not in str(error.value)
 
 
 def test_an_explicit_request_that_cannot_run_raises_with_value_and_hint() -> None:

@@ -52,3 +52,4 @@ def test_device_capability_and_dtype_are_those_of_the_gpu(monkeypatch: pytest.Mo
     assert (spec().device_type, spec().capability, spec().dtype) == ("cuda", (9, 0), torch.bfloat16)
     assert spec("--capability", "8.6").capability == (8, 6)
     assert spec("--device", "cpu").capability is None
+    assert spec("--dtype", "bfloat16").dtype == spec("--dtype", "bf16").dtype == torch.bfloat16

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,22 @@ def test_what_is_in_it(wheel: Path) -> None:
     } <= parts and "tests" not in parts
     assert not [name for name in names if re.search(r"(^|/)(test_|conftest)|\.json$|\.cu$", name)]
     assert {"cli", "docs", "engine", "hf", "bench", "dev"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_the_source_distribution_has_no_piece_of_the_tests(tmp_path: Path) -> None:
+    if find_spec("setuptools") is None:
+        pytest.skip("setuptools is not here to build with")
+    for name in ("tests", "csrc", "pagedattn", "engine", "bench"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tests" / "test_it.py").touch()
+    (tmp_path / "csrc" / "op.cu").touch()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=tmp_path, check=True, capture_output=True)
+    (made,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", "csrc/op.cu", "CHANGELOG.md"} <= names and not [name for name in names if "tests" in name]
 
 
 def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def get_backend(name: str, asked_by: str = "backend") -> type[AttentionBackend]:
     """
     target = _backends.get(name) or _plugins().get(name)
     if target is None:
-        near = get_close_matches(name.upper(), backend_names(), n=1, cutoff=0.4)
+        near = get_close_matches(name.upper(), backend_names(), n=1)
         remedy = f"did you mean {near[0]}?" if near else ""
         raise InvalidInputError(asked_by, f"one of {', '.join(backend_names())}", repr(name), remedy)
     module, _, attribute = target.partition(":")

@@ -97,7 +97,9 @@ def load(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:
         try:
             cls = getattr(import_module(module), attribute) if attribute else get_backend(backend)
         except (ImportError, AttributeError) as error:
-            raise UnsupportedError(f"backend {backend} cannot be loaded: {error}; is it on PYTHONPATH?") from error
+            absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            hint = "; is it on PYTHONPATH?" if absent else ""
+            raise UnsupportedError(f"backend {backend} cannot be loaded: {error}{hint}") from error
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
         raise InvalidInputError("backend", "a subclass of AttentionBackend, its name or module:Class", repr(cls))
     return cls
