@@ -88,10 +88,10 @@ def stages(seqs: int) -> dict[str, float]:
         "layer call, the first of a step": host_us(careful),
     }
     op: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
-    chosen, op.choose = op.choose, lambda *args: "triton"
+    usual, op._launches_again = op._launches_again, lambda device: False
     metadata.calls.clear()
-    found["layer call, written by Triton"] = host_us(lambda: layer(query, key, value, cache, step))
-    op.choose = chosen
+    found["layer call, written by the extension"] = host_us(lambda: layer(query, key, value, cache, step))
+    op._launches_again = usual
     metadata.calls.clear()
     layer(query, key, value, cache, step)
     (call,) = metadata.calls.values()

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import checkout, display
 from .cli_device import present_device
-from .errors import RequestError, UnsupportedError
+from .errors import RequestError
 from .spec_options import dtype_of
 from .terminal import UsageError, progress
 
@@ -61,13 +61,9 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
     Raises:
         UsageError: sampling that no request may have, or a malformed --set.
-        UnsupportedError: a package of the engine is missing.
     """
     checkout.load("engine")
-    try:
-        engine = import_module("pagedattn.engine")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"the engine needs {error.name}: pip install 'pagedattn[engine]'") from error
+    engine = import_module("pagedattn.engine")
     try:
         params = engine.SamplingParams(**{name: getattr(args, name) for name in _SAMPLING})
     except RequestError as error:
