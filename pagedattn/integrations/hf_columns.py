@@ -15,6 +15,7 @@ class Columns:
     Attributes:
         count: columns so far, those of a forward that runs included.
         done: columns before that forward, which is what transformers takes for the length of the cache.
+        running: whether a forward is under way, or failed.
         known: [B, m] bool; columns from m on hold tokens in every row.
     """
 
@@ -24,10 +25,12 @@ class Columns:
     def reset(self) -> None:
         """Forget all."""
         self.count, self.done, self.known, self._padded = 0, 0, np.ones((0, 0), dtype=bool), False
+        self.running = False
 
     def become(self, other: Columns) -> None:
         """The same as `other`, from now on apart from it."""
         self.count, self.done, self.known, self._padded = other.count, other.done, other.known, other._padded
+        self.running = other.running
 
     def admit(
         self, mask: np.ndarray | None, rows: int, new: int, windowed: bool, unread: bool = False
@@ -75,7 +78,7 @@ class Columns:
 
     def cut(self, columns: int) -> None:
         """Keep the first `columns`."""
-        self.count = self.done = columns
+        self.count, self.done, self.running = columns, columns, False
         self.known = self.known[:, :columns]
 
     def take(self, rows: Sequence[int]) -> None:

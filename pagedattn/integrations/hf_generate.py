@@ -190,6 +190,12 @@ class Paged:
             raise UnsupportedError(
                 f"attention_mask has {got}: a paged cache takes [B, columns], which says what is padding, and no other"
             )
+        now = model.config._attn_implementation
+        if now != NAME:
+            raise UnsupportedError(
+                f"{name} is enabled, but its attn_implementation is now {now!r}, which cannot read a paged cache; call "
+                "disable(model) to run it so, or enable(model) again"
+            )
         if past is None:
             return
         if not isinstance(past, PagedCache) or not past.belongs_to(self.layers):
