@@ -1,7 +1,8 @@
 """enable: a transformers model whose forward and `generate` keep their keys and values in a paged cache.
 
 transformers keeps running the model and its loop; a hook before each forward makes room in the cache and hands the
-forward what its attention needs. Nothing is read back from the device on the way, but the first attention mask.
+forward what its attention needs. Nothing is read back from the device on the way, but the first attention mask, and
+the positions of a forward that has neither mask nor cache.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from .. import CommonAttentionMetadata, FullAttentionSpec
 from ..errors import InvalidInputError, UnsupportedError
 from .hf_attention import NAME, import_transformers, register
 from .hf_batch import BatchStep
-from .hf_columns import Columns
+from .hf_dense import sequences
 from .hf_layers import make_attention
-from .hf_probe import Recorder, probe
+from .hf_probe import Recorder, packs_rows, probe
 from .hf_refusals import check_signature, refuse
 from .hf_rows import MOST_TOKENS, BlockStore
 
@@ -115,6 +116,7 @@ class Paged:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt = probe(model, _logits(model), _logits(model))
+            self.packs = packs_rows(model, _logits(model))
         options = {"block_size": block_size, "backend": backend}
         self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
         self.windowed = any(layer.window is not None for layer in learnt)
@@ -158,7 +160,8 @@ class Paged:
         shape = (options["inputs_embeds"] if inputs is None else inputs).shape
         past, use_cache = options.get("past_key_values"), options.get("use_cache")
         if past is None and not (model.config.use_cache if use_cache is None else use_cache):
-            options["paged_step"] = self._without_cache(shape, options.get("attention_mask"))
+            positions = options.get("position_ids") if self.packs else None
+            options["paged_step"] = self._without_cache(shape, options.get("attention_mask"), positions)
             return (), options
         if past is None:
             past = options["past_key_values"] = self.new_cache()
@@ -169,9 +172,10 @@ class Paged:
         options["paged_step"] = past.begin(shape[0], shape[1], seen, unread=skipped)
         return (), options
 
-    def _without_cache(self, shape: torch.Size, mask: torch.Tensor | None) -> BatchStep:
-        real = Columns().admit(None if mask is None else _on_host(mask), shape[0], shape[1], self.windowed)
-        counts = [shape[1]] * shape[0] if real is None else real.sum(1).tolist()
+    def _without_cache(self, shape: torch.Size, mask: torch.Tensor | None, positions: torch.Tensor | None) -> BatchStep:
+        seen = None if mask is None else _on_host(mask)
+        where = None if positions is None or mask is not None else positions.cpu().numpy()
+        counts, real = sequences(shape[0], shape[1], seen, where, self.windowed)
         common = CommonAttentionMetadata.from_lengths(counts, counts, device=self.placed[1])
         return BatchStep.of_tokens(self.layers, None, common, real)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .hf_attention import NAME, PROBE_NAME, AttentionCall
+from .hf_attention import NAME, PAIR_NAME, PROBE_NAME, AttentionCall
 from .hf_masks import CausalMask, MaskNote
 
 # Rounding of one row may depend on the rows beside it; what another token leaks is far larger.
@@ -104,6 +104,21 @@ def probe(
     if not _alike(logits[1], again[0]):
         raise UnsupportedError(f"{name} has logits that are no function of its decoder's last hidden state alone")
     return layers
+
+
+def packs_rows(model: Any, whole: Callable[[torch.Tensor, torch.Tensor, Recorder], torch.Tensor]) -> bool:
+    """Whether positions that begin anew begin another sequence, where there is neither mask nor cache.
+
+    Args:
+        model, whole: of a `probe` that went well. Two tokens of one position see each other, or do not.
+    """
+    recorder, pair = Recorder(), torch.zeros(2, dtype=torch.long, device=model.device)
+    model.set_attn_implementation(PAIR_NAME)
+    try:
+        whole(pair, pair, recorder)
+    finally:
+        model.set_attn_implementation(NAME)
+    return any(layer.mask is not None and layer.mask.window == 1 for layer in recorder.layers.values())
 
 
 def _check_layers(name: str, layers: list[ProbedLayer], count: int) -> None:
