@@ -22,7 +22,8 @@ PROBE_NAME = "pagedattn_probe"  # also describes masks, which serving leaves out
 PAIR_NAME = "pagedattn_pair"  # describes them over the two tokens of a probe alone
 
 # What models hand on to attention without meaning attention by it, and what is read here.
-_IGNORED = {"cache_position", "output_router_logits", "position_ids", "return_dict", "use_cache"}
+_OUTPUTS = {"output_hidden_states", "output_router_logits"}
+_IGNORED = {"cache_position", "position_ids", "return_dict", "use_cache", *_OUTPUTS}
 _KNOWN = {"is_causal", "sliding_window", "softcap", *_IGNORED}
 
 
