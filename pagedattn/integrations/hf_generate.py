@@ -19,8 +19,8 @@ from .hf_attention import NAME, import_transformers, register
 from .hf_batch import BatchStep
 from .hf_dense import sequences
 from .hf_layers import make_attention
-from .hf_probe import Recorder, packs_rows, probe
-from .hf_refusals import check_signature, refuse
+from .hf_probe import packs_rows, probe
+from .hf_refusals import check_model, check_signature, refuse
 from .hf_rows import MOST_TOKENS, BlockStore
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def enable(model: Any, *, block_size: int = 16, backend: str | None = None, num_
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
     """
     register_generate()
+    check_model(model)
     disable(model)
     refuse_training(model)
     # Positions of a padded batch are transformers' own matter, so that no length need be refused.
@@ -115,8 +116,8 @@ class Paged:
     def __init__(self, model: Any, before: str, block_size: int, backend: str | None, num_blocks: int | None) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-            learnt = probe(model, _logits(model), _logits(model))
-            self.packs = packs_rows(model, _logits(model))
+            learnt = probe(model)
+            self.packs = packs_rows(model)
         options = {"block_size": block_size, "backend": backend}
         self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
         self.windowed = any(layer.window is not None for layer in learnt)
@@ -261,16 +262,6 @@ def _make_cache(
     lengths = [longest - columns + prompt for prompt in prompts]
     cache.expect(lengths, prompts, columns, together, copies=rows if beams > 1 else 0)
     return cache
-
-
-def _logits(model: Any) -> Any:
-    """The model's own forward, as `probe` calls it."""
-
-    def run(input_ids: torch.Tensor, positions: torch.Tensor, recorder: Recorder) -> torch.Tensor:
-        ids, where = input_ids[None], positions[None]
-        return model(input_ids=ids, position_ids=where, use_cache=False, paged_step=recorder).logits[0]
-
-    return run
 
 
 def _check_one_device(model: Any) -> None:

@@ -51,7 +51,8 @@ def describe_mask(
         UnsupportedError: it is no causal mask with or without a window.
     """
     if positions is None:
-        positions = min(getattr(config, "max_position_embeddings", None) or 4096, _MOST_POSITIONS)
+        limit, window = (getattr(config, of, None) for of in ("max_position_embeddings", "sliding_window"))
+        positions = min(max(limit or 4096, (window or 0) + 1), _MOST_POSITIONS)  # a window shows in more than it has
     mask = classify(mask_function, positions)
     if mask is None:
         raise UnsupportedError(
