@@ -34,16 +34,8 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values as they are: attention stores them, which alone knows where.
-
-        Raises:
-            UnsupportedError: no forward of an enabled model is under way; other attention would see these keys alone.
-        """
-        if not self._columns.running:
-            raise UnsupportedError(
-                "past_key_values is a PagedCache, and the model that runs is not enabled, or no longer: its attention "
-                "cannot read blocks; call enable(model) and new_cache(model), or give it another cache or none"
-            )
+        """As the cache's own."""
+        _refuse_others(self._columns)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -56,6 +48,15 @@ class _Layer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
+
+
+def _refuse_others(columns: Columns) -> None:
+    """Attention that is not paged would see a forward's own keys alone."""
+    if not columns.running:
+        raise UnsupportedError(
+            "past_key_values is a PagedCache, and the model that runs is not enabled, or no longer: its attention "
+            "cannot read blocks; call enable(model) and new_cache(model), or give it another cache or none"
+        )
 
 
 class PagedCache(Cache):
@@ -167,8 +168,13 @@ class PagedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the layer's own."""
-        return self.layers[layer_idx].update(key_states, value_states)
+        """The new keys and values as they are: attention stores them, which alone knows where.
+
+        Raises:
+            UnsupportedError: no forward of an enabled model is under way.
+        """
+        _refuse_others(self._columns)
+        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far, padding included and those of a forward that still runs not."""

@@ -50,10 +50,9 @@ def describe_mask(
     Raises:
         UnsupportedError: it is no causal mask with or without a window.
     """
-    if positions is None:
-        limit, window = (getattr(config, of, None) for of in ("max_position_embeddings", "sliding_window"))
-        positions = min(max(limit or 4096, (window or 0) + 1), _MOST_POSITIONS)  # a window shows in more than it has
-    mask = classify(mask_function, positions)
+    limit, window = (getattr(config, of, None) for of in ("max_position_embeddings", "sliding_window"))
+    wide = min(max(limit or 4096, (window or 0) + 1), _MOST_POSITIONS)  # a window shows in more than it has
+    mask = classify(mask_function, wide if positions is None else positions)
     if mask is None:
         raise UnsupportedError(
             f"{config.model_type} has a mask that is neither causal nor a causal sliding window (chunks, a prefix or "
