@@ -135,7 +135,7 @@ def _read_config(folder: ModelFolder) -> dict[str, Any]:
         raise WeightsError(f"config.json is missing in the model folder {folder.root}")
     if raw.get("auto_map"):
         raise SecurityError("config.json has `auto_map`, which imports code of the model folder; remove it to load")
-    if raw.get("quantization_config"):
+    if raw.pop("quantization_config", None):  # transformers would stumble over an empty one
         raise UnsupportedError("quantised weights (`quantization_config`) are not supported; use the original model")
     return {key: value for key, value in raw.items() if not key.startswith("_") and key not in _CODE_KEYS}
 

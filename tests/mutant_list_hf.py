@@ -5,9 +5,10 @@ from __future__ import annotations
 from mutant_list import Mutant, fault
 
 ROWS, COLUMNS = "pagedattn/integrations/hf_rows.py", "pagedattn/integrations/hf_columns.py"
+DENSE, PROBE = "pagedattn/integrations/hf_dense.py", "pagedattn/integrations/hf_probe.py"
 CACHE, CALLS = "pagedattn/integrations/hf_cache.py", "pagedattn/integrations/hf_attention.py"
 ROWS_TEST, TEST = "tests/integrations/test_hf_generate_rows.py", "tests/integrations/test_hf_generate.py"
-REFUSALS_TEST = "tests/integrations/test_hf_generate_refusals.py"
+REFUSALS_TEST, DENSE_TEST = "tests/integrations/test_hf_generate_refusals.py", "tests/integrations/test_hf_dense.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     fault("generate: a shared block that is written", ROWS, "shared = left > 1", "shared = False",
@@ -21,8 +22,16 @@ MUTANTS: tuple[Mutant, ...] = (
     fault("generate: tokens counted before they are through", CACHE,
           'of a forward that still runs not."""\n        return self._columns.done',
           'of a forward that still runs not."""\n        return self._columns.count', f"{TEST} own_positions[gpt2]"),
-    fault("generate: a failed forward that counts", CACHE, "if self._columns.done != self._columns.count:", "if False:",
+    fault("generate: a failed forward that counts", CACHE, "if self._columns.running:", "if False:",
           f"{REFUSALS_TEST} failed_forward"),
+    fault("generate: a paged cache where attention is not paged", CACHE, "if not columns.running:", "if False:",
+          f"{REFUSALS_TEST} that_is_not_paged"),
+    fault("generate: packed rows that are one sequence", DENSE, "np.diff(positions, axis=1) != 1", "False",
+          f"{DENSE_TEST} begin_anew llama"),
+    fault("generate: rows split that transformers does not", PROBE, "layer.mask.window == 1", "True",
+          f"{DENSE_TEST} begin_anew opt"),
+    fault("an engine's positions, where a model's are others", PROBE, "tokens, None, Recorder()",
+          "tokens, positions, Recorder()", "tests/integrations/test_probe.py begin_at_0"),
     fault("generate: rows that differ taken for alike", CACHE, "if self._columns.count > self._alike[0]:", "if False:",
           f"{TEST} test_tokens_equal llama"),
     fault("generate: padding between tokens under a window", COLUMNS, "if windowed and gap.any():", "if False:",

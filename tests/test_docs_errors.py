@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pagedattn import (
 )
 from pagedattn.engine import LLM
 from pagedattn.errors import PagedAttnError
+from pagedattn.integrations.transformers import PackedModel, disable, enable, new_cache
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
@@ -91,6 +93,21 @@ def without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
     LLM(MODEL)
 
 
+def hugging_face(config: str, then: Callable[[Any], object]) -> None:
+    transformers = pytest.importorskip("transformers")
+    tiny = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    made = getattr(transformers, config)(**tiny, intermediate_size=32, vocab_size=50, pad_token_id=1, is_decoder=True)
+    then(transformers.AutoModelForCausalLM.from_config(made).eval())
+
+
+def stale_cache(model: Any) -> None:
+    enable(model)
+    cache = new_cache(model)
+    disable(model)
+    with torch.no_grad():
+        model(torch.tensor([[3]]), past_key_values=cache)
+
+
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", "yes")
     env.check_level()
@@ -128,6 +145,8 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "weights file": lambda here: load(here.folder, pickled),
     "config.json has `auto_map`": lambda here: load(here.folder, own_code),
     "the engine needs safetensors": lambda here: without_safetensors(here.monkeypatch),
+    "past_key_values is a PagedCache": lambda here: hugging_face("LlamaConfig", stale_cache),
+    "... does not count positions": lambda here: hugging_face("RobertaConfig", PackedModel),
     "PAGEDATTN_CHECK must be": lambda here: strict(here.monkeypatch),
 }
 

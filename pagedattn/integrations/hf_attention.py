@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,11 @@ from .hf_masks import describe_mask
 # One name, without the words that transformers treats specially in it ("flash", "sdpa", "flex", a slash).
 NAME = "pagedattn"
 PROBE_NAME = "pagedattn_probe"  # also describes masks, which serving leaves out
+PAIR_NAME = "pagedattn_pair"  # describes them over the two tokens of a probe alone
 
 # What models hand on to attention without meaning attention by it, and what is read here.
-_IGNORED = {"cache_position", "output_router_logits", "position_ids", "return_dict", "use_cache"}
+_OUTPUTS = {"output_hidden_states", "output_router_logits"}
+_IGNORED = {"cache_position", "position_ids", "return_dict", "use_cache", *_OUTPUTS}
 _KNOWN = {"is_causal", "sliding_window", "softcap", *_IGNORED}
 
 
@@ -68,9 +71,10 @@ def register() -> None:
         UnsupportedError: transformers 5 is not installed.
     """
     transformers = import_transformers()
-    for name in (NAME, PROBE_NAME):
+    for name in (NAME, PROBE_NAME, PAIR_NAME):
         transformers.AttentionInterface.register(name, attention_forward)
     transformers.AttentionMaskInterface.register(PROBE_NAME, describe_mask)
+    transformers.AttentionMaskInterface.register(PAIR_NAME, partial(describe_mask, positions=2))
 
 
 def import_transformers() -> Any:

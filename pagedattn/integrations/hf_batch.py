@@ -51,6 +51,8 @@ class BatchStep:
         """As `Attends`; `sinks` are those that the layer was built with. What stands at padding is zero."""
         layer = layer_of(self.layers, module, call, mask, sinks)
         rows, columns, dtype = query.shape[0], query.shape[2], layer.spec.dtype
+        if self.tokens is not None and not len(self.tokens):  # padding alone; the cache may have no memory yet
+            return value.new_zeros(rows, columns, call.num_heads, call.head_dim_v)
         q, k, v = (self._packed(x, dtype) for x in (query, key, value))
         out = layer(q, k, v, None if self.caches is None else self.caches[call.layer], self.metadata)
         if self.tokens is not None:

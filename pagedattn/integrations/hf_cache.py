@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import CommonAttentionMetadata
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, UnsupportedError
 from .hf_attention import Layers
 from .hf_batch import BatchStep
 from .hf_columns import Columns
@@ -34,7 +34,8 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values as they are: attention stores them."""
+        """As the cache's own."""
+        _refuse_others(self._columns)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -47,6 +48,15 @@ class _Layer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
+
+
+def _refuse_others(columns: Columns) -> None:
+    """Attention that is not paged would see a forward's own keys alone."""
+    if not columns.running:
+        raise UnsupportedError(
+            "past_key_values is a PagedCache, and the model that runs is not enabled, or no longer: its attention "
+            "cannot read blocks; call enable(model) and new_cache(model), or give it another cache or none"
+        )
 
 
 class PagedCache(Cache):
@@ -121,7 +131,7 @@ class PagedCache(Cache):
 
         What went in counts from `end` on; where that never comes, it is forgotten.
         """
-        if self._columns.done != self._columns.count:
+        if self._columns.running:
             self.crop(0)  # the last forward failed
         if len(self._rows) not in (0, rows):
             raise InvalidInputError("input_ids", f"{len(self._rows)} rows, as this cache has", rows, "use a new cache")
@@ -142,6 +152,7 @@ class PagedCache(Cache):
         except Exception:
             self._columns.become(before)
             raise
+        self._columns.running = True
         size, table = self._store.block_size, self._rows.table()
         common = CommonAttentionMetadata.from_lengths(counts, self._rows.lengths, table, block_size=size)
         if alike > 1:  # the first row of each prompt writes
@@ -152,12 +163,17 @@ class PagedCache(Cache):
 
     def end(self) -> None:
         """The forward that `begin` made room for is through all layers."""
-        self._columns.done = self._columns.count
+        self._columns.done, self._columns.running = self._columns.count, False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values as they are: attention stores them, which alone knows where."""
+        """The new keys and values as they are: attention stores them, which alone knows where.
+
+        Raises:
+            UnsupportedError: no forward of an enabled model is under way.
+        """
+        _refuse_others(self._columns)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

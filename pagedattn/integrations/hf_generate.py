@@ -1,7 +1,8 @@
 """enable: a transformers model whose forward and `generate` keep their keys and values in a paged cache.
 
 transformers keeps running the model and its loop; a hook before each forward makes room in the cache and hands the
-forward what its attention needs. Nothing is read back from the device on the way, but the first attention mask.
+forward what its attention needs. Nothing is read back from the device on the way, but the first attention mask, and
+the positions of a forward that has neither mask nor cache.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from .. import CommonAttentionMetadata, FullAttentionSpec
 from ..errors import InvalidInputError, UnsupportedError
 from .hf_attention import NAME, import_transformers, register
 from .hf_batch import BatchStep
-from .hf_columns import Columns
+from .hf_dense import sequences
 from .hf_layers import make_attention
-from .hf_probe import Recorder, probe
-from .hf_refusals import check_signature, refuse
+from .hf_probe import packs_rows, probe
+from .hf_refusals import check_model, check_signature, refuse
 from .hf_rows import MOST_TOKENS, BlockStore
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def enable(model: Any, *, block_size: int = 16, backend: str | None = None, num_
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
     """
     register_generate()
+    check_model(model)
     disable(model)
     refuse_training(model)
     # Positions of a padded batch are transformers' own matter, so that no length need be refused.
@@ -114,7 +116,8 @@ class Paged:
     def __init__(self, model: Any, before: str, block_size: int, backend: str | None, num_blocks: int | None) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-            learnt = probe(model, _logits(model), _logits(model))
+            learnt = probe(model)
+            self.packs = packs_rows(model)
         options = {"block_size": block_size, "backend": backend}
         self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
         self.windowed = any(layer.window is not None for layer in learnt)
@@ -158,7 +161,8 @@ class Paged:
         shape = (options["inputs_embeds"] if inputs is None else inputs).shape
         past, use_cache = options.get("past_key_values"), options.get("use_cache")
         if past is None and not (model.config.use_cache if use_cache is None else use_cache):
-            options["paged_step"] = self._without_cache(shape, options.get("attention_mask"))
+            positions = options.get("position_ids") if self.packs else None
+            options["paged_step"] = self._without_cache(shape, options.get("attention_mask"), positions)
             return (), options
         if past is None:
             past = options["past_key_values"] = self.new_cache()
@@ -169,9 +173,10 @@ class Paged:
         options["paged_step"] = past.begin(shape[0], shape[1], seen, unread=skipped)
         return (), options
 
-    def _without_cache(self, shape: torch.Size, mask: torch.Tensor | None) -> BatchStep:
-        real = Columns().admit(None if mask is None else _on_host(mask), shape[0], shape[1], self.windowed)
-        counts = [shape[1]] * shape[0] if real is None else real.sum(1).tolist()
+    def _without_cache(self, shape: torch.Size, mask: torch.Tensor | None, positions: torch.Tensor | None) -> BatchStep:
+        seen = None if mask is None else _on_host(mask)
+        where = None if positions is None or mask is not None else positions.cpu().numpy()
+        counts, real = sequences(shape[0], shape[1], seen, where, self.windowed)
         common = CommonAttentionMetadata.from_lengths(counts, counts, device=self.placed[1])
         return BatchStep.of_tokens(self.layers, None, common, real)
 
@@ -189,6 +194,12 @@ class Paged:
             got = f"{mask.ndim} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise UnsupportedError(
                 f"attention_mask has {got}: a paged cache takes [B, columns], which says what is padding, and no other"
+            )
+        now = model.config._attn_implementation
+        if now != NAME:
+            raise UnsupportedError(
+                f"{name} is enabled, but its attn_implementation is now {now!r}, which cannot read a paged cache; call "
+                "disable(model) to run it so, or enable(model) again"
             )
         if past is None:
             return
@@ -251,16 +262,6 @@ def _make_cache(
     lengths = [longest - columns + prompt for prompt in prompts]
     cache.expect(lengths, prompts, columns, together, copies=rows if beams > 1 else 0)
     return cache
-
-
-def _logits(model: Any) -> Any:
-    """The model's own forward, as `probe` calls it."""
-
-    def run(input_ids: torch.Tensor, positions: torch.Tensor, recorder: Recorder) -> torch.Tensor:
-        ids, where = input_ids[None], positions[None]
-        return model(input_ids=ids, position_ids=where, use_cache=False, paged_step=recorder).logits[0]
-
-    return run
 
 
 def _check_one_device(model: Any) -> None:

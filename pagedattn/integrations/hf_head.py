@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
+from .hf_refusals import takes_positions
 
 
 class _Given(nn.Module):
@@ -43,10 +44,11 @@ def decoder_of(model: Any) -> Any:
     """
     inside = {id(module) for module in model.modules()} - {id(model)}
     candidates = model.get_decoder(), model.base_model, getattr(model, "model", None)
-    body = next((one for one in candidates if id(one) in inside), None)
-    if body is None:
+    bodies = [one for one in candidates if id(one) in inside]
+    if not bodies:
         raise UnsupportedError(f"{type(model).__name__} has no decoder of its own under a language model head")
-    return body
+    # ModernBERT's get_decoder gives its head.
+    return next((one for one in bodies if takes_positions(one)), bodies[0])
 
 
 def without_decoder(model: Any, body: Any) -> Any:

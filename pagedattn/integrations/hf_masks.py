@@ -39,14 +39,20 @@ class MaskNote(torch.Tensor):
     mask: CausalMask
 
 
-def describe_mask(*_args: Any, mask_function: MaskFunction, config: Any, **_options: Any) -> MaskNote:
+def describe_mask(
+    *_args: Any, mask_function: MaskFunction, config: Any, positions: int | None = None, **_options: Any
+) -> MaskNote:
     """A mask interface of transformers: describes the mask instead of building it.
+
+    Args:
+        positions: over so many; None: over all that the model has.
 
     Raises:
         UnsupportedError: it is no causal mask with or without a window.
     """
-    positions = min(getattr(config, "max_position_embeddings", None) or 4096, _MOST_POSITIONS)
-    mask = classify(mask_function, positions)
+    limit, window = (getattr(config, of, None) for of in ("max_position_embeddings", "sliding_window"))
+    wide = min(max(limit or 4096, (window or 0) + 1), _MOST_POSITIONS)  # a window shows in more than it has
+    mask = classify(mask_function, wide if positions is None else positions)
     if mask is None:
         raise UnsupportedError(
             f"{config.model_type} has a mask that is neither causal nor a causal sliding window (chunks, a prefix or "
@@ -77,4 +83,4 @@ def classify(mask_function: MaskFunction, positions: int) -> CausalMask | None:
 def _row(mask_function: MaskFunction, query: int, keys: torch.Tensor) -> torch.Tensor:
     zero = torch.zeros(1, dtype=torch.long)
     allowed = mask_function(zero, zero, torch.tensor([query]), keys)
-    return torch.as_tensor(allowed, dtype=torch.bool).expand(len(keys))
+    return torch.as_tensor(allowed, dtype=torch.bool).expand(len(keys)).cpu()

@@ -7,14 +7,15 @@ still learns of its neighbour comes from a layer that a paged cache knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
-from .hf_attention import NAME, PROBE_NAME, AttentionCall
+from ..errors import PagedAttnError, UnsupportedError
+from .hf_attention import NAME, PAIR_NAME, PROBE_NAME, AttentionCall
 from .hf_masks import CausalMask, MaskNote
 
 # Rounding of one row may depend on the rows beside it; what another token leaks is far larger.
@@ -65,32 +66,34 @@ class Recorder:
 
 
 def probe(
-    model: Any,
-    whole: Callable[[torch.Tensor, torch.Tensor, Recorder], torch.Tensor],
-    split: Callable[[torch.Tensor, torch.Tensor, Recorder], torch.Tensor],
+    model: Any, split: Callable[[torch.Tensor, torch.Tensor, Recorder], torch.Tensor] | None = None
 ) -> list[ProbedLayer]:
     """Every layer's demands, in order.
 
     Args:
         model: a causal language model of transformers, loaded. Its attention implementation is "pagedattn" afterwards.
-        whole: input ids [2] and positions [2] to logits [2, vocab], by the model's own forward.
-        split: the same by the way that serves steps.
+        split: input ids [2] and positions [2] to logits [2, vocab] by the way that serves steps; None: the model's own.
 
     Raises:
         UnsupportedError: a layer does not call attention, or asks for what is not paged; tokens learn of each other
-            elsewhere than in attention, or do not follow the positions given.
+            elsewhere than in attention, or do not follow the positions given; its code fails.
     """
     device, name = model.device, type(model).__name__
     first, second, third = (torch.tensor(i, device=device) % model.config.vocab_size for i in (11, 23, 37))
     one, other = Recorder(), Recorder()
     model.set_attn_implementation(PROBE_NAME)
     try:
-        logits = whole(torch.stack((first, second)), torch.tensor((0, 1), device=device), one)
+        logits = _whole(model, torch.stack((first, second)), torch.tensor((0, 1), device=device), one)
     finally:
         model.set_attn_implementation(NAME)
     layers = [one.layers[index] for index in sorted(one.layers)]
     _check_layers(name, layers, model.config.num_hidden_layers)
-    again = split(torch.stack((second, third)), torch.tensor((1, 7), device=device), other)
+    tokens, positions = torch.stack((second, third)), torch.tensor((1, 7), device=device)
+    if split is None:
+        again = _whole(model, tokens, positions, other)
+    else:
+        with _saying_why(name):
+            again = split(tokens, positions, other)
     if {index: layer.call for index, layer in other.layers.items()} != {
         layer.call.layer: layer.call for layer in layers
     }:
@@ -104,6 +107,52 @@ def probe(
     if not _alike(logits[1], again[0]):
         raise UnsupportedError(f"{name} has logits that are no function of its decoder's last hidden state alone")
     return layers
+
+
+def packs_rows(model: Any) -> bool:
+    """Whether positions that begin anew begin another sequence in a probed model, where there is no mask or cache."""
+    recorder, pair = Recorder(), torch.zeros(2, dtype=torch.long, device=model.device)
+    model.set_attn_implementation(PAIR_NAME)
+    try:
+        _whole(model, pair, pair, recorder)
+    finally:
+        model.set_attn_implementation(NAME)
+    return any(layer.mask is not None and layer.mask.window == 1 for layer in recorder.layers.values())
+
+
+def check_first_position(model: Any) -> None:
+    """Raise UnsupportedError where a probed model's own positions do not begin at 0."""
+    positions = torch.arange(2, device=model.device)
+    tokens = (positions * 12 + 11) % model.config.vocab_size
+    if not _alike(_whole(model, tokens, None, Recorder()), _whole(model, tokens, positions, Recorder())):
+        raise UnsupportedError(
+            f"{type(model).__name__} does not count positions from 0 (RoBERTa's begin after padding_idx), as packed "
+            "rows do; run it with transformers' generate over enable(model), which leaves positions to the model"
+        )
+
+
+def _whole(model: Any, input_ids: torch.Tensor, positions: torch.Tensor | None, recorder: Recorder) -> torch.Tensor:
+    """Input ids [2] and positions [2] (None: the model's own) to logits [2, vocab], by the model's own forward."""
+    name, given = type(model).__name__, {} if positions is None else {"position_ids": positions[None]}
+    with _saying_why(name):
+        out = model(input_ids=input_ids[None], use_cache=False, paged_step=recorder, **given)
+    if getattr(out, "logits", None) is None:
+        raise UnsupportedError(f"{name} gives no logits; load it with a language model head (AutoModelForCausalLM)")
+    return out.logits[0]
+
+
+@contextmanager
+def _saying_why(name: str) -> Iterator[None]:
+    """A model's own code may want more of a mask, or of its config, than is there while it is probed."""
+    try:
+        yield
+    except (PagedAttnError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{name} fails on two tokens over the attention interface ({type(error).__name__}: {error}); run it with "
+            "transformers itself"
+        ) from error
 
 
 def _check_layers(name: str, layers: list[ProbedLayer], count: int) -> None:

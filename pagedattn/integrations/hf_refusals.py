@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError
+from .hf_attention import import_transformers
 
 _PAGED_LAYERS = {"full_attention", "sliding_attention"}
 _OTHER_LAYERS = {
@@ -25,7 +26,10 @@ def refuse(model_class: Any, config: Any, max_model_len: int | None = None) -> N
         model_class, config: of transformers.
         max_model_len: longest sequence that will be run; None is the model's own limit.
     """
-    reasons = [*_of_architecture(model_class, config), *_of_layers(config), *_of_rope(config, max_model_len)]
+    try:
+        reasons = [*_of_architecture(model_class, config), *_of_layers(config), *_of_rope(config, max_model_len)]
+    except RuntimeError as error:  # of transformers, for what per_layer_config says of single layers
+        reasons = [f"its config differs from layer to layer in what is read of it as a whole ({error})"]
     if reasons:
         raise UnsupportedError(
             f"{model_class.__name__} ({config.model_type}) cannot run over the paged cache: {'; '.join(reasons)}. "
@@ -83,7 +87,20 @@ def _of_rope(config: Any, max_model_len: int | None) -> list[str]:
     return []
 
 
+def check_model(model: Any) -> None:
+    """Raise InvalidInputError for what is no model of transformers."""
+    if not isinstance(model, import_transformers().PreTrainedModel):
+        raise InvalidInputError(
+            "model", "a PreTrainedModel", type(model).__name__, "give the model that is inside, or load one"
+        )
+
+
+def takes_positions(body: Any) -> bool:
+    """Whether a module's forward has position_ids."""
+    return "position_ids" in inspect.signature(body.forward).parameters
+
+
 def check_signature(body: Any) -> None:
     """The decoder must take the position of each token: in a packed row it is not the token's index."""
-    if "position_ids" not in inspect.signature(body.forward).parameters:
+    if not takes_positions(body):
         raise UnsupportedError(f"{type(body).__name__} takes no position_ids, so that sequences cannot share a row")

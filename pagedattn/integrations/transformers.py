@@ -21,8 +21,8 @@ from .hf_generate import disable, enable, new_cache
 from .hf_generate import register_generate as register
 from .hf_head import decoder_of, without_decoder
 from .hf_layers import make_attention
-from .hf_probe import ProbedLayer, Recorder, probe
-from .hf_refusals import check_signature, refuse
+from .hf_probe import ProbedLayer, Recorder, check_first_position, probe
+from .hf_refusals import check_model, check_signature, refuse
 
 __all__ = ["NAME", "PackedModel", "disable", "enable", "import_transformers", "new_cache", "refuse", "register"]
 
@@ -61,6 +61,7 @@ class PackedModel:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
         """
         register_attention()
+        check_model(model)
         refuse(type(model), model.config, max_model_len)
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
@@ -70,7 +71,8 @@ class PackedModel:
         before = model.config._attn_implementation
         try:
             with torch.inference_mode():
-                self._learnt = probe(model, self._whole, self._split)
+                self._learnt = probe(model, self._split)
+                check_first_position(model)
         except Exception:
             model.set_attn_implementation(before)
             raise
@@ -119,10 +121,6 @@ class PackedModel:
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PackedStep | Recorder) -> torch.Tensor:
         ids, where = input_ids.long()[None], positions.long()[None]
         return self._body(input_ids=ids, position_ids=where, use_cache=False, paged_step=step)[0][0]
-
-    def _whole(self, input_ids: torch.Tensor, positions: torch.Tensor, recorder: Recorder) -> torch.Tensor:
-        ids, where = input_ids[None], positions[None]
-        return self.model(input_ids=ids, position_ids=where, use_cache=False, paged_step=recorder).logits[0]
 
     def _split(self, input_ids: torch.Tensor, positions: torch.Tensor, recorder: Recorder) -> torch.Tensor:
         return self.logits(self._run(input_ids, positions, recorder))

@@ -58,6 +58,17 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_positions": 256}),
     "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 16, "init_std": 0.3}),
     "cohere2": ("Cohere2Config", {**_HALF, "logit_scale": 0.5}),
+    # A window that no layer tells its attention of, only its mask.
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"shared_expert_intermediate_size": 32, "use_sliding_window": True, "sliding_window": 8},
+            "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
+    # get_decoder gives its head.
+    "modernbert-decoder": ("ModernBertDecoderConfig", {"local_attention": 16}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "logits_scaling": 3.0}),
     "deepseek_v3": (
         "DeepseekV3Config",

@@ -81,6 +81,38 @@ def test_tokens_equal_eager_in_every_way_of_decoding(name: str) -> None:
     assert hf.new_cache(model).num_blocks_used == 0, "every generation gave all its blocks back"
 
 
+@pytest.mark.parametrize("num_blocks", [None, 100])
+@torch.no_grad()
+def test_a_forward_over_padding_alone(num_blocks: int | None) -> None:
+    """Rows may all begin after the first chunk of a prompt."""
+    model, inputs = model_of("gemma2"), {key: torch.nn.functional.pad(x, (8, 0)) for key, x in batch(9, 5).items()}
+    ways: list[dict[str, Any]] = [{"prefill_chunk_size": 6}, {"prefill_chunk_size": 3, "num_beams": 2}]
+    wanted = [generate(model, inputs, **way) for way in ways]
+    hf.enable(model, block_size=4, num_blocks=num_blocks)
+    assert all(torch.equal(generate(model, inputs, **way), one) for way, one in zip(ways, wanted, strict=True))
+    first = {key: x[:, :8] for key, x in inputs.items()}
+    assert bool(model(**first, use_cache=False).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.no_grad()
+def test_hidden_states(name: str) -> None:
+    model, inputs = model_of(name), batch(*RAGGED)
+    real = inputs["attention_mask"].bool()
+    options: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False}
+    options |= {"max_new_tokens": 3, "eos_token_id": None}
+
+    def states() -> list[torch.Tensor]:
+        first, *steps = model.generate(**inputs, **options).hidden_states
+        forward = model(**inputs, output_hidden_states=True).hidden_states
+        return [*(x[real] for x in (*forward, *first)), *(x for step in steps for x in step)]
+
+    wanted = states()
+    hf.enable(model, block_size=4)
+    assert len(wanted) == 4 * 3
+    torch.testing.assert_close(states(), wanted, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_assisted_decoding(name: str) -> None:
     """A draft is cut from the cache where it was wrong; both models may be enabled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -102,6 +103,38 @@ def test_caches_that_are_none_of_this_model() -> None:
             generate(model, batch(4), cache_implementation=kind)
     with pytest.raises(UnsupportedError, match="use_cache=False with a paged cache: every step would store all"):
         generate(model, batch(4), past_key_values=hf.new_cache(model), use_cache=False)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_paged_cache_in_a_model_that_is_not_paged(attention: str) -> None:
+    """One new token needs no mask, so that nothing else would tell that its attention saw no other."""
+    model, ids = model_of("llama", attention=attention), batch(9)["input_ids"]
+    wanted = model(ids).logits
+    paged = copy.deepcopy(model)
+    hf.enable(paged, block_size=4)
+    cache = paged(ids[:, :8]).past_key_values
+    for new in (ids[:, 8:], ids):
+        with pytest.raises(UnsupportedError, match=r"the model that runs is not enabled, or no longer.*call enable"):
+            model(new, past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="the model that runs is not enabled"):
+        generate(model, batch(9), past_key_values=hf.new_cache(paged))
+    torch.testing.assert_close(paged(ids[:, 8:], past_key_values=cache).logits, wanted[:, 8:], rtol=0, atol=1e-5)
+    cache.crop(-1)
+    hf.disable(paged)
+    with pytest.raises(UnsupportedError, match="the model that runs is not enabled"):
+        paged(ids[:, 8:], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_attention_that_was_changed_by_hand() -> None:
+    model, ids = enabled(), torch.tensor([[3, 4]])
+    model.set_attn_implementation("sdpa")
+    for call in (lambda: model(ids), lambda: generate(model, batch(4)), lambda: model(ids, use_cache=False)):
+        with pytest.raises(UnsupportedError, match=r"attn_implementation is now 'sdpa'.*call disable\(model\)"):
+            call()
+    hf.disable(model)
+    assert model.config._attn_implementation == "exact" and generate(model, batch(4)).shape == (1, 16)
 
 
 @torch.no_grad()

@@ -219,6 +219,30 @@ def test_rows_may_be_repeated_and_chosen() -> None:
     assert cache.get_seq_length() == 3
 
 
+@pytest.mark.parametrize("way", ["select", "reorder", "crop"])
+@torch.no_grad()
+def test_no_mask_is_needed_once_the_padding_is_gone(way: str) -> None:
+    model, inputs = model_of("llama"), batch(9, 9 if way == "crop" else 4)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    wanted = model(ids).logits[:, -1]
+    hf.enable(model, block_size=4)
+    cache = hf.new_cache(model)
+    model(ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+    if way == "crop":
+        later = torch.tensor([[1, 1], [0, 1]])
+        model(ids[:, :2], attention_mask=torch.cat((mask[:, :8], later), 1), past_key_values=cache)
+        cache.crop(-2)
+        rows = [0, 1]
+    elif way == "select":
+        cache.batch_select_indices(torch.tensor([True, False]))
+        rows = [0]
+    else:
+        cache.reorder_cache(torch.tensor([0, 0]))
+        rows = [0, 0]
+    got = model(ids[rows, 8:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(got, wanted[rows], rtol=0, atol=1e-12)
+
+
 def test_columns_count_tokens() -> None:
     columns = Columns()
     mask = np.array([[0, 0, 1, 1], [1, 1, 1, 1]], dtype=bool)
