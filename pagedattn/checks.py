@@ -21,6 +21,8 @@ def check_call(
 ) -> None:
     """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device."""
     device = common.query_start_loc.device
+    if not torch.compiler.is_compiling():
+        _host_bounds(common)
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
     if len(query) < common.num_tokens:
         raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
@@ -70,12 +72,7 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
     size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
     if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
         raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
-    bounds = common.max_query_len, common.max_seq_len
-    longest = tuple(int(x.max()) if len(x) else 0 for x in (query_lens, lens))
-    if longest[0] > bounds[0] or longest[1] > bounds[1]:
-        raise InvalidInputError("max_query_len, max_seq_len", f"at least {longest}", bounds)
-    if bool((query_lens[: common.num_decodes] > 1).any()):
-        raise InvalidInputError("num_decodes", "leading sequences with one new token each", common.num_decodes)
+    _within_bounds(common, starts, lens)
     live = torch.arange(table.shape[1]) * size < lens[:, None]
     bad = (live & ((table < 0) | (table >= blocks))).nonzero()
     if len(bad):
@@ -95,6 +92,43 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
         raise InvalidInputError("slot_mapping", f"below {blocks * size} (negative skips)", int(written.max()))
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _host_bounds(common: CommonAttentionMetadata) -> None:
+    """What the host knows of a step agrees: a kernel that is given too small a bound may never end."""
+    starts, lens, count = common.query_start_loc_cpu, common.seq_lens_cpu, common.num_seqs
+    if not 0 <= common.num_decodes <= count:
+        raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", common.num_decodes)
+    for name, tensor, rows in (("query_start_loc_cpu", starts, count + 1), ("seq_lens_cpu", lens, count)):
+        if tensor is not None and tensor.shape != (rows,):
+            raise InvalidInputError(name, f"[{rows}] for {count} sequences, or None", list(tensor.shape))
+    if len(common.seq_lens) < count:
+        raise InvalidInputError("num_seqs", f"at most {len(common.seq_lens)}, the length of seq_lens", count)
+    if starts is not None and int(starts[-1]) > common.num_tokens:
+        raise InvalidInputError("num_tokens", f"at least {int(starts[-1])}, where the queries end", common.num_tokens)
+    _within_bounds(common, starts, lens)
+
+
+def _within_bounds(common: CommonAttentionMetadata, starts: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:
+    """Starts [B + 1] and lengths [B] on the host, None where unknown, are as the metadata's integers say."""
+    if seq_lens is not None and len(seq_lens):
+        _at_most("max_seq_len", common.max_seq_len, int(seq_lens.numpy().max()))
+    if starts is None or len(starts) == 1:
+        return
+    first, decodes = starts.numpy(), common.num_decodes  # whose operations cost a third of torch's
+    query_lens = first[1:] - first[:-1]
+    longest = int(query_lens.max())
+    _at_most("max_query_len", common.max_query_len, longest)
+    # The padding of a captured batch decodes nothing; before sequences that are no decodes there is none.
+    single = longest <= 1 or not decodes or query_lens[:decodes].max() <= 1
+    if not single or (decodes < common.num_seqs and first[decodes] != decodes):
+        expected = "leading sequences with one new token each"
+        raise InvalidInputError("num_decodes", expected, decodes, "pass 0, or sort these sequences first")
+
+
+def _at_most(name: str, bound: int, longest: int) -> None:
+    if longest > bound:
+        raise InvalidInputError(name, f"at least {longest}, the longest", bound)
 
 
 def _host_lengths(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:

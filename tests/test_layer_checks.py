@@ -65,7 +65,17 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cache device": ({"kv_cache": cache(device="meta")}, "kv_cache", "on cpu as the metadata, got meta"),
     "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "kv_cache", "torch.float32.*got torch.float16"),
     "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
-    "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5))}, "seq_lens", "at most 32, the table's width"),
+    "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5), max_seq_len=33)}, "seq_lens", "at most 32, the table's width"),
+    "longest query": ({"metadata": common(max_query_len=1)}, "max_query_len", "at least 5, the longest, got 1"),
+    "longest sequence": ({"metadata": common(max_seq_len=19)}, "max_seq_len", "at least 20, the longest, got 19"),
+    "tokens": ({"metadata": common(num_tokens=5)}, "num_tokens", "at least 6, where the queries end, got 5"),
+    "sequences": ({"metadata": common(num_seqs=1)}, "query_start_loc_cpu", r"\[2\] for 1 sequences, or None, got \[3\]"),
+    "more sequences": (
+        *({"metadata": common(num_seqs=3, query_start_loc_cpu=None, seq_lens_cpu=None)}, "num_seqs", "at most 2, .*got 3"),
+    ),
+    "decodes": ({"metadata": common(num_decodes=2)}, "num_decodes", "one new token each, got 2; pass 0, or sort"),
+    "too many decodes": ({"metadata": common(num_decodes=7)}, "num_decodes", r"in 0\.\.2, .*got 7"),
+    "negative decodes": ({"metadata": common(num_decodes=-1)}, "num_decodes", r"in 0\.\.2, .*got -1"),
     "shared": ({"metadata": common(shared_prefix_len=6)}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
     "shared by less than none": ({"metadata": common(shared_prefix_len=-1)}, "shared_prefix_len", "got -1"),
     "out": ({"out": torch.empty(6, 4, 8)}, "out", r"\[T, Hq, Dv\]"),
@@ -86,6 +96,7 @@ def test_the_right_call_is_served_at_every_level(monkeypatch: pytest.MonkeyPatch
         assert call().isfinite().all()
 
 
+UNKNOWN = {"query_start_loc_cpu": None, "seq_lens_cpu": None}
 BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "block too high": ({"block_table": torch.tensor([[1, 4], [3, 0]])}, "block_table", "got 4 at row 0, column 1"),
     "block negative": ({"block_table": torch.tensor([[1, 2], [-1, 0]])}, "block_table", "got -1 at row 1, column 0"),
@@ -95,9 +106,9 @@ BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "starts fall": ({"query_start_loc": i32(0, 7, 6)}, "query_start_loc", "never decreasing"),
     "short": ({"seq_lens": i32(20, 4)}, "seq_lens", "at least the new tokens"),
     "long": ({"seq_lens": i32(33, 5)}, "seq_lens", "at most 32, got 33"),
-    "longest query": ({"max_query_len": 1}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(1, 20\)"),
-    "longest sequence": ({"max_seq_len": 19}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(5, 19\)"),
-    "decodes": ({"num_decodes": 2}, "num_decodes", "one new token each, got 2"),
+    "longest query": ({"max_query_len": 1, **UNKNOWN}, "max_query_len", "at least 5, the longest, got 1"),
+    "longest sequence": ({"max_seq_len": 19, **UNKNOWN}, "max_seq_len", "at least 20, the longest, got 19"),
+    "decodes": ({"num_decodes": 2, **UNKNOWN}, "num_decodes", "one new token each, got 2"),
     "shared": ({"shared_prefix_len": 5}, "shared_prefix_len", r"share \(5 are not\), got others at row 1; pass 0"),
     "shared and longer": (
         *({"shared_prefix_len": 6, "seq_lens_cpu": None}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
@@ -116,6 +127,16 @@ def test_contents_are_checked_at_level_2_only(name: str, monkeypatch: pytest.Mon
     for level in "01":
         monkeypatch.setenv("PAGEDATTN_CHECK", level)
         assert call(metadata=common(**changes)).shape == (6, 4, 16)
+
+
+def test_padding_decodes_nothing_where_nobody_else_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1, 0], [20, 0]
+    assert call(metadata=CommonAttentionMetadata.from_lengths(*lengths, TABLE, num_decodes=2)).shape == (6, 4, 16)
+    mixed = CommonAttentionMetadata.from_lengths([1, 0, 5], [20, 0, 5], TABLE[[0, 0, 1]]).replace(num_decodes=2)
+    for level, unknown in (("1", {}), ("2", UNKNOWN)):
+        monkeypatch.setenv("PAGEDATTN_CHECK", level)
+        with pytest.raises(InvalidInputError, match="num_decodes must be leading sequences with one new token each"):
+            call(metadata=mixed.replace(**unknown))
 
 
 def test_a_prefix_in_the_same_blocks_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

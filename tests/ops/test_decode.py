@@ -255,6 +255,12 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
         assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window == 0)
 
 
+@pytest.mark.parametrize("decodes", [-1, 3])
+def test_more_decodes_than_sequences_or_fewer_than_none(decodes: int, device: torch.device) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^num_decodes must be in 0\.\.1, .*got {decodes}"):
+        call(device, num_decodes=decodes)
+
+
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "seq_lens", "query_start_loc"])
 @pytest.mark.parametrize("path", ["torch", "triton"])
 def test_columns_are_refused(name: str, path: str, device: torch.device) -> None:
