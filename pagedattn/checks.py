@@ -57,6 +57,9 @@ def check_call(
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
+    if common.block_size not in (None, kv_cache.block_size):
+        expected, remedy = f"of blocks of {kv_cache.block_size} tokens as the kv_cache", "build it with block_size="
+        raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
         _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
 

@@ -65,6 +65,9 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cache device": ({"kv_cache": cache(device="meta")}, "kv_cache", "on cpu as the metadata, got meta"),
     "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "kv_cache", "torch.float32.*got torch.float16"),
     "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
+    "blocks of the metadata": (
+        *({"metadata": common(block_size=32)}, "metadata", "of blocks of 16 tokens .*got 32; build it with block_size=16"),
+    ),
     "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5), max_seq_len=33)}, "seq_lens", "at most 32, the table's width"),
     "longest query": ({"metadata": common(max_query_len=1)}, "max_query_len", "at least 5, the longest, got 1"),
     "longest sequence": ({"metadata": common(max_seq_len=19)}, "max_seq_len", "at least 20, the longest, got 19"),
