@@ -101,7 +101,7 @@ class _Staging:
     """A host buffer that is not written again before its last copy to the device was read."""
 
     def __init__(self, rows: int, columns: int, pinned: bool) -> None:
-        self.tensor = torch.zeros(rows, columns, dtype=torch.int32, pin_memory=pinned)
+        self.tensor = torch.zeros(rows, columns, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.host = self.tensor.numpy()
         self._copied: torch.cuda.Event | None = None
 

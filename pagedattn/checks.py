@@ -76,7 +76,7 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
     if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
         raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
     _within_bounds(common, starts, lens)
-    live = torch.arange(table.shape[1]) * size < lens[:, None]
+    live = torch.arange(table.shape[1], device="cpu") * size < lens[:, None]
     bad = (live & ((table < 0) | (table >= blocks))).nonzero()
     if len(bad):
         row, column = bad[0].tolist()

@@ -153,14 +153,19 @@ class PagedKVCache:
 
     def zero_blocks(self, ids: Sequence[int] | torch.Tensor) -> None:
         """Zero blocks in all layers: what a `clean_cache` owner does with each block the pool hands out."""
-        index = torch.as_tensor(ids, dtype=torch.int64)
+        index = _int64(ids)
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= self.num_blocks):
             raise InvalidInputError("ids", f"blocks in [0, {self.num_blocks})", index.tolist())
         self.slabs.index_fill_(1, index.to(self.device), 0)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]] | torch.Tensor) -> None:
         """Copy blocks (source, target) in all layers; every source is read before any target is written."""
-        ops.copy_blocks(list(self.slabs), torch.as_tensor(pairs, dtype=torch.int64).reshape(-1, 2))
+        ops.copy_blocks(list(self.slabs), _int64(pairs).reshape(-1, 2))
+
+
+def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
+    """A tensor stays where it is; other numbers go to the host, whatever the default device is."""
+    return values.long() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:

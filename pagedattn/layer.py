@@ -63,7 +63,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: torch.Tensor | Sequence[float] | None = None,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | Sequence[float] | None = None,
         head_dim_v: int | None = None,
         attn_type: AttentionType = AttentionType.DECODER,
         causal: bool | None = None,
@@ -83,7 +83,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.kv_group = kv_group
-        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, kv_cache_dtype)
         self._base = AttentionSpec(
             num_heads=num_heads,
             head_dim=head_dim,
@@ -103,8 +102,12 @@ class Attention(nn.Module):
             deterministic=deterministic,
             graph_level=graph_level,
         )
+        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, kv_cache_dtype, self._base.kv_heads)
         self._request = current_request(backend)
-        self._slope_values = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
+        # Slopes are values, not parameters: they exist where the layer is built on the meta device too.
+        slopes = _values(alibi_slopes, torch.float32, "cpu")
+        self._slope_values = None if slopes is None else slopes.float()
+        sinks = _values(sinks, dtype, device)
         for name, values in (("alibi_slopes", self._slope_values), ("sinks", sinks)):
             if values is not None and tuple(values.shape) != (num_heads,):
                 raise InvalidInputError(name, f"[{num_heads}], one per query head", list(values.shape))
@@ -125,7 +128,7 @@ class Attention(nn.Module):
         found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
         if any(scale is not None for scale in found):
             require_fp8(self._base.kv_cache_dtype)
-            self._scales = self._scales.loaded(*found)
+            self._scales = self._scales.loaded(*found, self._base.kv_heads)
             self._resolve()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -267,6 +270,15 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         spec = self.spec
         return f"{spec.num_heads}/{spec.kv_heads} heads of {spec.head_dim}, backend={self.selection.name}"
+
+
+def _values(
+    given: torch.Tensor | Sequence[float] | None, dtype: torch.dtype | None, device: torch.device | str | None
+) -> torch.Tensor | None:
+    """A tensor as it is; numbers as one."""
+    if given is None or isinstance(given, torch.Tensor):
+        return given
+    return torch.tensor(given, dtype=dtype, device=device)
 
 
 def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:

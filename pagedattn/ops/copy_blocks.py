@@ -55,7 +55,7 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
         copy(caches, caches, pairs)
         return
     staged, direct = pairs[overlap], pairs[~overlap]
-    row = torch.arange(len(staged))
+    row = torch.arange(len(staged), device="cpu")
     staging = [cache.new_empty(len(staged), *cache.shape[1:]) for cache in caches]
     copy(caches, staging, torch.stack((staged[:, 0], row), 1))
     if len(direct):
