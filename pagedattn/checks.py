@@ -8,7 +8,7 @@ from .cache_spec import stored_dtype
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
-from .spec import AttentionSpec
+from .spec import AttentionSpec, AttentionType
 
 
 def check_call(
@@ -40,8 +40,7 @@ def check_call(
         return
     if not spec.uses_cache:
         raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
-    if key is not None and value is None and kv_cache.value.data_ptr() != kv_cache.key.data_ptr():
-        raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
+    _pair(key, value, kv_cache)
     got = kv_cache.key.shape[2:], kv_cache.value.shape[2:]
     want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
     if (tuple(got[0]), tuple(got[1])) != want:
@@ -64,13 +63,13 @@ def check_call(
         _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
 
 
-def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
+def check_contents(spec: AttentionSpec, common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
     """Level 2: every live table entry, slot and length; waits for the device."""
     lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
     query_lens = starts.diff()
     if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
         raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
-    if bool((query_lens > lens).any()):
+    if (spec.causal or spec.attn_type is AttentionType.DECODER) and bool((query_lens > lens).any()):
         raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())
     size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
     if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
@@ -90,11 +89,21 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
             expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
             raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
     slots = common.slot_mapping.cpu()
-    written = slots[slots >= 0]
-    if len(written) and int(written.max()) >= blocks * size:
-        raise InvalidInputError("slot_mapping", f"below {blocks * size} (negative skips)", int(written.max()))
+    written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _pair(key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerCache) -> None:
+    """Keys and values come together, but for a cache whose values are a view of its keys."""
+    if key is None:
+        if value is not None:
+            raise InvalidInputError("key", "given with value", "None", "pass neither to write nothing")
+    elif value is None:
+        if kv_cache.value.data_ptr() != kv_cache.key.data_ptr():
+            raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
+    elif not torch.compiler.is_compiling() and kv_cache.value.data_ptr() == kv_cache.key.data_ptr() != 0:
+        raise InvalidInputError("value", "None, as the cache's values are a view of its keys", list(value.shape))
 
 
 def _host_bounds(common: CommonAttentionMetadata) -> None:

@@ -239,7 +239,7 @@ class Attention(nn.Module):
         if level:
             check_call(spec, query, key, value, kv_cache, built.common)
         if level == 2 and kv_cache is not None:
-            check_contents(built.common, kv_cache)
+            check_contents(spec, built.common, kv_cache)
         # Keys that come with the call are not quantised.
         scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
         target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)

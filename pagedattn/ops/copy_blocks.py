@@ -45,8 +45,9 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
     if chosen == "torch":
         on_device = pairs.to(device, non_blocking=True)
-        for cache in caches:
-            cache[on_device[:, 1]] = cache[on_device[:, 0]]
+        # All sources first: tensors may be views of the same blocks.
+        for cache, moved in zip(caches, [cache[on_device[:, 0]] for cache in caches], strict=True):
+            cache[on_device[:, 1]] = moved
         return
     copy = csrc_op("copy_blocks") if chosen == "csrc" else kernels("copy_blocks").launch
     # The kernels copy in any order: a source that is a target too goes through a staging copy.

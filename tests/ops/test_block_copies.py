@@ -211,6 +211,14 @@ def test_tensors_without_memory_are_no_overlap(device, any_path) -> None:
     ops.swap_blocks(source, target, torch.tensor(PAIRS), path=any_path)
 
 
+def test_views_of_the_same_blocks(device, any_path) -> None:
+    """As a latent cache gives its keys and values."""
+    key = torch.arange(9 * 6.0, device=device).view(9, 6)
+    want = copy_blocks_oracle(key.cpu(), key.cpu(), CHAIN)
+    ops.copy_blocks([key, key[:, :4]], torch.tensor(CHAIN), path=any_path)
+    assert torch.equal(key.cpu(), want)
+
+
 def test_blocks_of_one_element(device, any_path) -> None:
     cache = torch.arange(9.0, device=device)
     want = copy_blocks_oracle(cache.cpu(), cache.cpu(), MIXED)

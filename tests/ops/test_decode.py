@@ -261,6 +261,11 @@ def test_more_decodes_than_sequences_or_fewer_than_none(decodes: int, device: to
         call(device, num_decodes=decodes)
 
 
+def test_a_negative_window(device: torch.device) -> None:
+    with pytest.raises(InvalidInputError, match="^sliding_window must be at least 1, or None for no window, got -1"):
+        call(device, sliding_window=-1)
+
+
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "seq_lens", "query_start_loc"])
 @pytest.mark.parametrize("path", ["torch", "triton"])
 def test_columns_are_refused(name: str, path: str, device: torch.device) -> None:

@@ -67,6 +67,29 @@ def test_no_sequences(device, path) -> None:
     assert slots.tolist() == [-1, -1, -1]
 
 
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens", "rows"])
+@pytest.mark.parametrize("change", ["column", "int64", "longer"])
+def test_what_the_kernel_would_read_otherwise_is_refused(device, path, name, change) -> None:
+    def i32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    given = {"query_start_loc": i32(0, 2, 3), "seq_lens": i32(2, 5), "rows": i32(1, 0)}
+    bad = given[name]
+    changed = {"column": torch.stack((bad, bad), 1)[:, 0], "int64": bad.long(), "longer": torch.cat((bad, bad))}
+    given[name] = changed[change]
+    table, slots = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    lens = "query_start_loc" if name == "seq_lens" and change == "longer" else name  # whose length says which is wrong
+    with pytest.raises(InvalidInputError, match=rf"^{lens} must be int32 \[\d\] on {device}.*, contiguous"):
+        ops.compute_slot_mapping(table, 4, slot_mapping=slots, path=path, **given)
+
+
+def test_a_transposed_table_is_refused(device, path) -> None:
+    table = torch.zeros(5, 2, dtype=torch.int32, device=device).t()
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, 3], [2, 5]))
+    with pytest.raises(InvalidInputError, match="^block_tables must be contiguous in each row"):
+        ops.compute_slot_mapping(table, 4, starts, lens, torch.zeros(3, dtype=torch.int64, device=device), path=path)
+
+
 def test_wrong_dtype_is_refused(device) -> None:
     table = torch.zeros(1, 1, dtype=torch.int64, device=device)
     lens = torch.zeros(1, dtype=torch.int32, device=device)
