@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from .cache_spec import FullAttentionSpec, KVCacheGroup, KVCacheSpec, MLASpec, g
 from .errors import CapacityError, InvalidInputError
 from .spec import CACHE_LAYOUTS
 
+# How torch says, where it has no exception for it, that memory or a number of bytes is too much to ask.
+_TOO_MUCH = re.compile("can't allocate memory|out of memory|calculation overflowed")
 _LAYOUTS: dict[tuple[object, ...], object] = {}
 
 
@@ -116,6 +119,8 @@ class PagedKVCache:
         try:
             self.slabs = torch.zeros(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not _TOO_MUCH.search(str(error)):
+                raise
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
         self._layers = {

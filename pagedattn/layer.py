@@ -51,6 +51,7 @@ class Attention(nn.Module):
         InvalidInputError: values that contradict each other, or an unknown backend.
     """
 
+    sinks: torch.Tensor | None
     _anchor: torch.Tensor
 
     def __init__(
@@ -107,14 +108,14 @@ class Attention(nn.Module):
         # Slopes are values, not parameters: they exist where the layer is built on the meta device too.
         slopes = _values(alibi_slopes, torch.float32, "cpu")
         self._slope_values = None if slopes is None else slopes.float()
-        sinks = _values(sinks, dtype, device)
-        for name, values in (("alibi_slopes", self._slope_values), ("sinks", sinks)):
+        logits = _values(sinks, dtype, device)
+        for name, values in (("alibi_slopes", self._slope_values), ("sinks", logits)):
             if values is not None and tuple(values.shape) != (num_heads,):
                 raise InvalidInputError(name, f"[{num_heads}], one per query head", list(values.shape))
-        if isinstance(sinks, nn.Parameter) or sinks is None:
-            self.sinks = sinks
+        if isinstance(logits, nn.Parameter) or logits is None:
+            self.sinks = logits
         else:
-            self.register_buffer("sinks", sinks, persistent=False)
+            self.register_buffer("sinks", logits, persistent=False)
         # An empty buffer follows .to() and so says which dtype and device the layer now has.
         self.register_buffer("_anchor", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self._resolve()
@@ -128,7 +129,7 @@ class Attention(nn.Module):
         found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
         if any(scale is not None for scale in found):
             require_fp8(self._base.kv_cache_dtype)
-            self._scales = self._scales.loaded(*found, self._base.kv_heads)
+            self._scales = self._scales.loaded(*found, kv_heads=self._base.kv_heads)
             self._resolve()
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -42,9 +42,7 @@ class LayerScales:
     announced: str | None = None
 
     @classmethod
-    def given(
-        cls, key: Scale, value: Scale, announced: str | None, kv_cache_dtype: str, kv_heads: int
-    ) -> LayerScales:
+    def given(cls, key: Scale, value: Scale, announced: str | None, kv_cache_dtype: str, kv_heads: int) -> LayerScales:
         """Of a layer's arguments.
 
         Raises:

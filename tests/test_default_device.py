@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from pagedattn import Attention, BlockTable, CommonAttentionMetadata, PagedKVCache, ops
+from pagedattn.ops import attention_cpu
 
 PAIRS = [(1, 2), (2, 3)]
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -31,9 +33,19 @@ ROWS, KEYS = torch.randn(5, HEADS, DIM), torch.randn(5, KV_HEADS, DIM)
 @pytest.mark.parametrize("level", ["1", "2"])
 @pytest.mark.parametrize("lengths", [([4, 1], [4, 20]), ([1, 1], [3, 4])], ids=["prompt", "decodes"])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"alibi_slopes": [1.0, 2.0, 3.0, 4.0]}], ids=str)
+@pytest.mark.parametrize("kernel", [True, False], ids=["extension", "torch"])
 @pytest.mark.usefixtures("meta")
-def test_a_step_on_the_cpu(options, lengths, level, cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_the_cpu(
+    kernel: bool,
+    options: dict[str, Any],
+    lengths: tuple[list[int], list[int]],
+    level: str,
+    cache: PagedKVCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", level)
+    if not kernel:
+        monkeypatch.setattr(attention_cpu, "_has_kernel", lambda inputs: False)
     layer = Attention(HEADS, DIM, KV_HEADS, device="cpu", dtype=torch.float32, backend="TORCH", **options)
     step = CommonAttentionMetadata.from_lengths(*lengths, TABLE)
     tokens = sum(lengths[0])
@@ -44,12 +56,6 @@ def test_a_step_on_the_cpu(options, lengths, level, cache, monkeypatch: pytest.M
 @pytest.mark.usefixtures("meta")
 def test_lengths_without_a_table() -> None:
     assert CommonAttentionMetadata.from_lengths([3], [3]).seq_lens.tolist() == [3]
-
-
-@pytest.mark.usefixtures("meta")
-def test_decodes_without_the_extension(cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops.attention_cpu, "_has_kernel", lambda inputs: False)
-    test_a_step_on_the_cpu({}, ([1, 1], [3, 4]), "1", cache, monkeypatch)
 
 
 @pytest.mark.usefixtures("meta")

@@ -54,6 +54,7 @@ def _level_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 META = torch.device("meta")
+UNKNOWN = {"query_start_loc_cpu": None, "seq_lens_cpu": None}
 BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "query heads": ({"query": torch.randn(6, 5, 16)}, "query", r"\[T, 4, 16\], got \[6, 5, 16\]"),
     "query dim": ({"query": torch.randn(6, 4, 8)}, "query", r"\[T, 4, 16\]"),
@@ -75,15 +76,31 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "kv_cache", "torch.float32.*got torch.float16"),
     "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
     "blocks of the metadata": (
-        *({"metadata": common(block_size=32)}, "metadata", "of blocks of 16 tokens .*got 32; build it with block_size=16"),
+        *(
+            {"metadata": common(block_size=32)},
+            "metadata",
+            "of blocks of 16 .*got 32; build it with block_size=16",
+        ),
     ),
-    "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5), max_seq_len=33)}, "seq_lens", "at most 32, the table's width"),
+    "lengths": (
+        {"metadata": common(seq_lens_cpu=i32(33, 5), max_seq_len=33)},
+        "seq_lens",
+        "at most 32, the table's width",
+    ),
     "longest query": ({"metadata": common(max_query_len=1)}, "max_query_len", "at least 5, the longest, got 1"),
     "longest sequence": ({"metadata": common(max_seq_len=19)}, "max_seq_len", "at least 20, the longest, got 19"),
     "tokens": ({"metadata": common(num_tokens=5)}, "num_tokens", "at least 6, where the queries end, got 5"),
-    "sequences": ({"metadata": common(num_seqs=1)}, "query_start_loc_cpu", r"\[2\] for 1 sequences, or None, got \[3\]"),
+    "sequences": (
+        {"metadata": common(num_seqs=1)},
+        "query_start_loc_cpu",
+        r"\[2\] for 1 sequences, or None, got \[3\]",
+    ),
     "more sequences": (
-        *({"metadata": common(num_seqs=3, query_start_loc_cpu=None, seq_lens_cpu=None)}, "num_seqs", "at most 2, .*got 3"),
+        *(
+            {"metadata": common(num_seqs=3, query_start_loc_cpu=None, seq_lens_cpu=None)},
+            "num_seqs",
+            "at most 2, .*got 3",
+        ),
     ),
     "decodes": ({"metadata": common(num_decodes=2)}, "num_decodes", "one new token each, got 2; pass 0, or sort"),
     "too many decodes": ({"metadata": common(num_decodes=7)}, "num_decodes", r"in 0\.\.2, .*got 7"),
@@ -108,7 +125,6 @@ def test_the_right_call_is_served_at_every_level(monkeypatch: pytest.MonkeyPatch
         assert call().isfinite().all()
 
 
-UNKNOWN = {"query_start_loc_cpu": None, "seq_lens_cpu": None}
 BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "block too high": ({"block_table": torch.tensor([[1, 4], [3, 0]])}, "block_table", "got 4 at row 0, column 1"),
     "block negative": ({"block_table": torch.tensor([[1, 2], [-1, 0]])}, "block_table", "got -1 at row 1, column 0"),
@@ -144,7 +160,7 @@ def test_padding_decodes_nothing_where_nobody_else_comes_after_it(monkeypatch: p
     lengths = [1, 0], [20, 0]
     assert call(metadata=CommonAttentionMetadata.from_lengths(*lengths, TABLE, num_decodes=2)).shape == (6, 4, 16)
     mixed = CommonAttentionMetadata.from_lengths([1, 0, 5], [20, 0, 5], TABLE[[0, 0, 1]]).replace(num_decodes=2)
-    for level, unknown in (("1", {}), ("2", UNKNOWN)):
+    for level, unknown in (("1", dict[str, None]()), ("2", UNKNOWN)):
         monkeypatch.setenv("PAGEDATTN_CHECK", level)
         with pytest.raises(InvalidInputError, match="num_decodes must be leading sequences with one new token each"):
             call(metadata=mixed.replace(**unknown))
@@ -201,10 +217,10 @@ def test_a_key_without_a_value_is_refused() -> None:
 
 
 def test_a_value_without_a_key_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="^key must be given with value, got None; pass neither"):
+    with pytest.raises(InvalidInputError, match=r"^key must be given with value, got None; pass neither"):
         call(key=None)
     rows = torch.randn(6, 4, 16)
-    with pytest.raises(InvalidInputError, match="^key must be given with value"):
+    with pytest.raises(InvalidInputError, match=r"^key must be given with value"):
         paged_attention(rows, None, rows[:, :2], cache(), common())
 
 

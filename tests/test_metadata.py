@@ -115,7 +115,11 @@ def test_padding_decodes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("lens", "got"),
-    [([1.0], r"integers, one per sequence, got \[1.0\]"), ([[1]], "integers"), (torch.ones(1, device="meta"), "on the host")],
+    [
+        ([1.0], r"integers, one per sequence, got \[1.0\]"),
+        ([[1]], "integers"),
+        (torch.ones(1).to("meta"), "on the host"),
+    ],
     ids=["floats", "nested", "device"],
 )
 def test_lengths_that_are_no_integers_of_the_host_are_refused(lens: Any, got: str) -> None:

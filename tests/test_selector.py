@@ -14,6 +14,7 @@ import torch
 import pagedattn
 from pagedattn import AttentionSpec, list_backends, register_backend, select_backend, selector, use_backend
 from pagedattn.backends import registry
+from pagedattn.backends.base import Availability
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.capabilities import Capabilities, IntRange
 from pagedattn.errors import InvalidInputError, UnsupportedError
@@ -255,6 +256,22 @@ def test_a_backend_that_cannot_be_loaded_is_in_nobodys_way(target: str) -> None:
     assert list_backends()["BROKEN"].startswith("unavailable: ")
     with pytest.raises(UnsupportedError, match=r"BROKEN .* cannot be loaded"):
         select_backend(SPEC, "BROKEN")
+
+
+class RaisingBackend(TorchBackend):
+    @classmethod
+    def availability(cls) -> Availability:
+        raise OSError("libacme.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize(("target", "said"), [("RaisingBackend", "OSError: libacme.so"), ("pytest", "AttributeError")])
+def test_a_backend_that_raises_is_in_nobodys_way(target: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._backends, "RAISING", f"{__name__}:{target}")
+    chosen = select_backend(SPEC)
+    assert chosen.name == "TORCH" and said in str(chosen.rejections["RAISING"][0])
+    assert list_backends()["RAISING"].startswith(f"unavailable: {said}")
+    with pytest.raises(UnsupportedError, match=rf"backend RAISING, asked for by argument, .*\n.*{said}"):
+        select_backend(SPEC, "RAISING")
 
 
 def _plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:

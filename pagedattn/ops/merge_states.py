@@ -23,7 +23,8 @@ def merge_attn_states(
     Args:
         outputs: [n, T, Hq, Dv], last dimension contiguous, other strides free.
         lses: [n, T, Hq] float32, natural log, strides free.
-        out: [T, Hq, Dv] to write to, last dimension contiguous; `dtype` (default: outputs') says which type to make where None.
+        out: [T, Hq, Dv] to write to, last dimension contiguous; `dtype` (default: outputs') says which type to make
+            where None.
 
     Returns:
         output [T, Hq, Dv] and LSE [T, Hq] float32.

@@ -65,7 +65,8 @@ def paged_attention(
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
         max_query_len, max_seq_len: host upper bounds. num_decodes: so many leading sequences have one new
             token each (or, in a batch of nothing else, none: the padding of a captured graph).
-        sliding_window: keys kept, the token's own included; None is all. softcap: cap * tanh(logit / cap); None is none.
+        sliding_window: keys kept, the token's own included; None is all. softcap: cap * tanh(logit / cap), None is no
+            cap.
         k_scale, v_scale: what stored elements are multiplied with: a float, or float32 [1] or [Hkv]; None is 1.
         mask_mod: (b, h, q_idx, kv_idx) -> bool tensor of keys to keep; torch path only, not traceable.
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.

@@ -262,7 +262,7 @@ def test_more_decodes_than_sequences_or_fewer_than_none(decodes: int, device: to
 
 
 def test_a_negative_window(device: torch.device) -> None:
-    with pytest.raises(InvalidInputError, match="^sliding_window must be at least 1, or None for no window, got -1"):
+    with pytest.raises(InvalidInputError, match=r"^sliding_window must be at least 1, or None for no window, got -1"):
         call(device, sliding_window=-1)
 
 

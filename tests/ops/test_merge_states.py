@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -50,7 +52,7 @@ def test_an_out_that_the_kernel_would_write_beside_is_refused(device, path) -> N
 
 @pytest.mark.parametrize("name", ["lses", "out"])
 def test_another_device_is_refused(device, name) -> None:
-    given = {"lses": torch.zeros(2, 3, 4, device=device), "out": torch.zeros(3, 4, 16, device=device)}
+    given: dict[str, Any] = {"lses": torch.zeros(2, 3, 4, device=device), "out": torch.zeros(3, 4, 16, device=device)}
     given[name] = given[name].to("meta")
     with pytest.raises(InvalidInputError, match=f"^{name} must be on {device}.* as the outputs"):
         ops.merge_attn_states(torch.zeros(2, 3, 4, 16, device=device), **given)

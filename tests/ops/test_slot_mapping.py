@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -73,7 +75,7 @@ def test_what_the_kernel_would_read_otherwise_is_refused(device, path, name, cha
     def i32(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    given = {"query_start_loc": i32(0, 2, 3), "seq_lens": i32(2, 5), "rows": i32(1, 0)}
+    given: dict[str, Any] = {"query_start_loc": i32(0, 2, 3), "seq_lens": i32(2, 5), "rows": i32(1, 0)}
     bad = given[name]
     changed = {"column": torch.stack((bad, bad), 1)[:, 0], "int64": bad.long(), "longer": torch.cat((bad, bad))}
     given[name] = changed[change]
@@ -86,7 +88,7 @@ def test_what_the_kernel_would_read_otherwise_is_refused(device, path, name, cha
 def test_a_transposed_table_is_refused(device, path) -> None:
     table = torch.zeros(5, 2, dtype=torch.int32, device=device).t()
     starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, 3], [2, 5]))
-    with pytest.raises(InvalidInputError, match="^block_tables must be contiguous in each row"):
+    with pytest.raises(InvalidInputError, match=r"^block_tables must be contiguous in each row"):
         ops.compute_slot_mapping(table, 4, starts, lens, torch.zeros(3, dtype=torch.int64, device=device), path=path)
 
 
