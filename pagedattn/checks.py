@@ -31,12 +31,7 @@ def check_call(
     if value is not None:
         _tensor("value", value, spec.kv_heads, spec.value_dim, spec.dtype, device)
     if kv_cache is None:
-        if key is None or value is None:
-            raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
-        if common.seq_lens_cpu is not None and not torch.compiler.is_compiling():
-            total = int(common.seq_lens_cpu.sum())
-            if len(key) < total or len(value) < total:
-                raise InvalidInputError("key and value", f"at least {total} rows, the sum of seq_lens", len(key))
+        _packed(key, value, None if torch.compiler.is_compiling() else common.seq_lens_cpu)
         return
     if not spec.uses_cache:
         raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
@@ -63,18 +58,27 @@ def check_call(
         _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
 
 
-def check_contents(spec: AttentionSpec, common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
+def check_contents(
+    spec: AttentionSpec,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+) -> None:
     """Level 2: every live table entry, slot and length; waits for the device."""
     lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
     query_lens = starts.diff()
     if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
         raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
+    _within_bounds(common, starts, lens)
+    if kv_cache is None:
+        _packed(key, value, lens)
+        return
     if (spec.causal or spec.attn_type is AttentionType.DECODER) and bool((query_lens > lens).any()):
         raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())
     size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
     if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
         raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
-    _within_bounds(common, starts, lens)
     live = torch.arange(table.shape[1], device="cpu") * size < lens[:, None]
     bad = (live & ((table < 0) | (table >= blocks))).nonzero()
     if len(bad):
@@ -92,6 +96,15 @@ def check_contents(spec: AttentionSpec, common: CommonAttentionMetadata, kv_cach
     written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _packed(key: torch.Tensor | None, value: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:
+    """Without a cache both are there, with a row per key of every sequence (not looked at where lengths are None)."""
+    if key is None or value is None:
+        raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+    total, rows = 0 if seq_lens is None else int(seq_lens.sum()), min(len(key), len(value))
+    if rows < total:
+        raise InvalidInputError("key and value", f"at least {total} rows, the sum of seq_lens", rows)
 
 
 def _pair(key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerCache) -> None:

@@ -83,7 +83,7 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.kv_group = kv_group
+        self._kv_group = kv_group
         self._base = AttentionSpec(
             num_heads=num_heads,
             head_dim=head_dim,
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)
         self._builder: AttentionMetadataBuilder | None = None
         self._placed_scales = self._scales.to(device)
-        key = (self.kv_group, self.selection.spec, self.selection.served_by)
+        key = (self._kv_group, self.selection.spec, self.selection.served_by)
         self._plan_key, self._kind = _KINDS.setdefault(key, (key, object()))
         # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
         self._slopes = None if self._slope_values is None else self._slope_values.to(device)
@@ -161,6 +161,11 @@ class Attention(nn.Module):
     def spec(self) -> AttentionSpec:
         """What this layer asks of a backend."""
         return self.selection.spec
+
+    @property
+    def kv_group(self) -> int:
+        """Whose block table this layer uses."""
+        return self._kv_group
 
     @property
     def plan_key(self) -> Key:
@@ -239,8 +244,8 @@ class Attention(nn.Module):
         level = env.check_level()
         if level:
             check_call(spec, query, key, value, kv_cache, built.common)
-        if level == 2 and kv_cache is not None:
-            check_contents(spec, built.common, kv_cache)
+        if level == 2:
+            check_contents(spec, key, value, kv_cache, built.common)
         # Keys that come with the call are not quantised.
         scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
         target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)

@@ -132,7 +132,7 @@ BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "starts": ({"query_start_loc": i32(1, 1, 6)}, "query_start_loc", "0 at first"),
     "starts fall": ({"query_start_loc": i32(0, 7, 6)}, "query_start_loc", "never decreasing"),
     "short": ({"seq_lens": i32(20, 4)}, "seq_lens", "at least the new tokens"),
-    "long": ({"seq_lens": i32(33, 5)}, "seq_lens", "at most 32, got 33"),
+    "long": ({"seq_lens": i32(33, 5), "max_seq_len": 33}, "seq_lens", "at most 32, got 33"),
     "longest query": ({"max_query_len": 1, **UNKNOWN}, "max_query_len", "at least 5, the longest, got 1"),
     "longest sequence": ({"max_seq_len": 19, **UNKNOWN}, "max_seq_len", "at least 20, the longest, got 19"),
     "decodes": ({"num_decodes": 2, **UNKNOWN}, "num_decodes", "one new token each, got 2"),
@@ -247,11 +247,13 @@ def test_an_encoder_is_not_given_a_cache() -> None:
         call(Attention(4, 16, 2, attn_type=AttentionType.ENCODER_ONLY))
 
 
-def test_fewer_packed_keys_than_lengths_say_are_refused() -> None:
+def test_fewer_packed_keys_than_lengths_say_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(6, 4, 16)
     dense = CommonAttentionMetadata.from_lengths([1, 5], [20, 5])
-    with pytest.raises(InvalidInputError, match="key"):
-        Attention(4, 16)(rows, rows, rows, None, dense)
+    for level, known in (("1", dense), ("2", dense.replace(**UNKNOWN))):
+        monkeypatch.setenv("PAGEDATTN_CHECK", level)
+        with pytest.raises(InvalidInputError, match=r"^key and value must be at least 25 rows, .*got 6"):
+            Attention(4, 16)(rows, rows, rows, None, known)
 
 
 SERVES_CPU = pytest.param(
