@@ -125,6 +125,10 @@ def _triton(
 ) -> list[Launch | None]:
     """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, apart from each other."""
     paged = inputs.block_table is not None
+    for name, cache in (("key", inputs.key), ("value", inputs.value)) if paged else ():
+        # The kernels count in 32 bits within a block; 64 there would cost them registers.
+        reach = (cache.shape[1] - 1) * cache.stride(1)
+        expect(reach < 2**31, name, "a cache whose blocks reach over less than 2**31 elements; use path='torch'", cache)
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": not shared_prefix_len and _joined(inputs)}
     made: list[Launch | None] = []
