@@ -21,6 +21,7 @@ def check_call(
 ) -> None:
     """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device."""
     device = common.query_start_loc.device
+    check_cache(kv_cache)
     if not torch.compiler.is_compiling():
         _host_bounds(common)
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
@@ -56,6 +57,12 @@ def check_call(
         raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
         _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
+
+
+def check_cache(kv_cache: object) -> None:
+    """Raise InvalidInputError for what is neither one layer's cache nor None."""
+    if kv_cache is not None and not isinstance(kv_cache, LayerCache):
+        raise InvalidInputError("kv_cache", "a LayerCache or None", type(kv_cache).__name__, "pass cache.layer(i)")
 
 
 def check_contents(

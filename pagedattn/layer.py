@@ -94,6 +94,7 @@ class Attention(nn.Module):
             softcap=softcap,
             has_alibi=alibi_slopes is not None,
             has_sinks=sinks is not None,
+            dtype=torch.get_default_dtype() if dtype is None else dtype,
             attn_type=attn_type,
             causal=causal,
             kv_cache_dtype=kv_cache_dtype,
@@ -271,6 +272,9 @@ class Attention(nn.Module):
             return metadata.of(self.plan_key)
         if isinstance(metadata, CommonAttentionMetadata):
             return self.build(metadata)
+        if not isinstance(metadata, AttentionMetadata):
+            expected = "of plan_step or of build, or a CommonAttentionMetadata"
+            raise InvalidInputError("metadata", expected, type(metadata).__name__)
         return metadata
 
     def extra_repr(self) -> str:

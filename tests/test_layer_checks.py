@@ -56,6 +56,8 @@ def _level_1(monkeypatch: pytest.MonkeyPatch) -> None:
 META = torch.device("meta")
 UNKNOWN = {"query_start_loc_cpu": None, "seq_lens_cpu": None}
 BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no metadata": ({"metadata": None}, "metadata", "of plan_step or of build, or .*got NoneType"),
+    "the whole cache": ({"kv_cache": PagedKVCache(1, 4)}, "kv_cache", "got PagedKVCache; pass cache.layer"),
     "query heads": ({"query": torch.randn(6, 5, 16)}, "query", r"\[T, 4, 16\], got \[6, 5, 16\]"),
     "query dim": ({"query": torch.randn(6, 4, 8)}, "query", r"\[T, 4, 16\]"),
     "query rank": ({"query": torch.randn(6, 63)}, "query", r"\[T, 4, 16\], got \[6, 63\]"),

@@ -44,6 +44,10 @@ def test_past_the_table_is_skipped(device, path) -> None:
     assert (_run(device, path, [2], [4], [20])[0, :4].tolist())[-2:] == [-1, -1]
 
 
+def test_before_the_first_position_is_skipped(device, path) -> None:
+    assert (_run(device, path, [4], [5], [3])[0, :3] >= 0).tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize(("world", "interleave"), [(2, 1), (2, 4), (4, 2), (3, 1)])
 def test_context_parallel_ranks_partition_the_tokens(device, path, world, interleave) -> None:
     owned = 0
