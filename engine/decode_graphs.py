@@ -204,6 +204,7 @@ class DecodeGraphs:
                 max_seq_len=self._max_model_len,
                 num_decodes=size,
                 shared_prefix_len=block_size if shares else 0,
+                block_size=block_size,
             )
             for group, block_size in enumerate(self._state.block_sizes)
         }

@@ -86,7 +86,12 @@ class InputSender:
         widest = -(-common.max_seq_len // min(sizes))
         table = tables[:, :, :widest].index_select(1, rows)
         return {
-            group: common.replace(block_table=table[group], slot_mapping=slots[group], shared_prefix_len=length)
+            group: common.replace(
+                block_table=table[group],
+                slot_mapping=slots[group],
+                shared_prefix_len=length,
+                block_size=sizes[group],
+            )
             for group, length in enumerate(shared)
         }
 

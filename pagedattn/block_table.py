@@ -46,10 +46,13 @@ class BlockTable:
         return [cls(max_rows, max_blocks, size, _device_table=stacked[group]) for group, size in enumerate(block_sizes)]
 
     def add_row(self, row: int, blocks: Sequence[int]) -> None:
-        """Row `row` becomes `blocks`."""
+        """Row `row` becomes `blocks`.
+
+        Raises:
+            CapacityError: more than the table holds; the row stays as it is.
+        """
         self._check_row(row)
-        self.lengths[row] = 0
-        self.append_row(row, blocks)
+        self._write(row, 0, blocks)
 
     def append_row(self, row: int, blocks: Sequence[int]) -> None:
         """Blocks are added at the end of row `row`.
@@ -58,7 +61,10 @@ class BlockTable:
             CapacityError: the row would outgrow the table.
         """
         self._check_row(row)
-        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(blocks)
+        self._write(row, int(self.lengths[row]), blocks)
+
+    def _write(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        end = start + len(blocks)
         if end > self._capacity:
             raise CapacityError(f"row {row} needs {end} blocks, the table holds {self._capacity}; raise max_blocks")
         self._staging.writable()[row, start:end] = blocks
@@ -101,7 +107,7 @@ class _Staging:
     """A host buffer that is not written again before its last copy to the device was read."""
 
     def __init__(self, rows: int, columns: int, pinned: bool) -> None:
-        self.tensor = torch.zeros(rows, columns, dtype=torch.int32, pin_memory=pinned)
+        self.tensor = torch.zeros(rows, columns, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.host = self.tensor.numpy()
         self._copied: torch.cuda.Event | None = None
 

@@ -45,6 +45,10 @@ class KVCacheSpec:
         for name in ("num_kv_heads", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(name, "at least 1", getattr(self, name))
+        if self.head_dim_v is not None and self.head_dim_v < 1:
+            raise InvalidInputError("head_dim_v", "at least 1, or None for head_dim", self.head_dim_v)
+        if not isinstance(self.dtype, torch.dtype):
+            raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype), "kv_cache_dtype takes names")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}", repr(self.kv_cache_dtype))
 
@@ -96,6 +100,11 @@ class SlidingWindowSpec(KVCacheSpec):
 
     sliding_window: int
 
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if self.sliding_window < 1:
+            raise InvalidInputError("sliding_window", "at least 1", self.sliding_window)
+
     def window(self) -> int | None:
         return self.sliding_window
 
@@ -105,6 +114,11 @@ class MLASpec(KVCacheSpec):
     """A latent cache: one key row per token, whose first `latent_dim` elements are also the value."""
 
     latent_dim: int
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if not 1 <= self.latent_dim <= self.head_dim:
+            raise InvalidInputError("latent_dim", f"in 1..{self.head_dim}, as part of head_dim", self.latent_dim)
 
     @property
     def value_dim(self) -> int:

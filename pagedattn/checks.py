@@ -8,7 +8,7 @@ from .cache_spec import stored_dtype
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
-from .spec import AttentionSpec
+from .spec import AttentionSpec, AttentionType
 
 
 def check_call(
@@ -21,6 +21,9 @@ def check_call(
 ) -> None:
     """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device."""
     device = common.query_start_loc.device
+    check_cache(kv_cache)
+    if not torch.compiler.is_compiling():
+        _host_bounds(common)
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
     if len(query) < common.num_tokens:
         raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
@@ -29,17 +32,11 @@ def check_call(
     if value is not None:
         _tensor("value", value, spec.kv_heads, spec.value_dim, spec.dtype, device)
     if kv_cache is None:
-        if key is None or value is None:
-            raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
-        if common.seq_lens_cpu is not None and not torch.compiler.is_compiling():
-            total = int(common.seq_lens_cpu.sum())
-            if len(key) < total or len(value) < total:
-                raise InvalidInputError("key and value", f"at least {total} rows, the sum of seq_lens", len(key))
+        _packed(key, value, None if torch.compiler.is_compiling() else common.seq_lens_cpu)
         return
     if not spec.uses_cache:
         raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
-    if key is not None and value is None and kv_cache.value.data_ptr() != kv_cache.key.data_ptr():
-        raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
+    _pair(key, value, kv_cache)
     got = kv_cache.key.shape[2:], kv_cache.value.shape[2:]
     want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
     if (tuple(got[0]), tuple(got[1])) != want:
@@ -55,28 +52,41 @@ def check_call(
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
+    if common.block_size not in (None, kv_cache.block_size):
+        expected, remedy = f"of blocks of {kv_cache.block_size} tokens as the kv_cache", "build it with block_size="
+        raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
         _host_lengths(common, common.seq_lens_cpu, kv_cache.block_size)
 
 
-def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> None:
+def check_cache(kv_cache: object) -> None:
+    """Raise InvalidInputError for what is neither one layer's cache nor None."""
+    if kv_cache is not None and not isinstance(kv_cache, LayerCache):
+        raise InvalidInputError("kv_cache", "a LayerCache or None", type(kv_cache).__name__, "pass cache.layer(i)")
+
+
+def check_contents(
+    spec: AttentionSpec,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+) -> None:
     """Level 2: every live table entry, slot and length; waits for the device."""
     lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
     query_lens = starts.diff()
     if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
         raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
-    if bool((query_lens > lens).any()):
+    _within_bounds(common, starts, lens)
+    if kv_cache is None:
+        _packed(key, value, lens)
+        return
+    if (spec.causal or spec.attn_type is AttentionType.DECODER) and bool((query_lens > lens).any()):
         raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())
     size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
     if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
         raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
-    bounds = common.max_query_len, common.max_seq_len
-    longest = tuple(int(x.max()) if len(x) else 0 for x in (query_lens, lens))
-    if longest[0] > bounds[0] or longest[1] > bounds[1]:
-        raise InvalidInputError("max_query_len, max_seq_len", f"at least {longest}", bounds)
-    if bool((query_lens[: common.num_decodes] > 1).any()):
-        raise InvalidInputError("num_decodes", "leading sequences with one new token each", common.num_decodes)
-    live = torch.arange(table.shape[1]) * size < lens[:, None]
+    live = torch.arange(table.shape[1], device="cpu") * size < lens[:, None]
     bad = (live & ((table < 0) | (table >= blocks))).nonzero()
     if len(bad):
         row, column = bad[0].tolist()
@@ -90,11 +100,67 @@ def check_contents(common: CommonAttentionMetadata, kv_cache: LayerCache) -> Non
             expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
             raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
     slots = common.slot_mapping.cpu()
-    written = slots[slots >= 0]
-    if len(written) and int(written.max()) >= blocks * size:
-        raise InvalidInputError("slot_mapping", f"below {blocks * size} (negative skips)", int(written.max()))
+    written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _packed(key: torch.Tensor | None, value: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:
+    """Without a cache both are there, with a row per key of every sequence (not looked at where lengths are None)."""
+    if key is None or value is None:
+        raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+    total, rows = 0 if seq_lens is None else int(seq_lens.sum()), min(len(key), len(value))
+    if rows < total:
+        raise InvalidInputError("key and value", f"at least {total} rows, the sum of seq_lens", rows)
+
+
+def _pair(key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerCache) -> None:
+    """Keys and values come together, but for a cache whose values are a view of its keys."""
+    if key is None:
+        if value is not None:
+            raise InvalidInputError("key", "given with value", "None", "pass neither to write nothing")
+    elif value is None:
+        if kv_cache.value.data_ptr() != kv_cache.key.data_ptr():
+            raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
+    elif not torch.compiler.is_compiling() and kv_cache.value.data_ptr() == kv_cache.key.data_ptr() != 0:
+        raise InvalidInputError("value", "None, as the cache's values are a view of its keys", list(value.shape))
+
+
+def _host_bounds(common: CommonAttentionMetadata) -> None:
+    """What the host knows of a step agrees: a kernel that is given too small a bound may never end."""
+    starts, lens, count = common.query_start_loc_cpu, common.seq_lens_cpu, common.num_seqs
+    if not 0 <= common.num_decodes <= count:
+        raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", common.num_decodes)
+    for name, tensor, rows in (("query_start_loc_cpu", starts, count + 1), ("seq_lens_cpu", lens, count)):
+        if tensor is not None and tensor.shape != (rows,):
+            raise InvalidInputError(name, f"[{rows}] for {count} sequences, or None", list(tensor.shape))
+    if len(common.seq_lens) < count:
+        raise InvalidInputError("num_seqs", f"at most {len(common.seq_lens)}, the length of seq_lens", count)
+    if starts is not None and int(starts[-1]) > common.num_tokens:
+        raise InvalidInputError("num_tokens", f"at least {int(starts[-1])}, where the queries end", common.num_tokens)
+    _within_bounds(common, starts, lens)
+
+
+def _within_bounds(common: CommonAttentionMetadata, starts: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:
+    """Starts [B + 1] and lengths [B] on the host, None where unknown, are as the metadata's integers say."""
+    if seq_lens is not None and len(seq_lens):
+        _at_most("max_seq_len", common.max_seq_len, int(seq_lens.numpy().max()))
+    if starts is None or len(starts) == 1:
+        return
+    first, decodes = starts.numpy(), common.num_decodes  # whose operations cost a third of torch's
+    query_lens = first[1:] - first[:-1]
+    longest = int(query_lens.max())
+    _at_most("max_query_len", common.max_query_len, longest)
+    # The padding of a captured batch decodes nothing; before sequences that are no decodes there is none.
+    single = longest <= 1 or not decodes or query_lens[:decodes].max() <= 1
+    if not single or (decodes < common.num_seqs and first[decodes] != decodes):
+        expected = "leading sequences with one new token each"
+        raise InvalidInputError("num_decodes", expected, decodes, "pass 0, or sort these sequences first")
+
+
+def _at_most(name: str, bound: int, longest: int) -> None:
+    if longest > bound:
+        raise InvalidInputError(name, f"at least {longest}, the longest", bound)
 
 
 def _host_lengths(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:

@@ -19,7 +19,7 @@ VARIABLES = {
 
 def backend() -> str | None:
     """The backend asked for by the environment, or None."""
-    return os.environ.get("PAGEDATTN_BACKEND") or None
+    return os.environ.get("PAGEDATTN_BACKEND", "").strip() or None
 
 
 def check_level() -> int:

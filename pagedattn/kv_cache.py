@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from .cache_spec import FullAttentionSpec, KVCacheGroup, KVCacheSpec, MLASpec, g
 from .errors import CapacityError, InvalidInputError
 from .spec import CACHE_LAYOUTS
 
+# How torch says, where it has no exception for it, that memory or a number of bytes is too much to ask.
+_TOO_MUCH = re.compile("can't allocate memory|out of memory|calculation overflowed")
 _LAYOUTS: dict[tuple[object, ...], object] = {}
 
 
@@ -116,6 +119,8 @@ class PagedKVCache:
         try:
             self.slabs = torch.zeros(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not _TOO_MUCH.search(str(error)):
+                raise
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
         self._layers = {
@@ -153,14 +158,19 @@ class PagedKVCache:
 
     def zero_blocks(self, ids: Sequence[int] | torch.Tensor) -> None:
         """Zero blocks in all layers: what a `clean_cache` owner does with each block the pool hands out."""
-        index = torch.as_tensor(ids, dtype=torch.int64)
+        index = _int64(ids)
         if len(index) and (int(index.min()) < 0 or int(index.max()) >= self.num_blocks):
             raise InvalidInputError("ids", f"blocks in [0, {self.num_blocks})", index.tolist())
         self.slabs.index_fill_(1, index.to(self.device), 0)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]] | torch.Tensor) -> None:
         """Copy blocks (source, target) in all layers; every source is read before any target is written."""
-        ops.copy_blocks(list(self.slabs), torch.as_tensor(pairs, dtype=torch.int64).reshape(-1, 2))
+        ops.copy_blocks(list(self.slabs), _int64(pairs).reshape(-1, 2))
+
+
+def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
+    """A tensor stays where it is; other numbers go to the host, whatever the default device is."""
+    return values.long() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:

@@ -51,6 +51,7 @@ class Attention(nn.Module):
         InvalidInputError: values that contradict each other, or an unknown backend.
     """
 
+    sinks: torch.Tensor | None
     _anchor: torch.Tensor
 
     def __init__(
@@ -63,7 +64,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: torch.Tensor | Sequence[float] | None = None,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | Sequence[float] | None = None,
         head_dim_v: int | None = None,
         attn_type: AttentionType = AttentionType.DECODER,
         causal: bool | None = None,
@@ -82,8 +83,7 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.kv_group = kv_group
-        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, kv_cache_dtype)
+        self._kv_group = kv_group
         self._base = AttentionSpec(
             num_heads=num_heads,
             head_dim=head_dim,
@@ -94,6 +94,7 @@ class Attention(nn.Module):
             softcap=softcap,
             has_alibi=alibi_slopes is not None,
             has_sinks=sinks is not None,
+            dtype=torch.get_default_dtype() if dtype is None else dtype,
             attn_type=attn_type,
             causal=causal,
             kv_cache_dtype=kv_cache_dtype,
@@ -103,15 +104,19 @@ class Attention(nn.Module):
             deterministic=deterministic,
             graph_level=graph_level,
         )
+        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, kv_cache_dtype, self._base.kv_heads)
         self._request = current_request(backend)
-        self._slope_values = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
-        for name, values in (("alibi_slopes", self._slope_values), ("sinks", sinks)):
+        # Slopes are values, not parameters: they exist where the layer is built on the meta device too.
+        slopes = _values(alibi_slopes, torch.float32, "cpu")
+        self._slope_values = None if slopes is None else slopes.float()
+        logits = _values(sinks, dtype, device)
+        for name, values in (("alibi_slopes", self._slope_values), ("sinks", logits)):
             if values is not None and tuple(values.shape) != (num_heads,):
                 raise InvalidInputError(name, f"[{num_heads}], one per query head", list(values.shape))
-        if isinstance(sinks, nn.Parameter) or sinks is None:
-            self.sinks = sinks
+        if isinstance(logits, nn.Parameter) or logits is None:
+            self.sinks = logits
         else:
-            self.register_buffer("sinks", sinks, persistent=False)
+            self.register_buffer("sinks", logits, persistent=False)
         # An empty buffer follows .to() and so says which dtype and device the layer now has.
         self.register_buffer("_anchor", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self._resolve()
@@ -125,7 +130,7 @@ class Attention(nn.Module):
         found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
         if any(scale is not None for scale in found):
             require_fp8(self._base.kv_cache_dtype)
-            self._scales = self._scales.loaded(*found)
+            self._scales = self._scales.loaded(*found, kv_heads=self._base.kv_heads)
             self._resolve()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -148,7 +153,7 @@ class Attention(nn.Module):
         self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)
         self._builder: AttentionMetadataBuilder | None = None
         self._placed_scales = self._scales.to(device)
-        key = (self.kv_group, self.selection.spec, self.selection.served_by)
+        key = (self._kv_group, self.selection.spec, self.selection.served_by)
         self._plan_key, self._kind = _KINDS.setdefault(key, (key, object()))
         # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
         self._slopes = None if self._slope_values is None else self._slope_values.to(device)
@@ -157,6 +162,11 @@ class Attention(nn.Module):
     def spec(self) -> AttentionSpec:
         """What this layer asks of a backend."""
         return self.selection.spec
+
+    @property
+    def kv_group(self) -> int:
+        """Whose block table this layer uses."""
+        return self._kv_group
 
     @property
     def plan_key(self) -> Key:
@@ -235,8 +245,8 @@ class Attention(nn.Module):
         level = env.check_level()
         if level:
             check_call(spec, query, key, value, kv_cache, built.common)
-        if level == 2 and kv_cache is not None:
-            check_contents(built.common, kv_cache)
+        if level == 2:
+            check_contents(spec, key, value, kv_cache, built.common)
         # Keys that come with the call are not quantised.
         scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
         target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)
@@ -262,11 +272,23 @@ class Attention(nn.Module):
             return metadata.of(self.plan_key)
         if isinstance(metadata, CommonAttentionMetadata):
             return self.build(metadata)
+        if not isinstance(metadata, AttentionMetadata):
+            expected = "of plan_step or of build, or a CommonAttentionMetadata"
+            raise InvalidInputError("metadata", expected, type(metadata).__name__)
         return metadata
 
     def extra_repr(self) -> str:
         spec = self.spec
         return f"{spec.num_heads}/{spec.kv_heads} heads of {spec.head_dim}, backend={self.selection.name}"
+
+
+def _values(
+    given: torch.Tensor | Sequence[float] | None, dtype: torch.dtype | None, device: torch.device | str | None
+) -> torch.Tensor | None:
+    """A tensor as it is; numbers as one."""
+    if given is None or isinstance(given, torch.Tensor):
+        return given
+    return torch.tensor(given, dtype=dtype, device=device)
 
 
 def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:

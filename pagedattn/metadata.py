@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import index
 
+import numpy as np
 import torch
 
 from . import ops
@@ -37,12 +39,13 @@ class CommonAttentionMetadata:
     # So many first tokens of every sequence lie in the same blocks, those of the first sequence's table row: at most as
     # many as the shortest sequence has, those without tokens aside. 0 is always legal.
     shared_prefix_len: int = 0
+    block_size: int | None = None  # of the blocks that the table and the slots mean; None where nobody said
 
     @classmethod
     def from_lengths(
         cls,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
+        query_lens: Sequence[int] | np.ndarray | torch.Tensor,
+        seq_lens: Sequence[int] | np.ndarray | torch.Tensor,
         block_table: torch.Tensor | None = None,
         *,
         block_size: int = 16,
@@ -52,20 +55,24 @@ class CommonAttentionMetadata:
         """Build everything from lengths and tables that the host knows.
 
         Args:
-            query_lens: new tokens per sequence.
+            query_lens: new tokens per sequence, integers on the host.
             seq_lens: keys per sequence, new tokens included.
             block_table: [B, max_blocks] int32; None where there is no cache (empty table, nothing is written).
+            block_size: the cache's, tokens per block.
+            device: where to put the tensors; where the table is if None, the CPU without one.
             num_decodes: leading sequences with one token each; counted where None.
 
         Raises:
-            InvalidInputError: lengths of different number, negative, or longer than the table.
+            InvalidInputError: lengths of different number, negative, or longer than the table; decodes that are none.
         """
+        query_lens, seq_lens = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
         _check_lengths(query_lens, seq_lens, block_table, block_size)
-        table = torch.empty(len(seq_lens), 0, dtype=torch.int32) if block_table is None else block_table
+        table = torch.empty(len(seq_lens), 0, dtype=torch.int32, device="cpu") if block_table is None else block_table
         device = table.device if device is None and block_table is not None else torch.device(device or "cpu")
         count, tokens, begin = len(seq_lens), sum(query_lens), -(-(len(seq_lens) + 1) // _ALIGN) * _ALIGN
         # One transfer for both. It waits for nothing: `host` is kept, and nobody writes to it again.
-        host = torch.tensor([0, *accumulate(query_lens), *[0] * (begin - count - 1), *seq_lens], dtype=torch.int32)
+        packed = [0, *accumulate(query_lens), *[0] * (begin - count - 1), *seq_lens]
+        host = torch.tensor(packed, dtype=torch.int32, device="cpu")
         sent, table = host.to(device, non_blocking=True), table.to(device)
         (starts, keys), (starts_dev, keys_dev) = ((x[: count + 1], x[begin:]) for x in (host, sent))
         slots = torch.empty(tokens, dtype=torch.int64, device=device)
@@ -75,8 +82,8 @@ class CommonAttentionMetadata:
             ops.compute_slot_mapping(table, block_size, starts_dev, keys_dev, slots)
         if num_decodes is None:
             num_decodes = _leading_decodes(query_lens, seq_lens)
-        elif any(n > 1 for n in query_lens[:num_decodes]):
-            raise InvalidInputError("num_decodes", "leading sequences with one new token each", num_decodes)
+        else:
+            _check_decodes(query_lens, num_decodes)
         return cls(
             query_start_loc=starts_dev,
             seq_lens=keys_dev,
@@ -89,6 +96,7 @@ class CommonAttentionMetadata:
             max_query_len=max(query_lens, default=0),
             max_seq_len=max(seq_lens, default=0),
             num_decodes=num_decodes,
+            block_size=None if block_table is None else block_size,
         )
 
     def replace(self, **changes: object) -> CommonAttentionMetadata:
@@ -103,6 +111,25 @@ def _leading_decodes(query_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
     return next((i for i, (q, k) in enumerate(pairs) if q != 1 or k < 2), len(query_lens))
 
 
+def _integers(name: str, lens: Sequence[int] | np.ndarray | torch.Tensor) -> Sequence[int]:
+    """Lengths as integers of Python, which is what they mostly are."""
+    if isinstance(lens, torch.Tensor) and lens.device.type != "cpu":
+        raise InvalidInputError(name, "on the host", f"a tensor on {lens.device}", "pass .tolist(), which waits for it")
+    given = lens.tolist() if isinstance(lens, torch.Tensor | np.ndarray) else lens
+    try:
+        return given if type(sum(given)) is int else [index(n) for n in given]
+    except TypeError:
+        raise InvalidInputError(name, "integers, one per sequence", lens) from None
+
+
+def _check_decodes(query_lens: Sequence[int], num_decodes: int) -> None:
+    leading = query_lens[:num_decodes]
+    if not 0 <= num_decodes <= len(query_lens):
+        raise InvalidInputError("num_decodes", f"in 0..{len(query_lens)}, the number of sequences", num_decodes)
+    if any(n > 1 for n in leading) or (0 in leading and num_decodes < len(query_lens)):
+        raise InvalidInputError("num_decodes", "leading sequences with one new token each", num_decodes)
+
+
 def _check_lengths(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor | None, block_size: int
 ) -> None:
@@ -112,6 +139,8 @@ def _check_lengths(
         raise InvalidInputError("query_lens and seq_lens", "non-negative", f"{list(query_lens)} and {list(seq_lens)}")
     if block_table is None:
         return
+    if block_size < 1:
+        raise InvalidInputError("block_size", "at least 1", block_size)
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or len(block_table) != len(seq_lens):
         got = f"{block_table.dtype} {list(block_table.shape)}"
         raise InvalidInputError("block_table", f"int32 [{len(seq_lens)}, max_blocks]", got)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,11 +42,11 @@ class LayerScales:
     announced: str | None = None
 
     @classmethod
-    def given(cls, key: Scale, value: Scale, announced: str | None, kv_cache_dtype: str) -> LayerScales:
+    def given(cls, key: Scale, value: Scale, announced: str | None, kv_cache_dtype: str, kv_heads: int) -> LayerScales:
         """Of a layer's arguments.
 
         Raises:
-            InvalidInputError: scales for a cache that has none, or both given and announced.
+            InvalidInputError: scales for a cache that has none, both given and announced, or no such numbers.
         """
         any_given = key is not None or value is not None
         if any_given or announced:
@@ -53,29 +54,33 @@ class LayerScales:
         if any_given and announced:
             raise InvalidInputError("kv_scale", "None where the layer has scales of its own", repr(announced))
         source = "the call" if announced else "the layer's arguments" if any_given else _UNKNOWN
-        return cls(_host(key), _host(value), source, announced)
+        return cls(_given("k_scale", key, kv_heads), _given("v_scale", value, kv_heads), source, announced)
 
     @property
     def kind(self) -> str:
         """For `AttentionSpec.kv_scale`."""
         return self.announced or scale_kind(self.key, self.value)
 
-    def loaded(self, key: torch.Tensor | None, value: torch.Tensor | None) -> LayerScales:
+    def loaded(self, key: torch.Tensor | None, value: torch.Tensor | None, kv_heads: int) -> LayerScales:
         """With what a checkpoint (or a shard of one) holds; one element becomes a host float, which every backend
-        serves, unless the other scale has one per head."""
+        serves, unless the other scale has one per head.
+
+        Raises:
+            InvalidInputError: of another number of heads, or no scale at all.
+        """
         pair = [
-            old if new is None else new.item() if new.numel() == 1 else _host(new)
-            for old, new in ((self.key, key), (self.value, value))
+            old if new is None else _given(name, new.item() if new.numel() == 1 else new, kv_heads)
+            for name, old, new in (("k_scale", self.key, key), ("v_scale", self.value, value))
         ]
         shape = next((x.shape for x in pair if isinstance(x, torch.Tensor)), None)
         if shape is not None:
-            pair = [torch.full(shape, x) if isinstance(x, float) else x for x in pair]
+            pair = [_tensor(x).expand(shape).contiguous() if isinstance(x, float) else x for x in pair]
         return replace(self, key=pair[0], value=pair[1], source=_LOADED, announced=None)
 
     def saved(self) -> dict[str, torch.Tensor]:
         """What a checkpoint of the layer keeps: scales that came from one."""
         pair = {"k_scale": self.key, "v_scale": self.value} if self.source == _LOADED else {}
-        return {name: torch.as_tensor(x, dtype=torch.float32) for name, x in pair.items() if x is not None}
+        return {name: _tensor(x) for name, x in pair.items() if x is not None}
 
     def to(self, device: torch.device) -> LayerScales:
         """With tensors on `device`."""
@@ -103,5 +108,19 @@ def _kind(scale: float | torch.Tensor) -> str:
     return "tensor" if scale.numel() == 1 else "head"
 
 
-def _host(scale: Scale) -> Scale:
-    return scale.float().reshape(-1) if isinstance(scale, torch.Tensor) else scale
+def _given(name: str, scale: Scale, kv_heads: int) -> Scale:
+    """A scale as the layer keeps it; what a tensor holds is not looked at, which could wait for a device."""
+    if scale is None:
+        return None
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() not in (1, kv_heads):
+            raise InvalidInputError(name, f"of 1 or {kv_heads} elements, one per KV head", list(scale.shape))
+        return scale.float().reshape(-1)
+    if not 0 < scale < math.inf:
+        raise InvalidInputError(name, "positive and finite", scale)
+    return float(scale)
+
+
+def _tensor(scale: float | torch.Tensor) -> torch.Tensor:
+    """Not on the default device, which may be one without memory."""
+    return scale if isinstance(scale, torch.Tensor) else torch.tensor(scale, dtype=torch.float32, device="cpu")

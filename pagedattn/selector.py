@@ -122,8 +122,8 @@ def list_backends() -> dict[str, str]:
         try:
             state = get_backend(name).availability()
             out[name] = state.version if state.ok else f"unavailable: {state.reason} ({state.hint})"
-        except UnsupportedError as error:
-            out[name] = f"unavailable: {error}"
+        except Exception as error:  # whatever another package's backend raises must not hide the rest
+            out[name] = f"unavailable: {_said(error)}"
     return out
 
 
@@ -189,8 +189,12 @@ def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBack
 def _reasons(name: str, spec: AttentionSpec) -> tuple[Rejection, ...]:
     try:
         return tuple(get_backend(name).rejections(spec))
-    except UnsupportedError as error:
-        return (Rejection("availability", name, str(error)),)
+    except Exception as error:  # whatever another package's backend raises must not take selection down
+        return (Rejection("availability", name, _said(error)),)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
 
 
 def _known(name: str, source: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
+import numpy as np
 import torch
 
 from .errors import InvalidInputError
@@ -93,9 +94,13 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         default = object.__setattr__
+        for name in ("num_heads", "head_dim", "num_kv_heads", "head_dim_v", "block_size", "sliding_window"):
+            if isinstance(getattr(self, name), np.integer):
+                default(self, name, int(getattr(self, name)))
         for name in ("num_heads", "head_dim"):
             _at_least(1, name, getattr(self, name))
-        default(self, "attn_type", AttentionType(self.attn_type))
+        for name, kind in (("attn_type", AttentionType), ("graph_level", GraphLevel)):
+            default(self, name, _member(kind, name, getattr(self, name)))
         default(self, "num_kv_heads", self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         default(self, "head_dim_v", self.head_dim if self.head_dim_v is None else self.head_dim_v)
         default(self, "scale", self.head_dim**-0.5 if self.scale is None else float(self.scale))
@@ -114,6 +119,10 @@ class AttentionSpec:
             raise InvalidInputError("num_heads", f"a multiple of num_kv_heads={self.kv_heads}", self.num_heads)
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise InvalidInputError("softcap", "positive and finite, or None for no cap", self.softcap)
+        if not isinstance(self.causal, bool):
+            raise InvalidInputError("causal", "True, False or None", repr(self.causal))
+        if not isinstance(self.dtype, torch.dtype):
+            raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype))
         if not math.isfinite(self.softmax_scale):
             raise InvalidInputError("scale", "finite", self.scale)
         for name, known in (
@@ -161,6 +170,14 @@ class AttentionSpec:
             if source in changes and getattr(self, name) == default:
                 changes.setdefault(name, None)
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _member(kind: type[Enum], name: str, value: object) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(f"{kind.__name__}.{one.name}" for one in kind)
+        raise InvalidInputError(name, f"one of {known}", repr(value)) from None
 
 
 def _at_least(low: int, name: str, value: object) -> None:

@@ -17,7 +17,8 @@ Key = tuple[int, AttentionSpec, str]  # KV group, spec, name of the backend
 class PlannedLayer(Protocol):
     """What a layer shows of itself to be planned."""
 
-    kv_group: int
+    @property
+    def kv_group(self) -> int: ...
 
     @property
     def plan_key(self) -> Key: ...

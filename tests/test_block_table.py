@@ -79,6 +79,8 @@ def test_a_row_that_outgrows_the_table_is_refused_and_keeps_what_it_had() -> Non
     table.add_row(0, [1, 2])
     with pytest.raises(CapacityError, match="row 0 needs 4 blocks, the table holds 3; raise max_blocks"):
         table.append_row(0, [3, 4])
+    with pytest.raises(CapacityError, match="row 0 needs 4 blocks"):
+        table.add_row(0, [1, 2, 3, 4])
     assert table.row(0) == [1, 2]
 
 

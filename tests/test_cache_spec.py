@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,6 +73,23 @@ def test_bytes_that_do_not_divide_are_refused_with_both_numbers() -> None:
     with pytest.raises(UnsupportedError, match=rf"{FULL.bytes_per_block} bytes.* {odd.bytes_per_block} bytes") as error:
         group_layers([FULL, odd])
     assert "block size" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "param"),
+    [
+        (FullAttentionSpec, {"head_dim_v": -3}, "head_dim_v"),
+        (FullAttentionSpec, {"dtype": "fp8"}, "dtype"),
+        (SlidingWindowSpec, {"sliding_window": 0}, "sliding_window"),
+        (SlidingWindowSpec, {"sliding_window": 4, "head_dim": 0}, "head_dim"),
+        (MLASpec, {"latent_dim": 17}, "latent_dim"),
+        (MLASpec, {"latent_dim": 0}, "latent_dim"),
+        (MLASpec, {"latent_dim": 8, "head_dim": 0}, "head_dim"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(kind: Any, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^{param} must be "):
+        kind(**{"num_kv_heads": 1, "head_dim": 16, **asked})
 
 
 def test_no_layers_are_refused() -> None:

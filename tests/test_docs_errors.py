@@ -129,6 +129,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "query must be [T, 8, 64]": lambda here: call(query=torch.zeros(3, 4, 64)),
     "query must be torch.float32": lambda here: call(query=torch.zeros(3, 8, 64, dtype=torch.float16)),
     "kv_cache must be blocks of 16": lambda here: call({"block_size": 16}, {"block_size": 32}),
+    "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
     "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
     "metadata must be planned": lambda here: other_plan(),
     "seq_lens must be at most": lambda here: CommonAttentionMetadata.from_lengths(

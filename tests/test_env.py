@@ -14,7 +14,11 @@ from pagedattn.errors import InvalidInputError
 
 ROOT = Path(pagedattn.__file__).parent
 READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
-    "PAGEDATTN_BACKEND": (env.backend, None, {"TRITON": "TRITON", "prefill=A,decode=B": "prefill=A,decode=B"}),
+    "PAGEDATTN_BACKEND": (
+        env.backend,
+        None,
+        {"TRITON": "TRITON", "TORCH ": "TORCH", " ": None, "prefill=A,decode=B": "prefill=A,decode=B"},
+    ),
     "PAGEDATTN_CHECK": (env.check_level, 1, {"0": 0, "1": 1, "2": 2}),
     "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3, "4": 4}),
     "PAGEDATTN_REPLAY": (env.replay, True, {"0": False, "1": True}),

@@ -196,6 +196,14 @@ def test_an_unknown_kv_cache_dtype_is_refused() -> None:
 def test_a_cache_that_does_not_fit_is_a_capacity_error() -> None:
     with pytest.raises(CapacityError, match="does not fit"):
         PagedKVCache(num_layers=1, num_blocks=2**40, num_kv_heads=8, head_dim=128, device="cpu")
+    with pytest.raises(CapacityError, match="does not fit"):
+        PagedKVCache(num_layers=1, num_blocks=2**60, num_kv_heads=8, head_dim=128, device="cpu")
+
+
+def test_what_else_goes_wrong_is_no_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="foo") as error:
+        PagedKVCache(num_layers=1, num_blocks=4, device="foo")
+    assert not isinstance(error.value, CapacityError)
 
 
 def test_int8_with_any_head_dim() -> None:

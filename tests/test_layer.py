@@ -130,8 +130,13 @@ def test_moving_to_what_the_backend_asked_for_cannot_serve_raises() -> None:
         layer.to(torch.bfloat16)
 
 
+def test_a_dtype_by_name_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"dtype must be a torch\.dtype, got 'bfloat16'"):
+        Attention(2, 16, dtype="bfloat16")  # type: ignore[arg-type]
+
+
 def test_sinks_and_slopes_move_with_the_layer() -> None:
-    layer = Attention(2, 16, sinks=torch.zeros(2), alibi_slopes=[0.5, 0.25]).to("meta")
+    layer = Attention(2, 16, sinks=[0.0, 0.0], alibi_slopes=[0.5, 0.25]).to("meta")
     assert layer.sinks is not None and layer._slopes is not None
     assert layer.sinks.device.type == layer._slopes.device.type == "meta"
 

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, PagedKVCache, env
+from pagedattn import (
+    Attention,
+    AttentionType,
+    CommonAttentionMetadata,
+    LayerCache,
+    PagedKVCache,
+    env,
+    paged_attention,
+)
+from pagedattn.cache_spec import MLASpec
 from pagedattn.errors import InvalidInputError
 from pagedattn.ops.library import interpreted
 
@@ -45,7 +54,10 @@ def _level_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 META = torch.device("meta")
+UNKNOWN = {"query_start_loc_cpu": None, "seq_lens_cpu": None}
 BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no metadata": ({"metadata": None}, "metadata", "of plan_step or of build, or .*got NoneType"),
+    "the whole cache": ({"kv_cache": PagedKVCache(1, 4)}, "kv_cache", "got PagedKVCache; pass cache.layer"),
     "query heads": ({"query": torch.randn(6, 5, 16)}, "query", r"\[T, 4, 16\], got \[6, 5, 16\]"),
     "query dim": ({"query": torch.randn(6, 4, 8)}, "query", r"\[T, 4, 16\]"),
     "query rank": ({"query": torch.randn(6, 63)}, "query", r"\[T, 4, 16\], got \[6, 63\]"),
@@ -65,7 +77,36 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cache device": ({"kv_cache": cache(device="meta")}, "kv_cache", "on cpu as the metadata, got meta"),
     "cache dtype": ({"kv_cache": cache(dtype=torch.float16)}, "kv_cache", "torch.float32.*got torch.float16"),
     "cache blocks": ({"kv_cache": cache(block_size=8)}, "kv_cache", "blocks of 16 tokens, got 8; build the layer"),
-    "lengths": ({"metadata": common(seq_lens_cpu=i32(33, 5))}, "seq_lens", "at most 32, the table's width"),
+    "blocks of the metadata": (
+        *(
+            {"metadata": common(block_size=32)},
+            "metadata",
+            "of blocks of 16 .*got 32; build it with block_size=16",
+        ),
+    ),
+    "lengths": (
+        {"metadata": common(seq_lens_cpu=i32(33, 5), max_seq_len=33)},
+        "seq_lens",
+        "at most 32, the table's width",
+    ),
+    "longest query": ({"metadata": common(max_query_len=1)}, "max_query_len", "at least 5, the longest, got 1"),
+    "longest sequence": ({"metadata": common(max_seq_len=19)}, "max_seq_len", "at least 20, the longest, got 19"),
+    "tokens": ({"metadata": common(num_tokens=5)}, "num_tokens", "at least 6, where the queries end, got 5"),
+    "sequences": (
+        {"metadata": common(num_seqs=1)},
+        "query_start_loc_cpu",
+        r"\[2\] for 1 sequences, or None, got \[3\]",
+    ),
+    "more sequences": (
+        *(
+            {"metadata": common(num_seqs=3, query_start_loc_cpu=None, seq_lens_cpu=None)},
+            "num_seqs",
+            "at most 2, .*got 3",
+        ),
+    ),
+    "decodes": ({"metadata": common(num_decodes=2)}, "num_decodes", "one new token each, got 2; pass 0, or sort"),
+    "too many decodes": ({"metadata": common(num_decodes=7)}, "num_decodes", r"in 0\.\.2, .*got 7"),
+    "negative decodes": ({"metadata": common(num_decodes=-1)}, "num_decodes", r"in 0\.\.2, .*got -1"),
     "shared": ({"metadata": common(shared_prefix_len=6)}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
     "shared by less than none": ({"metadata": common(shared_prefix_len=-1)}, "shared_prefix_len", "got -1"),
     "out": ({"out": torch.empty(6, 4, 8)}, "out", r"\[T, Hq, Dv\]"),
@@ -89,15 +130,14 @@ def test_the_right_call_is_served_at_every_level(monkeypatch: pytest.MonkeyPatch
 BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "block too high": ({"block_table": torch.tensor([[1, 4], [3, 0]])}, "block_table", "got 4 at row 0, column 1"),
     "block negative": ({"block_table": torch.tensor([[1, 2], [-1, 0]])}, "block_table", "got -1 at row 1, column 0"),
-    "slot too high": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 64])}, "slot_mapping", "below 64 .*got 64"),
     "slot twice": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 4])}, "slot_mapping", "each slot at most once"),
     "starts": ({"query_start_loc": i32(1, 1, 6)}, "query_start_loc", "0 at first"),
     "starts fall": ({"query_start_loc": i32(0, 7, 6)}, "query_start_loc", "never decreasing"),
     "short": ({"seq_lens": i32(20, 4)}, "seq_lens", "at least the new tokens"),
-    "long": ({"seq_lens": i32(33, 5)}, "seq_lens", "at most 32, got 33"),
-    "longest query": ({"max_query_len": 1}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(1, 20\)"),
-    "longest sequence": ({"max_seq_len": 19}, "max_query_len, max_seq_len", r"at least \(5, 20\), got \(5, 19\)"),
-    "decodes": ({"num_decodes": 2}, "num_decodes", "one new token each, got 2"),
+    "long": ({"seq_lens": i32(33, 5), "max_seq_len": 33}, "seq_lens", "at most 32, got 33"),
+    "longest query": ({"max_query_len": 1, **UNKNOWN}, "max_query_len", "at least 5, the longest, got 1"),
+    "longest sequence": ({"max_seq_len": 19, **UNKNOWN}, "max_seq_len", "at least 20, the longest, got 19"),
+    "decodes": ({"num_decodes": 2, **UNKNOWN}, "num_decodes", "one new token each, got 2"),
     "shared": ({"shared_prefix_len": 5}, "shared_prefix_len", r"share \(5 are not\), got others at row 1; pass 0"),
     "shared and longer": (
         *({"shared_prefix_len": 6, "seq_lens_cpu": None}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
@@ -116,6 +156,16 @@ def test_contents_are_checked_at_level_2_only(name: str, monkeypatch: pytest.Mon
     for level in "01":
         monkeypatch.setenv("PAGEDATTN_CHECK", level)
         assert call(metadata=common(**changes)).shape == (6, 4, 16)
+
+
+def test_padding_decodes_nothing_where_nobody_else_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1, 0], [20, 0]
+    assert call(metadata=CommonAttentionMetadata.from_lengths(*lengths, TABLE, num_decodes=2)).shape == (6, 4, 16)
+    mixed = CommonAttentionMetadata.from_lengths([1, 0, 5], [20, 0, 5], TABLE[[0, 0, 1]]).replace(num_decodes=2)
+    for level, unknown in (("1", dict[str, None]()), ("2", UNKNOWN)):
+        monkeypatch.setenv("PAGEDATTN_CHECK", level)
+        with pytest.raises(InvalidInputError, match="num_decodes must be leading sequences with one new token each"):
+            call(metadata=mixed.replace(**unknown))
 
 
 def test_a_prefix_in_the_same_blocks_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +193,7 @@ def test_level_0_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_garbage_after_a_sequence_is_no_fault_at_level_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", "2")
     assert int(TABLE[1, 1]) < 0
-    skipped = common(slot_mapping=torch.tensor([-1, -1, 2, 3, 4, -1]))
+    skipped = common(slot_mapping=torch.tensor([-1, -1, 2, 3, 64, 64]))  # of a cache of 64
     assert call(metadata=skipped).isfinite().all()
 
 
@@ -168,16 +218,44 @@ def test_a_key_without_a_value_is_refused() -> None:
         call(value=None)
 
 
+def test_a_value_without_a_key_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"^key must be given with value, got None; pass neither"):
+        call(key=None)
+    rows = torch.randn(6, 4, 16)
+    with pytest.raises(InvalidInputError, match=r"^key must be given with value"):
+        paged_attention(rows, None, rows[:, :2], cache(), common())
+
+
+def test_a_value_for_a_cache_whose_values_are_its_keys_is_refused() -> None:
+    latent = PagedKVCache.from_specs([MLASpec(num_kv_heads=1, head_dim=24, latent_dim=16)], 4).layer(0)
+    layer, rows = Attention(4, 24, 1, head_dim_v=16), torch.randn(6, 4, 24)
+    with pytest.raises(InvalidInputError, match=r"^value must be None, as the cache's values are a view of its keys"):
+        layer(rows, rows[:, :1], rows[:, :1, :16], latent, common())
+    assert layer(rows, rows[:, :1], None, latent, common()).shape == (6, 4, 16)
+    assert torch.equal(latent.key[2, 3], rows[0, :1])
+
+
+def test_cross_attention_may_have_more_queries_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    cross = CommonAttentionMetadata.from_lengths([1, 5], [20, 3], TABLE)
+    with pytest.raises(InvalidInputError, match="seq_lens must be at least the new tokens"):
+        call(metadata=cross)
+    kept = call(Attention(4, 16, 2, attn_type=AttentionType.CROSS), key=None, value=None, metadata=cross)
+    assert kept.isfinite().all()
+
+
 def test_an_encoder_is_not_given_a_cache() -> None:
     with pytest.raises(InvalidInputError, match="kv_cache"):
         call(Attention(4, 16, 2, attn_type=AttentionType.ENCODER_ONLY))
 
 
-def test_fewer_packed_keys_than_lengths_say_are_refused() -> None:
+def test_fewer_packed_keys_than_lengths_say_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(6, 4, 16)
     dense = CommonAttentionMetadata.from_lengths([1, 5], [20, 5])
-    with pytest.raises(InvalidInputError, match="key"):
-        Attention(4, 16)(rows, rows, rows, None, dense)
+    for level, known in (("1", dense), ("2", dense.replace(**UNKNOWN))):
+        monkeypatch.setenv("PAGEDATTN_CHECK", level)
+        with pytest.raises(InvalidInputError, match=r"^key and value must be at least 25 rows, .*got 6"):
+            Attention(4, 16)(rows, rows, rows, None, known)
 
 
 SERVES_CPU = pytest.param(

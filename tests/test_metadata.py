@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +36,16 @@ def test_from_lengths_says_everything() -> None:
 def test_the_block_size_is_that_of_the_slots() -> None:
     common = CommonAttentionMetadata.from_lengths([2], [6], TABLE[:1], block_size=4)
     assert common.slot_mapping.tolist() == [9 * 4, 9 * 4 + 1]
+    assert common.block_size == common.replace(num_decodes=0).block_size == 4
+    assert CommonAttentionMetadata.from_lengths([2], [6]).block_size is None
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple, lambda lens: [np.int64(n) for n in lens]])
+def test_lengths_of_any_kind_on_the_host(kind: Callable[[list[int]], Any]) -> None:
+    common = CommonAttentionMetadata.from_lengths(kind(QUERY_LENS), kind(SEQ_LENS), TABLE)
+    assert common.query_start_loc.tolist() == [0, 1, 4, 9]
+    bounds = common.num_tokens, common.max_query_len, common.max_seq_len
+    assert bounds == (9, 5, 40) and {*map(type, bounds)} == {int}
 
 
 @pytest.mark.parametrize(
@@ -89,9 +103,33 @@ def test_it_is_a_value() -> None:
         common.num_decodes = 0  # type: ignore[misc]
 
 
-def test_decodes_that_are_none_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="num_decodes"):
-        CommonAttentionMetadata.from_lengths([5, 1], [5, 9], TABLE[:2], num_decodes=2)
+@pytest.mark.parametrize(("query_lens", "decodes"), [([5, 1], 2), ([1, 1], 3), ([1, 1], -1), ([0, 1], 1)])
+def test_decodes_that_are_none_are_refused(query_lens: list[int], decodes: int) -> None:
+    with pytest.raises(InvalidInputError, match=rf"num_decodes must be .*got {decodes}"):
+        CommonAttentionMetadata.from_lengths(query_lens, [5, 9], TABLE[:2], num_decodes=decodes)
+
+
+def test_padding_decodes_nothing() -> None:
+    assert CommonAttentionMetadata.from_lengths([1, 0], [5, 0], TABLE[:2], num_decodes=2).num_decodes == 2
+
+
+@pytest.mark.parametrize(
+    ("lens", "got"),
+    [
+        ([1.0], r"integers, one per sequence, got \[1.0\]"),
+        ([[1]], "integers"),
+        (torch.ones(1).to("meta"), "on the host"),
+    ],
+    ids=["floats", "nested", "device"],
+)
+def test_lengths_that_are_no_integers_of_the_host_are_refused(lens: Any, got: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"query_lens must be {got}"):
+        CommonAttentionMetadata.from_lengths(lens, [1], TABLE[:1])
+
+
+def test_blocks_without_tokens_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="block_size must be at least 1, got 0"):
+        CommonAttentionMetadata.from_lengths([1], [1], TABLE[:1], block_size=0)
 
 
 def layer(window: int | None = None, group: int = 0) -> Attention:
@@ -140,6 +178,13 @@ def test_into_refuses_a_step_beyond_its_bounds() -> None:
     first = plan_step([one], CommonAttentionMetadata.from_lengths([1], [9], TABLE[:1].clone()))
     with pytest.raises(CapacityError, match="max_seq_len"):
         plan_step([one], CommonAttentionMetadata.from_lengths([1], [40], TABLE[2:]), first)
+
+
+def test_into_refuses_blocks_of_another_size() -> None:
+    one = layer()
+    first = plan_step([one], CommonAttentionMetadata.from_lengths([1], [9], TABLE[:1].clone(), block_size=32))
+    with pytest.raises(InvalidInputError, match="block_size must be 32, as of the captured step, got 16"):
+        plan_step([one], CommonAttentionMetadata.from_lengths([1], [9], TABLE[:1]), first)
 
 
 def test_a_captured_step_owns_its_buffers_and_takes_padded_ones() -> None:

@@ -81,7 +81,22 @@ def test_what_contradicts_itself_is_refused() -> None:
         attend(layer_of(), k_scale=0.5, v_scale=0.5)
     with pytest.raises(UnsupportedError, match="kv_scale=token_head"):
         layer_of(kv_scale="token_head")
-    assert LayerScales.given(None, 0.5, None, "fp8_e5m2").kind == "float"
+    assert LayerScales.given(None, 0.5, None, "fp8_e5m2", KV_HEADS).kind == "float"
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan"), float("inf")])
+def test_numbers_that_scale_nothing_are_refused(scale: float) -> None:
+    with pytest.raises(InvalidInputError, match=f"k_scale must be positive and finite, got {scale}"):
+        layer_of(k_scale=scale)
+    with pytest.raises(InvalidInputError, match="v_scale must be positive and finite"):
+        layer_of().load_state_dict({"k_scale": torch.ones(1), "v_scale": torch.tensor(scale)})
+
+
+def test_scales_of_another_number_of_heads_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"v_scale must be of 1 or 2 elements, one per KV head, got \[3\]"):
+        layer_of(v_scale=torch.ones(3))
+    with pytest.raises(InvalidInputError, match="k_scale must be of 1 or 2 elements"):
+        layer_of().load_state_dict({"k_scale": torch.ones(3)})
 
 
 def test_without_a_layer() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import pagedattn
-from pagedattn import AttentionSpec, list_backends, register_backend, select_backend, selector, use_backend
+from pagedattn import AttentionSpec, register_backend, select_backend, selector, use_backend
 from pagedattn.backends import registry
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.capabilities import Capabilities, IntRange
@@ -248,56 +245,3 @@ def test_registering_takes_a_free_name_and_a_class() -> None:
         with pytest.raises(InvalidInputError, match='target must be "module:Class"'):
             register_backend("OTHER", target)
     assert "OTHER" not in registry.backend_names()
-
-
-@pytest.mark.parametrize("target", ["no_such_module_anywhere:Backend", f"{__name__}:NoSuchClass"])
-def test_a_backend_that_cannot_be_loaded_is_in_nobodys_way(target: str) -> None:
-    register_backend("BROKEN", target)
-    chosen = select_backend(SPEC)
-    assert chosen.name == "TORCH" and "cannot be loaded" in str(chosen.rejections["BROKEN"][0])
-    assert list_backends()["BROKEN"].startswith("unavailable: ")
-    with pytest.raises(UnsupportedError, match=r"BROKEN .* cannot be loaded"):
-        select_backend(SPEC, "BROKEN")
-
-
-def _plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """An installed package with an entry point, as pip would leave it."""
-    (tmp_path / "acme_attention.py").write_text(body)
-    info = tmp_path / "acme_attention-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-attention\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[pagedattn.backends]\nACME = acme_attention:AcmeBackend\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "acme_attention", raising=False)
-    registry._installed.cache_clear()
-
-
-ACME = """
-from pagedattn.backends.torch_native import TorchBackend
-class AcmeBackend(TorchBackend):
-    name = "ACME"
-"""
-
-
-@pytest.fixture
-def _no_plugins_afterwards() -> Iterator[None]:
-    yield
-    registry._installed.cache_clear()
-
-
-@pytest.mark.usefixtures("_no_plugins_afterwards")
-def test_installed_packages_bring_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plugin(tmp_path, monkeypatch, ACME)
-    assert list_backends()["ACME"] == torch.__version__
-    assert (select_backend(SPEC).name, select_backend(SPEC, "ACME").name) == ("TORCH", "ACME")
-    assert pagedattn.Attention(4, 32, backend="decode=ACME").selection.decode.name == "ACME"
-    monkeypatch.setenv("PAGEDATTN_PLUGINS", "0")
-    assert "ACME" not in list_backends()
-    with pytest.raises(InvalidInputError, match="backend must be one of"):
-        select_backend(SPEC, "ACME")
-
-
-@pytest.mark.usefixtures("_no_plugins_afterwards")
-def test_a_plugin_that_fails_otherwise_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _plugin(tmp_path, monkeypatch, "raise OSError('libcuda.so.1: cannot open shared object file')")
-    assert select_backend(SPEC).name == "TORCH"

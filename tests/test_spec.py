@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,6 +168,10 @@ def test_each_type_has_its_own_default(kind: AttentionType, causal: bool, cached
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"kv_scale": "block"}, "kv_scale"),
         ({"cache_layout": "DHN"}, "cache_layout"),
+        ({"causal": "no"}, "causal"),
+        ({"attn_type": "bogus"}, "attn_type"),
+        ({"graph_level": "ALWAYS"}, "graph_level"),
+        ({"dtype": "bfloat16"}, "dtype"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
@@ -191,6 +196,11 @@ def test_specs_are_values() -> None:
     assert BASE.replace(mask_mod=lambda b, h, q, k: k == k) != BASE.replace(mask_mod=lambda b, h, q, k: k == k)
     with pytest.raises(AttributeError):
         BASE.head_dim = 3  # type: ignore[misc]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    spec = AttentionSpec(num_heads=np.int64(8), num_kv_heads=np.int32(2), head_dim=np.int64(64))  # type: ignore[arg-type]
+    assert spec == BASE and type(spec.num_heads) is int
 
 
 def test_a_type_given_as_a_string_means_the_type() -> None:

@@ -128,7 +128,10 @@ def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMet
 
     Raises:
         CapacityError: the step is larger than what was captured.
+        InvalidInputError: it means blocks of another size.
     """
+    if captured.block_size != common.block_size and None not in (captured.block_size, common.block_size):
+        raise InvalidInputError("block_size", f"{captured.block_size}, as of the captured step", common.block_size)
     names = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len")
     room = [(name, getattr(common, name), getattr(captured, name)) for name in names]
     for name, got, most in (*room, ("len(slot_mapping)", len(common.slot_mapping), len(captured.slot_mapping))):

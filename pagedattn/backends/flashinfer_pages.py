@@ -63,7 +63,7 @@ def without_surplus(lengths: Lengths) -> tuple[Lengths, torch.Tensor]:
     """
     queries, keys = lengths
     surplus = (queries - keys).clamp_min(0)
-    rows = torch.arange(len(queries))
+    rows = torch.arange(len(queries), device=queries.device)
     if not bool(surplus.any()):
         return lengths, rows
     queries = torch.stack((surplus, queries - surplus), 1).flatten()
@@ -84,7 +84,7 @@ def page_lists(
     Raises:
         InvalidInputError: a sequence is longer than its row of the table.
     """
-    rows = torch.arange(len(lengths.queries))
+    rows = torch.arange(len(lengths.queries), device=lengths.queries.device)
     if cut_surplus:
         lengths, rows = without_surplus(lengths)
     queries, keys = lengths

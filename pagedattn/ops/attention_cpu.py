@@ -35,7 +35,7 @@ def attend(inputs: AttentionInputs) -> bool:
     if inputs.max_query_len <= 1 and not inputs.window and _has_kernel(inputs):
         firsts = inputs.query_start_loc
         if len(inputs.query) == len(inputs.seq_lens) and bool((firsts.diff() == 1).all()):
-            seqs = torch.arange(len(inputs.seq_lens), dtype=torch.int32)
+            seqs = torch.arange(len(inputs.seq_lens), dtype=torch.int32, device="cpu")
             return _extension(inputs, inputs.seq_lens, seqs, firsts[:-1])
     if _outside(inputs):
         return False
@@ -51,7 +51,7 @@ def attend(inputs: AttentionInputs) -> bool:
         elif first + blind < last:
             _prompt(inputs, seq, first + blind, last, length)
     if decodes and _has_kernel(inputs):
-        return _extension(inputs, *torch.tensor(decodes, dtype=torch.int32).t().contiguous())
+        return _extension(inputs, *torch.tensor(decodes, dtype=torch.int32, device="cpu").t().contiguous())
     for group in _alike(sorted(decodes, reverse=True), inputs.key.shape[2] * inputs.key.shape[3]):
         _gathered(inputs, *zip(*group, strict=True))
     return True
@@ -66,7 +66,7 @@ def _table(inputs: AttentionInputs) -> torch.Tensor:
 def _outside(inputs: AttentionInputs) -> bool:
     """Whether a block that a sequence holds is missing or outside the cache."""
     table, key = _table(inputs), inputs.key
-    held = torch.arange(table.shape[1]) * key.shape[1] < inputs.seq_lens[:, None]  # [B, max_blocks]
+    held = torch.arange(table.shape[1], device="cpu") * key.shape[1] < inputs.seq_lens[:, None]  # [B, max_blocks]
     wrong = held & ((table < 0) | (table >= len(key)))
     too_long = inputs.seq_lens > table.shape[1] * key.shape[1]
     return bool(wrong.any()) or bool(too_long.any())
@@ -101,11 +101,11 @@ def _extension(inputs: AttentionInputs, lens: torch.Tensor, seqs: torch.Tensor, 
 def _gathered(inputs: AttentionInputs, lens: Sequence[int], seqs: Sequence[int], rows: Sequence[int]) -> None:
     """One query row of each of b sequences, over L keys and what is masked behind them."""
     key, table = inputs.key, _table(inputs)
-    size, kv_heads, at = key.shape[1], key.shape[2], torch.tensor(rows)
-    columns, lengths = -(-lens[0] // size), torch.tensor(lens)[:, None]
-    held = torch.arange(columns) * size < lengths
+    size, kv_heads, at = key.shape[1], key.shape[2], torch.tensor(rows, device="cpu")
+    columns, lengths = -(-lens[0] // size), torch.tensor(lens, device="cpu")[:, None]
+    held = torch.arange(columns, device="cpu") * size < lengths
     blocks = torch.where(held, table[list(seqs), :columns], 0).flatten()
-    seen = torch.arange(columns * size) < lengths  # [b, L]
+    seen = torch.arange(columns * size, device="cpu") < lengths  # [b, L]
     behind = ~seen[..., None, None]
     # What lies behind a sequence may be anything: 0 * NaN would reach the output.
     k, v = (
@@ -124,7 +124,8 @@ def _prompt(inputs: AttentionInputs, seq: int, first: int, last: int, length: in
     blocks = table[seq, low // size : -(-length // size)]
     own = slice(low % size, length - low // size * size)
     k, v = (x.index_select(0, blocks).flatten(0, 1)[own].transpose(0, 1)[None] for x in (key, inputs.value))
-    whole = count == length and inputs.causal and not window  # torch has a mask of its own for it
+    # torch has a mask of its own for a whole prompt, which it multiplies with the scale: -inf times 0 is NaN.
+    whole = count == length and inputs.causal and not window and inputs.scale > 0
     at_once = count if whole else max(1, _MASK // length)
     for start in range(first, last, at_once):
         stop = min(start + at_once, last)
@@ -143,7 +144,7 @@ def _prompt(inputs: AttentionInputs, seq: int, first: int, last: int, length: in
 
 def _visible(inputs: AttentionInputs, length: int, low: int, start: int, stop: int) -> torch.Tensor:
     """Which of the keys low..length the rows at positions start..stop see, [rows, keys] bool."""
-    distance = torch.arange(low, length) - torch.arange(start, stop)[:, None]
+    distance = torch.arange(low, length, device="cpu") - torch.arange(start, stop, device="cpu")[:, None]
     seen = distance <= 0 if inputs.causal else torch.ones_like(distance, dtype=torch.bool)
     if inputs.window:
         seen &= distance > -inputs.window

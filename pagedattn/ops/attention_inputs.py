@@ -58,6 +58,10 @@ class AttentionInputs(NamedTuple):
         count, starts = lens.shape[0], self.query_start_loc
         if starts.dtype != torch.int32 or len(starts) != count + 1 or not starts.is_contiguous():
             refuse("query_start_loc", f"int32 [{count + 1}], contiguous", starts)
+        if not 0 <= self.num_decodes <= count:
+            raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", self.num_decodes)
+        if self.window < 0:
+            raise InvalidInputError("sliding_window", "at least 1, or None for no window", self.window)
         if self.block_table is not None:
             _check_table(self.block_table, count)
             if len(key) == 0 and self.block_table.numel():

@@ -49,7 +49,7 @@ def check_apart(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
 
 def marked(blocks: torch.Tensor, count: int) -> torch.Tensor:
     """[count] bool, True for each of `blocks`: tells members and duplicates without sorting."""
-    return torch.zeros(count, dtype=torch.bool).index_fill_(0, blocks, True)
+    return torch.zeros(count, dtype=torch.bool, device="cpu").index_fill_(0, blocks, True)
 
 
 def has_whole_blocks(tensor: torch.Tensor) -> bool:

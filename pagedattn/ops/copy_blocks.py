@@ -45,8 +45,9 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
     if chosen == "torch":
         on_device = pairs.to(device, non_blocking=True)
-        for cache in caches:
-            cache[on_device[:, 1]] = cache[on_device[:, 0]]
+        # All sources first: tensors may be views of the same blocks.
+        for cache, moved in zip(caches, [cache[on_device[:, 0]] for cache in caches], strict=True):
+            cache[on_device[:, 1]] = moved
         return
     copy = csrc_op("copy_blocks") if chosen == "csrc" else kernels("copy_blocks").launch
     # The kernels copy in any order: a source that is a target too goes through a staging copy.
@@ -55,7 +56,7 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
         copy(caches, caches, pairs)
         return
     staged, direct = pairs[overlap], pairs[~overlap]
-    row = torch.arange(len(staged))
+    row = torch.arange(len(staged), device="cpu")
     staging = [cache.new_empty(len(staged), *cache.shape[1:]) for cache in caches]
     copy(caches, staging, torch.stack((staged[:, 0], row), 1))
     if len(direct):

@@ -23,20 +23,24 @@ def merge_attn_states(
     Args:
         outputs: [n, T, Hq, Dv], last dimension contiguous, other strides free.
         lses: [n, T, Hq] float32, natural log, strides free.
-        out: [T, Hq, Dv] to write to; `dtype` (default: outputs') says which type to make where None.
+        out: [T, Hq, Dv] to write to, last dimension contiguous; `dtype` (default: outputs') says which type to make
+            where None.
 
     Returns:
         output [T, Hq, Dv] and LSE [T, Hq] float32.
 
     Raises:
-        InvalidInputError: shapes that do not fit each other, LSE not float32.
+        InvalidInputError: shapes, strides or devices that do not fit each other, LSE not float32.
     """
     expect(outputs.dim() == 4 and outputs.stride(3) == 1, "outputs", "[n, T, Hq, Dv], last stride 1", outputs)
     fits = lses.dtype == torch.float32 and lses.shape == outputs.shape[:3]
     fits = fits or (lses.dtype == outputs.dtype == torch.float64 and lses.shape == outputs.shape[:3])
     expect(fits, "lses", f"float32 {list(outputs.shape[:3])}", lses)
     merged = torch.empty(outputs.shape[1:], dtype=dtype or outputs.dtype, device=outputs.device) if out is None else out
-    expect(merged.shape == outputs.shape[1:], "out", f"{list(outputs.shape[1:])}", merged)
+    fits = merged.shape == outputs.shape[1:] and (merged.stride(2) == 1 or merged.shape[2] < 2)
+    expect(fits, "out", f"{list(outputs.shape[1:])}, last stride 1", merged)
+    for name, tensor in (("lses", lses), ("out", merged)):
+        expect(tensor.device == outputs.device, name, f"on {outputs.device} as the outputs", tensor)
     lse = torch.empty(lses.shape[1:], dtype=lses.dtype, device=lses.device)
     _op(outputs, lses, merged, lse, path)
     return merged, lse

@@ -65,6 +65,8 @@ def paged_attention(
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
         max_query_len, max_seq_len: host upper bounds. num_decodes: so many leading sequences have one new
             token each (or, in a batch of nothing else, none: the padding of a captured graph).
+        sliding_window: keys kept, the token's own included; None is all. softcap: cap * tanh(logit / cap), None is no
+            cap.
         k_scale, v_scale: what stored elements are multiplied with: a float, or float32 [1] or [Hkv]; None is 1.
         mask_mod: (b, h, q_idx, kv_idx) -> bool tensor of keys to keep; torch path only, not traceable.
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
@@ -123,6 +125,10 @@ def _triton(
 ) -> list[Launch | None]:
     """Sequences of few new tokens, whose keys are shared out over the GPU, and the rest, apart from each other."""
     paged = inputs.block_table is not None
+    for name, cache in (("key", inputs.key), ("value", inputs.value)) if paged else ():
+        # The kernels count in 32 bits within a block; 64 there would cost them registers.
+        reach = (cache.shape[1] - 1) * cache.stride(1)
+        expect(reach < 2**31, name, "a cache whose blocks reach over less than 2**31 elements; use path='torch'", cache)
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": not shared_prefix_len and _joined(inputs)}
     made: list[Launch | None] = []

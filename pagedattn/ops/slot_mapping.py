@@ -36,7 +36,7 @@ def compute_slot_mapping(
         rows: [B] int32, the table row of each sequence; row b where None.
 
     Raises:
-        InvalidInputError: wrong rank, dtype or number of groups.
+        InvalidInputError: wrong rank, dtype, length, stride or number of groups.
     """
     tables = block_tables.unsqueeze(0) if block_tables.dim() == 2 else block_tables
     slots = slot_mapping.unsqueeze(0) if slot_mapping.dim() == 1 else slot_mapping
@@ -45,7 +45,20 @@ def compute_slot_mapping(
     expect(len(sizes) == len(tables), "block_tables", f"one table per block size ({len(sizes)})", block_tables)
     same = slots.dim() == 2 and slots.dtype == torch.int64 and len(slots) == len(tables) and slots.stride(1) == 1
     expect(same, "slot_mapping", f"int64 [{len(tables)}, N], contiguous rows", slot_mapping)
+    rows_fit = tables.stride(2) == 1 or tables.shape[2] < 2
+    expect(rows_fit, "block_tables", "contiguous in each row", block_tables)
+    count = len(seq_lens)
+    for name, tensor, size in (("query_start_loc", query_start_loc, count + 1), ("seq_lens", seq_lens, count)):
+        _expect_row(name, tensor, size, slots.device)
+    if rows is not None:
+        _expect_row("rows", rows, count, slots.device)
     _op(tables, sizes, query_start_loc, seq_lens, slots, rows, world, rank, interleave, path)
+
+
+def _expect_row(name: str, tensor: torch.Tensor, size: int, device: torch.device) -> None:
+    """The kernel reads these without strides."""
+    fits = tensor.dtype == torch.int32 and tensor.shape == (size,) and tensor.is_contiguous()
+    expect(fits and tensor.device == device, name, f"int32 [{size}] on {device}, contiguous", tensor)
 
 
 def _run(

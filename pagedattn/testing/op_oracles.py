@@ -26,7 +26,7 @@ def slot_mapping_oracle(
             table = tables[group][rows[seq] if rows is not None else seq]
             for position in range(total - new, total):
                 column, rest = divmod(position, size * world)
-                if column < len(table) and rest // interleave % world == rank and token < length:
+                if 0 <= column < len(table) and rest // interleave % world == rank and token < length:
                     offset = rest // (world * interleave) * interleave + rest % interleave
                     out[group, token] = table[column] * size + offset
                 token += 1

@@ -75,6 +75,17 @@ def test_lengths_of_any_kind(lens: list[int], path: str, monkeypatch: pytest.Mon
     assert {*CALLS} <= {f"_{path}"}
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.4])
+def test_a_whole_prompt_whatever_the_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own causal mask is multiplied with the scale."""
+    prompt = {"query_start_loc": torch.tensor([0, 5], dtype=torch.int32), "query": torch.randn(5, 6, 20)}
+    prompt["value"] = torch.randn(90, 8, 2, 20)  # as wide as keys: else torch takes a slower kernel, which is right
+    bounds = {"max_query_len": 5, "num_decodes": 0, "scale": scale}
+    got, _ = call([5], **prompt, **bounds)
+    monkeypatch.setattr(attention_cpu, "serves", lambda inputs: False)
+    torch.testing.assert_close(got, call([5], **prompt, **bounds)[0])
+
+
 def test_a_block_outside_the_cache_is_left_to_the_masks(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.tensor([[3, 90], [4, -1]], dtype=torch.int32)
     got, _ = call([13, 14], block_table=table)

@@ -39,6 +39,24 @@ def test_caches_of_different_shapes_strides_and_dtypes(device, any_path) -> None
     assert torch.equal(gap[:, 6:], rest)
 
 
+@pytest.mark.parametrize("odd_one", ["source", "target"])
+def test_swap_between_tensors_of_different_alignment(device, any_path, odd_one) -> None:
+    """Blocks of 16 bytes, on one side 2 bytes from where a wider word could begin."""
+    odd, even = torch.arange(25, dtype=torch.int16, device=device)[1:].view(3, 8), torch.zeros(3, 8, dtype=torch.int16)
+    source, target = (odd, even.to(device)) if odd_one == "source" else (even.to(device), odd)
+    want = copy_blocks_oracle(source.cpu(), target.cpu(), [[1, 0], [0, 2]])
+    ops.swap_blocks(source, target, torch.tensor([[1, 0], [0, 2]]), path=any_path)
+    assert torch.equal(target.cpu(), want)
+
+
+def test_a_chain_in_a_cache_whose_blocks_are_no_words_apart(device, any_path) -> None:
+    """It goes through a staging tensor, whose blocks are."""
+    cache = torch.arange(45, dtype=torch.uint8, device=device).view(9, 5)[:, :4]
+    want = copy_blocks_oracle(cache.cpu(), cache.cpu(), CHAIN)
+    ops.copy_blocks([cache], torch.tensor(CHAIN), path=any_path)
+    assert torch.equal(cache.cpu(), want)
+
+
 @pytest.mark.parametrize(("layers", "blocks"), [(100, 9), (2, 12000)])
 def test_more_layers_or_pairs_than_one_launch_holds(device, any_path, layers, blocks) -> None:
     if any_path == "triton" and device.type == "cpu":
@@ -191,6 +209,14 @@ def test_tensors_without_memory_are_no_overlap(device, any_path) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         source, target = torch.zeros(9, 4), torch.zeros(9, 4)
     ops.swap_blocks(source, target, torch.tensor(PAIRS), path=any_path)
+
+
+def test_views_of_the_same_blocks(device, any_path) -> None:
+    """As a latent cache gives its keys and values."""
+    key = torch.arange(9 * 6.0, device=device).view(9, 6)
+    want = copy_blocks_oracle(key.cpu(), key.cpu(), CHAIN)
+    ops.copy_blocks([key, key[:, :4]], torch.tensor(CHAIN), path=any_path)
+    assert torch.equal(key.cpu(), want)
 
 
 def test_blocks_of_one_element(device, any_path) -> None:

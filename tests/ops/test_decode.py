@@ -12,7 +12,7 @@ from pagedattn import ops
 from pagedattn.errors import InvalidInputError
 from pagedattn.ops.attention_inputs import AttentionInputs, scale_parts
 from pagedattn.ops.launch import COUNTERS, DecodeConfig, DecodeTuning, decode_config, target_of
-from pagedattn.ops.paged_attention import decode_config_of, new_workspace
+from pagedattn.ops.paged_attention import _triton, decode_config_of, new_workspace
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close, assert_lse_close
 from pagedattn.testing.problem import Problem, make_problem
@@ -253,6 +253,26 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
         room = new_workspace(config.workspace, device)
         import_module("pagedattn.ops.kernels.decode").launch(config, inputs, room)
         assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window == 0)
+
+
+@pytest.mark.parametrize("decodes", [-1, 3])
+def test_more_decodes_than_sequences_or_fewer_than_none(decodes: int, device: torch.device) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^num_decodes must be in 0\.\.1, .*got {decodes}"):
+        call(device, num_decodes=decodes)
+
+
+def test_a_negative_window(device: torch.device) -> None:
+    with pytest.raises(InvalidInputError, match=r"^sliding_window must be at least 1, or None for no window, got -1"):
+        call(device, sliding_window=-1)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_slots_too_far_apart_for_the_kernels(name: str, device: torch.device) -> None:
+    problem = make_problem(Case(**LONG), device)
+    inputs = inputs_of(problem, torch.empty_like(problem.query), None)
+    far = torch.empty_strided(inputs.key.shape, (1, 2**31 // 7, 1, 1), device="meta")
+    with pytest.raises(InvalidInputError, match=rf"^{name} must be a cache whose blocks reach over less than 2"):
+        _triton(inputs._replace(**{name: far}), None, None, 0, None)
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "seq_lens", "query_start_loc"])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,6 +41,21 @@ def test_merging_in_parts_equals_merging_at_once(device, path) -> None:
     whole, lse = ops.merge_attn_states(outputs, lses, path=path)
     parts, parts_lse = ops.merge_attn_states(*pairs, path=path)
     assert torch.allclose(whole, parts, atol=1e-6) and torch.allclose(lse, parts_lse, atol=1e-6)
+
+
+def test_an_out_that_the_kernel_would_write_beside_is_refused(device, path) -> None:
+    outputs, lses = torch.zeros(2, 3, 4, 16, device=device), torch.zeros(2, 3, 4, device=device)
+    for out in (torch.zeros(3, 4, 32, device=device)[..., ::2], torch.zeros(3, 4, device=device)):
+        with pytest.raises(InvalidInputError, match=r"^out must be \[3, 4, 16\], last stride 1"):
+            ops.merge_attn_states(outputs, lses, out=out, path=path)
+
+
+@pytest.mark.parametrize("name", ["lses", "out"])
+def test_another_device_is_refused(device, name) -> None:
+    given: dict[str, Any] = {"lses": torch.zeros(2, 3, 4, device=device), "out": torch.zeros(3, 4, 16, device=device)}
+    given[name] = given[name].to("meta")
+    with pytest.raises(InvalidInputError, match=f"^{name} must be on {device}.* as the outputs"):
+        ops.merge_attn_states(torch.zeros(2, 3, 4, 16, device=device), **given)
 
 
 def test_half_precision_lse_is_refused(device) -> None:

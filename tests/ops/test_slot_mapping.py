@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -42,6 +44,10 @@ def test_past_the_table_is_skipped(device, path) -> None:
     assert (_run(device, path, [2], [4], [20])[0, :4].tolist())[-2:] == [-1, -1]
 
 
+def test_before_the_first_position_is_skipped(device, path) -> None:
+    assert (_run(device, path, [4], [5], [3])[0, :3] >= 0).tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize(("world", "interleave"), [(2, 1), (2, 4), (4, 2), (3, 1)])
 def test_context_parallel_ranks_partition_the_tokens(device, path, world, interleave) -> None:
     owned = 0
@@ -65,6 +71,29 @@ def test_no_sequences(device, path) -> None:
     start = torch.zeros(1, dtype=torch.int32, device=device)
     ops.compute_slot_mapping(torch.zeros(0, 1, dtype=torch.int32, device=device), 4, start, empty, slots, path=path)
     assert slots.tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens", "rows"])
+@pytest.mark.parametrize("change", ["column", "int64", "longer"])
+def test_what_the_kernel_would_read_otherwise_is_refused(device, path, name, change) -> None:
+    def i32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    given: dict[str, Any] = {"query_start_loc": i32(0, 2, 3), "seq_lens": i32(2, 5), "rows": i32(1, 0)}
+    bad = given[name]
+    changed = {"column": torch.stack((bad, bad), 1)[:, 0], "int64": bad.long(), "longer": torch.cat((bad, bad))}
+    given[name] = changed[change]
+    table, slots = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    lens = "query_start_loc" if name == "seq_lens" and change == "longer" else name  # whose length says which is wrong
+    with pytest.raises(InvalidInputError, match=rf"^{lens} must be int32 \[\d\] on {device}.*, contiguous"):
+        ops.compute_slot_mapping(table, 4, slot_mapping=slots, path=path, **given)
+
+
+def test_a_transposed_table_is_refused(device, path) -> None:
+    table = torch.zeros(5, 2, dtype=torch.int32, device=device).t()
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, 3], [2, 5]))
+    with pytest.raises(InvalidInputError, match=r"^block_tables must be contiguous in each row"):
+        ops.compute_slot_mapping(table, 4, starts, lens, torch.zeros(3, dtype=torch.int64, device=device), path=path)
 
 
 def test_wrong_dtype_is_refused(device) -> None:

@@ -24,16 +24,21 @@ def _copy_blocks_kernel(source, target, pairs, s_source, s_target, WORDS: tl.con
     tl.store(target + dst * s_target + word, tl.load(source + src * s_source + word, mask=mask), mask=mask)
 
 
-def as_words(cache: torch.Tensor) -> torch.Tensor:
-    """[P, words] view of a block-first tensor in the widest integer that divides a block, without a copy."""
+def as_words(*caches: torch.Tensor) -> list[torch.Tensor]:
+    """[P, words] views of block-first tensors with blocks of one size, in the widest integer that divides a block and
+    the addresses of all of them, without a copy: words of two widths would not be the same bytes."""
+    flats = [_as_bytes(cache) for cache in caches]
+    for word in (torch.int64, torch.int32, torch.int16):
+        sizes = [n for flat in flats for n in (flat.shape[1], flat.storage_offset(), flat.stride(0))]
+        if all(n % word.itemsize == 0 for n in sizes):
+            return [flat.view(word) for flat in flats]
+    return flats
+
+
+def _as_bytes(cache: torch.Tensor) -> torch.Tensor:
     expect(cache[0].is_contiguous() if len(cache) else True, "caches", "contiguous within a block", cache)
     cache = cache.unsqueeze(1) if cache.dim() == 1 else cache
-    flat = cache.view(torch.uint8).flatten(1) if cache.dtype != torch.uint8 else cache.flatten(1)
-    for word in (torch.int64, torch.int32, torch.int16):
-        aligned = flat.storage_offset() % word.itemsize == 0 and flat.stride(0) % word.itemsize == 0
-        if flat.shape[1] % word.itemsize == 0 and aligned:
-            return flat.view(word)
-    return flat
+    return cache.view(torch.uint8).flatten(1) if cache.dtype != torch.uint8 else cache.flatten(1)
 
 
 def launch(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
@@ -45,7 +50,7 @@ def launch(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], pai
 
 def copy_between(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """One launch, pairs on the device; `source` or `target` may be pinned host memory, which the GPU addresses."""
-    src, dst = as_words(source), as_words(target)
+    src, dst = as_words(source, target)
     with on_device(pairs):
         _copy_blocks_kernel[(len(pairs), triton.cdiv(src.shape[1], _WORDS))](
             src, dst, pairs, src.stride(0), dst.stride(0), WORDS=src.shape[1], CHUNK=_WORDS
