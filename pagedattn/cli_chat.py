@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from . import display
@@ -61,15 +61,15 @@ def run(args: argparse.Namespace) -> int:
 def _answer(deltas: Any, quiet: bool) -> tuple[str, Any]:
     """Print an answer as it comes; its text, and the completion, None where it was stopped."""
     text, completion = "", None
-    try:
+    with _noted_interrupts() as pressed, suppress(KeyboardInterrupt):
         for delta in deltas:
             text += delta.text
-            completion = delta.completion
             if not quiet:
                 print(delta.text, end="", flush=True)
-    except KeyboardInterrupt:
-        deltas.close()
-        completion = None
+            if pressed:
+                break
+            completion = delta.completion
+    deltas.close()
     if not quiet:
         print(" [stopped]" if completion is None else "", flush=True)
     return text, completion
@@ -95,6 +95,23 @@ def _lines() -> Iterator[str]:
             continue
         if line.strip():
             yield line.strip()
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """The first Ctrl-C is only noted, for the next token: as an exception it is lost where it meets a finalizer."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -241,15 +241,6 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.endswith("hf download NAME --local-dir FOLDER\n")
 
 
-def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
-
-    monkeypatch.setattr(cli_generate, "import_module", absent)
-    _, err = run(capsys, "generate", MODEL, "x", "--set", "seed=1", status=1)
-    assert err == "pagedattn: the engine needs tokenizers: pip install 'pagedattn[engine]'\n"
-
-
 def test_tracebacks_only_where_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(args: object) -> int:
         raise KeyError("seven")
