@@ -155,7 +155,7 @@ def _within_bounds(common: CommonAttentionMetadata, starts: torch.Tensor | None,
     single = longest <= 1 or not decodes or query_lens[:decodes].max() <= 1
     if not single or (decodes < common.num_seqs and first[decodes] != decodes):
         expected = "leading sequences with one new token each"
-        raise InvalidInputError("num_decodes", expected, decodes, "pass 0, or sort these sequences first")
+        raise InvalidInputError("num_decodes", expected, decodes, "pass 0, or sort decodes first")
 
 
 def _at_most(name: str, bound: int, longest: int) -> None:

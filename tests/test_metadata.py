@@ -155,6 +155,14 @@ def test_one_description_is_that_of_group_0() -> None:
         plan_step([layer(), layer(group=1)], common)
 
 
+def test_a_layers_group_stands() -> None:
+    """Its plan key was made with it."""
+    one = layer(group=1)
+    with pytest.raises(AttributeError):
+        one.kv_group = 0  # type: ignore[misc]
+    assert one.kv_group == one.plan_key[0] == 1
+
+
 def test_a_layer_that_was_not_planned_is_refused() -> None:
     step = plan_step([layer()], CommonAttentionMetadata.from_lengths([1], [3], TABLE[:1]))
     with pytest.raises(InvalidInputError, match="pass every layer of the model to plan_step"):

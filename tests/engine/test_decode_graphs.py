@@ -51,6 +51,7 @@ def test_padded_rows_are_nobodys(folder: Path) -> None:
     driver, graphs = Driver(runner), runner._graphs
     assert graphs is not None
     one, two = (driver.request(list(prompt)) for prompt in PROMPTS[:2])
+    assert [common.block_size for common in graphs._steps[4].commons] == runner._state.block_sizes
     driver.run([(one, 5), (two, 37)])
     driver.run([(one, 1), (two, 1)])
     rows = [runner._state._row_of[each] for each in (one, two)]

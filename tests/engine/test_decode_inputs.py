@@ -12,6 +12,7 @@ from pagedattn.engine.device_state import Deltas, DeviceState
 from pagedattn.engine.kernels.decode_inputs import write
 from pagedattn.engine.packed_step import PackedStep
 from pagedattn.engine.step import KVGroup
+from pagedattn.engine.step_inputs import InputSender
 from pagedattn.ops.library import interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,6 +50,12 @@ def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMeta
         for _ in GROUPS
     ]
     return DecodeRows(*(junk(size) for _ in range(4))), commons
+
+
+def test_a_step_says_which_blocks_its_groups_have() -> None:
+    cpu = torch.device("cpu")
+    commons = InputSender(DeviceState(GROUPS, NUM_ROWS, LONGEST, cpu), cpu).send(packed(2)).commons
+    assert [commons[group].block_size for group in range(len(GROUPS))] == [group.block_size for group in GROUPS]
 
 
 @pytest.mark.parametrize(("count", "size"), [(6, 8), (1, 1), (2, 8), (6, 6)])
