@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from .cache_spec import stored_dtype
@@ -11,6 +13,10 @@ from .metadata import CommonAttentionMetadata
 from .spec import AttentionSpec, AttentionType
 
 
+class _Built(Protocol):
+    bounds_checked: bool
+
+
 def check_call(
     spec: AttentionSpec,
     query: torch.Tensor,
@@ -18,10 +24,19 @@ def check_call(
     value: torch.Tensor | None,
     kv_cache: LayerCache | None,
     common: CommonAttentionMetadata,
+    built: _Built | None = None,
 ) -> None:
-    """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device."""
+    """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device.
+
+    Args:
+        built: what a backend made of `common`, whose bounds are looked at once then.
+    """
     device = common.query_start_loc.device
     check_cache(kv_cache)
+    if not (torch.compiler.is_compiling() or (built is not None and built.bounds_checked)):
+        _host_bounds(common)
+        if built is not None:
+            built.bounds_checked = True
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
     if len(query) < common.num_tokens:
         raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
@@ -124,9 +139,8 @@ def _pair(key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerC
         raise InvalidInputError("value", "None, as the cache's values are a view of its keys", list(value.shape))
 
 
-def check_bounds(common: CommonAttentionMetadata) -> None:
-    """Level 1, once for a step's metadata: what the host knows of the step agrees. A kernel that is given too small a
-    bound may never end."""
+def _host_bounds(common: CommonAttentionMetadata) -> None:
+    """What the host knows of a step agrees: a kernel that is given too small a bound may never end."""
     starts, lens, count = common.query_start_loc_cpu, common.seq_lens_cpu, common.num_seqs
     if not 0 <= common.num_decodes <= count:
         raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", common.num_decodes)

@@ -10,7 +10,7 @@ from torch import nn
 
 from . import env
 from .backends.base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
-from .checks import check_bounds, check_call, check_contents
+from .checks import check_call, check_contents
 from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
@@ -244,10 +244,7 @@ class Attention(nn.Module):
         value = None if value is None else _heads(value, spec.kv_heads, spec.value_dim)
         level = env.check_level()
         if level:
-            if not (built.bounds_checked or torch.compiler.is_compiling()):
-                check_bounds(built.common)
-                built.bounds_checked = True
-            check_call(spec, query, key, value, kv_cache, built.common)
+            check_call(spec, query, key, value, kv_cache, built.common, built)
         if level == 2:
             check_contents(spec, key, value, kv_cache, built.common)
         # Keys that come with the call are not quantised.

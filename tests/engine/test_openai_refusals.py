@@ -78,13 +78,19 @@ def test_what_cannot_be_done_is_refused(llm: LLM, client: openai.OpenAI) -> None
     assert client.completions.create(model=NAME, prompt="The", **nothing).choices[0].text
 
 
-def test_unknown_models_and_paths_full_queues_and_no_json(llm: LLM, client: openai.OpenAI) -> None:
+def test_unknown_models_and_paths_full_queues_and_no_json(
+    llm: LLM, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(openai.NotFoundError, match="model must be 'tiny-qwen3', got 'gpt'"):
         client.completions.create(model="gpt", prompt="x")
     with pytest.raises(openai.NotFoundError, match="Not Found"):
         client.embeddings.create(model=NAME, input="x")
-    with pytest.raises(openai.RateLimitError, match="max_waiting"):
+    with pytest.raises(openai.BadRequestError, match=rf"n must be at most {MAX_WAITING} \(max_waiting\)"):
         client.completions.create(model=NAME, prompt="x", n=MAX_WAITING + 1)
+    with monkeypatch.context() as full:
+        full.setattr(llm._scheduler, "waiting", dict.fromkeys(range(MAX_WAITING)))
+        with pytest.raises(openai.RateLimitError, match="max_waiting"):
+            client.completions.create(model=NAME, prompt="x")
     with pytest.raises(openai.BadRequestError, match="the body must be a JSON object"):
         client.post("/completions", body=["x"], cast_to=object)
 
