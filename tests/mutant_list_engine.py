@@ -59,4 +59,10 @@ MUTANTS: tuple[Mutant, ...] = (
     fault("a key turned by another token's position", "engine/kernels/fused.py",
           "tl.load(positions + token).to(tl.int64)", "tl.load(positions).to(tl.int64)",
           "tests/engine/test_fused_ops.py turn_and_write"),
+    fault("a boundary behind tokens without text", "engine/detokenizer.py", "(empty or len(sure) < len(text))",
+          "len(sure) < len(text)", "tests/engine/test_detokenizer.py no_space_with_them"),
+    fault("the blocks of a request that failed", "engine/swap.py", "_found(pool, trusted, entry, index)",
+          "_found(pool, contents, entry, index)", "tests/engine/test_swap.py taken_for_ones_own"),
+    fault("an output that waits taken for none", "engine/engine.py", "bool(self._tracked or self._inbox.outputs)",
+          "bool(self._tracked)", "tests/engine/test_llm_callers.py waits_for_step"),
 )  # fmt: skip

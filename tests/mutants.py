@@ -23,9 +23,11 @@ from pathlib import Path
 import mutant_list
 import mutant_list_engine
 import mutant_list_hf
+import mutant_list_host
 from mutant_list import Mutant
 
-MUTANTS = (*mutant_list.MUTANTS, *mutant_list_engine.MUTANTS, *mutant_list_hf.MUTANTS)
+LISTS = (mutant_list, mutant_list_host, mutant_list_engine, mutant_list_hf)
+MUTANTS = tuple(fault for one in LISTS for fault in one.MUTANTS)
 ROOT = Path(__file__).parent.parent
 INNER = ("engine", "bench")  # which tests import as pagedattn.engine and pagedattn.bench
 PARTS = ("pagedattn", *INNER, "tests", "pyproject.toml")
