@@ -36,7 +36,7 @@ def encode_chat(
     if allow_special_in_content or not tokenizer.control_tokens:
         return tokenizer.encode(template.render(messages, **variables), add_special_tokens=False)
     data = to_json({**variables, "messages": messages})
-    begin, end = _unused_characters(json.loads(data), template.source)
+    begin, end = _unused_characters(json.loads(data), template.source + template.for_tools)
     control = sorted(tokenizer.control_tokens, key=len, reverse=True)
     marked = _mark(json.loads(data), control, begin, end)
     text = template.render(marked.pop("messages"), **marked)

@@ -31,15 +31,23 @@ class ChatTemplate:
 
     Attributes:
         source: the template's text.
+        for_tools: the one that is taken where tools are given; "" for the same.
         variables: names that it always sees, such as `bos_token`.
         time_limit: seconds that one rendering may take.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None, *, time_limit: float = 3.0) -> None:
-        size = len(source.encode("utf-8", "surrogatepass"))
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str] | None = None,
+        *,
+        for_tools: str = "",
+        time_limit: float = 3.0,
+    ) -> None:
+        size = max(len(text.encode("utf-8", "surrogatepass")) for text in (source, for_tools))
         if size > MAX_SOURCE_BYTES:
             raise SecurityError(f"a chat template must have at most {MAX_SOURCE_BYTES} bytes, got {size}")
-        self.source = source
+        self.source, self.for_tools = source, for_tools
         self.variables = dict(variables or {})
         self.time_limit = time_limit
         self._worker: subprocess.Popen[bytes] | None = None
@@ -55,14 +63,16 @@ class ChatTemplate:
         source = folder.read_text("chat_template.jinja", MAX_SOURCE_BYTES)
         if source is None:
             source = (folder.read_json("tokenizer_config.json") or {}).get("chat_template")
+        for_tools = ""
         if isinstance(source, list):
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-            source = named.get("default")
+            source, for_tools = named.get("default"), named.get("tool_use") or ""
         if source is None:
             return None
-        if not isinstance(source, str):
-            raise WeightsError(f"chat_template in {folder.root} must be text, got {type(source).__name__}")
-        return cls(source, variables)
+        for text in (source, for_tools):
+            if not isinstance(text, str):
+                raise WeightsError(f"chat_template in {folder.root} must be text, got {type(text).__name__}")
+        return cls(source, variables, for_tools=for_tools)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Messages (plain JSON data) to the text of a prompt.
@@ -75,7 +85,8 @@ class ChatTemplate:
             SecurityError: the template left the sandbox, or took too much time, memory or text.
         """
         names = {"add_generation_prompt": False, "tools": None, "documents": None, **self.variables, **variables}
-        request = {"source": self.source, "max_chars": MAX_RENDERED_CHARS, "variables": {**names, "messages": messages}}
+        source = self.for_tools or self.source if names["tools"] is not None else self.source
+        request = {"source": source, "max_chars": MAX_RENDERED_CHARS, "variables": {**names, "messages": messages}}
         reply = json.loads(self._ask(to_json(request).encode()))
         if "text" in reply:
             return reply["text"]

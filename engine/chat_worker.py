@@ -45,7 +45,7 @@ def _compile(source: str) -> jinja2.Template:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation])
     environment.globals = {
         "range": environment.globals["range"],
-        "namespace": environment.globals["namespace"],
+        **{name: environment.globals[name] for name in ("namespace", "cycler", "joiner")},
         "dict": _dict,
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

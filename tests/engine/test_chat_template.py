@@ -62,7 +62,8 @@ class TestChatTemplate:
             "{%- if m.role == 'x' %}{% continue %}{% endif %}"
             "{% set ns.n = ns.n + 1 %}\n{% generation %}{{ m | tojson(indent=1) }}{% endgeneration %}\n"
             "    {% endfor %}\n{{ ns.n }}{{ bos_token }}{{ dict(a=1) }}{{ strftime_now('%Y') }}"
-            "{% if tools is none %}-{% endif %}\n"
+            "{% if tools is none %}-{% endif %}\n{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}"
+            "{% set j = joiner(', ') %}{{ j() }}1{{ j() }}2\n"
         )
         messages = [
             {"role": "user", "content": "\u00e9 <b>"},
@@ -120,6 +121,7 @@ class TestChatTemplate:
         default = ChatTemplate.from_folder(ModelFolder(folder))
         assert default is not None
         assert default.source == "d"
+        assert [default.render([]), default.render([], tools=[{"type": "function"}])] == ["d", "t"]
         (folder / "chat_template.jinja").write_text("new")
         new = ChatTemplate.from_folder(ModelFolder(folder))
         assert new is not None
