@@ -22,7 +22,7 @@ from uniform_registers import unwritten_reads
 
 from pagedattn.ops.kernels.prefill_hopper import LOADERS, _prefill_kernel, constants_of
 
-POINTERS = {"table": "*i32", "entries": "*i32", "lse_out": "*fp32", "qk_scale": "fp32", "softcap": "fp32"}
+POINTERS = {"table": "*i32", "entries": "*i32", "lse_out": "*fp32", "scale": "fp32", "softcap": "fp32"}
 
 
 def descriptor(kind: str, *shape: int) -> str:
@@ -35,8 +35,8 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
     fixed = constants_of(dim, group, page, **flags)
     constants = {**fixed, **({} if sinks else {"sinks": None})}
     part, pack = min(page, fixed["BLOCK_N"] // LOADERS.value), fixed["PACK"]
-    types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "desc_q": descriptor(kind, 64 // pack, pack, dim)}
-    types |= dict.fromkeys(("desc_k", "desc_v"), descriptor(kind, part, dim))
+    types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
+    types |= dict.fromkeys(("key", "value"), descriptor(kind, part, dim))
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in ("so_t", "so_h")]
     source = GluonASTSource(

@@ -13,7 +13,7 @@ import fake_gpu
 import torch
 from fake_gpu import launched
 
-from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
 from pagedattn.ops import hopper
 from pagedattn.ops.kernels import prefill_hopper
 
@@ -41,7 +41,8 @@ def run(
     layer = Attention(heads[0], dim, heads[1], block_size=block_size, backend="TRITON", dtype=dtype, **options)
     lens = [keys + n for n in query_lens]
     table = torch.zeros(len(lens), 256, dtype=torch.int32)
-    cache = PagedKVCache(1, 90, 16, heads[1], dim, dtype=dtype, layout=layout).layer(0)
+    caches = PagedKVCache(2, 90, 16, heads[1], dim, dtype=dtype, layout=layout)
+    cache = caches.layer(0)
     common = CommonAttentionMetadata.from_lengths(query_lens, lens, table)
     fused = torch.zeros(sum(query_lens), heads[0] + 2 * heads[1], dim, dtype=dtype)
     counts = [len(launched)]
@@ -56,7 +57,29 @@ def run(
     counts.append(len(launched))
     text = plan.of(layer.plan_key).describe()
     made = [after - before for before, after in pairwise(counts)]
-    return {"launches": made, "describe": text, "grid": launched[counts[2] - 1][0], "descriptors": last}
+    found = {"launches": made, "describe": text, "grid": launched[counts[2] - 1][0], "descriptors": last}
+    return {**found, "again": repeated(layer, fused[:, : heads[0]], caches, plan)}
+
+
+def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: StepMetadata) -> dict[str, bool]:
+    """Of a second layer's call, whether it is made without checks, and launches what one with all checks does, and what
+    Triton itself does."""
+    (metadata,), out, lines = plan.by_key.values(), torch.empty(query.shape, dtype=query.dtype), []
+    layer(query, None, None, caches.layer(0), plan, out)
+    kept = dict(metadata.calls)
+    for calls, direct in ((kept, True), ({}, True), ({}, False)):
+        prefill_hopper._launch._direct = direct
+        metadata.calls.clear()
+        metadata.calls.update(calls)
+        launched.clear()
+        layer(query[:, :], None, None, caches.layer(1), plan, out)
+        lines.append([line for call in launched for line in call])
+    again, careful, own = lines
+    prefill_hopper._launch._direct = True
+    # What is compiled in, and hooks that nobody listens to, Triton passes too.
+    pairs = [(x.data_ptr() if isinstance(x, torch.Tensor) else x, y) for x, y in zip(own, again, strict=True)]
+    same = all(y is None or x == y for x, y in pairs)
+    return {"kept": len(kept) == 2, "careful": again == careful != [], "triton": same}
 
 
 def main() -> None:

@@ -35,6 +35,11 @@ def test_long_decodes_have_a_launch_of_their_own() -> None:
     assert "decode kernel: 2 sequences" in made["describe"] and "1 sequences (for Hopper)" in made["describe"]
 
 
+@pytest.mark.parametrize("name", ["prompts", "prompts and decodes", "prompts and long decodes", "HND", "one head"])
+def test_other_layers_repeat_the_launches_that_triton_makes(name: str) -> None:
+    assert calls()[name]["again"] == {"kept": True, "careful": True, "triton": True}
+
+
 def test_programs_are_as_many_as_items_or_sms() -> None:
     assert calls()["prompts"]["grid"] == (340 // 32 + 2) * 2  # heads in packs of 4: 32 tokens an item
     assert calls()["one head"]["grid"] == 300 // 128 + 1

@@ -142,8 +142,8 @@ def _triton(
                 made += _decode(calls, configs, workspace)
                 continue
         elif not hopper.why_not(part):
-            kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
-            made.append(None)
+            launch = kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
+            made.append(launch if items is not None else None)  # a list of this call's own is not made again
             continue
         made.append(kernels("attention").launch(prefill_config_of(part), part, key_starts))
     return made

@@ -108,3 +108,15 @@ def test_replays_with_other_lengths() -> None:
         graph.replay()
         want = layer(query[: sum(queries)], None, None, cache, plan_step([layer], step))
         assert torch.equal(out[: sum(queries)], want)
+
+
+def test_other_layers_repeat_the_launches() -> None:
+    lens = [1, 200, 40], [20, 900, 400]
+    layer, cache, query, common = layer_and_step(*lens)
+    _, other_cache, other_query, _ = layer_and_step(*lens)
+    plan = plan_step([layer], common)
+    first = layer(query, None, None, cache, plan)
+    second = layer(other_query, None, None, other_cache, plan)
+    assert [len(metadata.calls) for metadata in plan.by_key.values()] == [1]
+    assert torch.equal(second, layer(other_query, None, None, other_cache, plan_step([layer], common)))
+    assert torch.equal(layer(query, None, None, cache, plan), first) and not torch.equal(first, second)

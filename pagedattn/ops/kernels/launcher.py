@@ -57,13 +57,14 @@ class Launcher:
     profiler's hooks or of a version not known here.
 
     Args:
-        varying: names of tensor, tensor descriptor and float parameters that a `Launch` can be given anew.
+        varying: names of tensor, tensor descriptor and float parameters that a `Launch` can be given anew; those that
+            the kernel does not have are passed over.
     """
 
     def __init__(self, kernel: Any, varying: Sequence[str] = ()) -> None:
         self._kernel = kernel
         self._names: list[str] = kernel.arg_names
-        self._varying = [(self._names.index(name), index) for index, name in enumerate(varying)]
+        self._varying = [(self._names.index(name), at) for at, name in enumerate(varying) if name in self._names]
         self._direct = KNOWN and env.replay() and isinstance(kernel, JITFunction)
         self._any_value = {param.num for param in kernel.params if param.do_not_specialize} if self._direct else set()
         self._entries: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -74,7 +75,7 @@ class Launcher:
         """Launch on the current device, which must be that of the tensors, and its current stream.
 
         Args:
-            args: the kernel's parameters before the constants: tensors (the first of all is one), tensor descriptors,
+            args: the kernel's parameters before the constants: tensors or tensor descriptors (the first of all is one),
                 numbers and None.
             constants: the tl.constexpr parameters, always in one order.
 
@@ -84,7 +85,7 @@ class Launcher:
         if not self._direct or hooked() or self._kernel.pre_run_hooks:
             self._kernel[tuple(grid)](*args, **constants, **options)
             return None
-        device = args[0].device.index or 0
+        device = (args[0].base if _is_descriptor(args[0]) else args[0]).device.index or 0
         kind: list[Any] = [device, *constants.values(), *options.values()]
         values: list[Any] = []
         for at, arg in enumerate(args):

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..attention_inputs import AttentionInputs
+from ..attention_replay import VARYING
 from ..hopper import pack_of
 from ..launch import target_of
 from ._device import on_device
@@ -24,6 +25,7 @@ from .hopper_consumer import LOG2E, Output, consume
 from .hopper_items import CONSUMERS, FIELDS, LOADERS, ROWS, Items, Shape
 from .hopper_producer import produce_items, produce_keys, produce_values
 from .hopper_ring import Channels, make_ring
+from .launcher import Launch, Launcher
 
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -32,9 +34,9 @@ _QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(do_not_specialize=["heads", "max_keys", "sl_t", "s_table"], do_not_specialize_on_alignment=["table"])
 def _prefill_kernel(
-    desc_q,
-    desc_k,
-    desc_v,
+    query,
+    key,
+    value,
     table,
     out,
     lse_out,
@@ -42,7 +44,7 @@ def _prefill_kernel(
     sinks,
     heads,
     max_keys,
-    qk_scale,
+    scale,
     softcap,
     s_table,
     k_rows,
@@ -65,7 +67,7 @@ def _prefill_kernel(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = desc_k.dtype
+    DTYPE: gl.constexpr = key.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -89,12 +91,12 @@ def _prefill_kernel(
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
         [
-            (consume, (0, qk_scale, softcap, sinks, output, lse_out, channels, shape)),
-            (consume, (1, qk_scale, softcap, sinks, output, lse_out, channels, shape)),
-            (produce_items, (desc_q, desc_k, table, s_table, k_place, items, channels, shape)),
-            (produce_keys, (1, desc_k, table, s_table, k_place, channels, shape)),
-            (produce_values, (0, desc_v, table, s_table, v_place, channels, shape)),
-            (produce_values, (1, desc_v, table, s_table, v_place, channels, shape)),
+            (consume, (0, scale, softcap, sinks, output, lse_out, channels, shape)),
+            (consume, (1, scale, softcap, sinks, output, lse_out, channels, shape)),
+            (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
+            (produce_keys, (1, key, table, s_table, k_place, channels, shape)),
+            (produce_values, (0, value, table, s_table, v_place, channels, shape)),
+            (produce_values, (1, value, table, s_table, v_place, channels, shape)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
@@ -118,8 +120,13 @@ def constants_of(dim: int, group: int, page: int, *, causal: bool, window: int, 
     }
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor) -> None:
-    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens."""
+# Queries, keys and values are tensor descriptors; `scale` is the layer's, in which there is none of a cache.
+_launch = Launcher(_prefill_kernel, VARYING)
+
+
+def launch(inputs: AttentionInputs, entries: torch.Tensor) -> Launch | None:
+    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens, and
+    how to make it again over the same items."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     group = query.shape[1] // key.shape[2]
     flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
@@ -128,14 +135,14 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor) -> None:
     heads = query.shape[1] // pack
     rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
     (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)
+    arguments = (
+        *(rows, keys, values, table, out, lse, entries, inputs.sinks, heads, table.shape[1] * key.shape[1]),
+        *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
+        *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
+    )
+    programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
     with on_device(query):
-        _prefill_kernel[(min(target_of(query.device).num_sms, (len(entries) - 2) * heads),)](
-            *(rows, keys, values, table, out, lse, entries, inputs.sinks, heads, table.shape[1] * key.shape[1]),
-            *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
-            *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
-            **constants,
-            num_warps=4,
-        )
+        return _launch((programs,), arguments, constants, num_warps=4)
 
 
 def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
