@@ -75,7 +75,7 @@ class Engine:
 
         Args:
             prompt: text (where there is a tokenizer) or token ids.
-            request_id: a name of your own, unique among unfinished requests; None makes one.
+            request_id: a name of your own, unique among requests whose output `step` has not returned; None makes one.
             cache_salt: only requests with an equal salt share cached blocks; None shares with all without one.
             skip_prefix_cache_reads: compute the whole prompt, whatever is cached.
             stream: its output comes piece by piece from `take_deltas` instead.
@@ -289,6 +289,8 @@ class Engine:
                 self._names += 1
             return f"request-{self._names}"
         name = check_name(request_id)
+        if any(other in self._inbox.outputs for other in sequence_names(name, n)):
+            raise RequestError("request_id has ended, and step() has not returned its output yet; call it first", name)
         if self._is_taken(name, n):
             raise RequestError("request_id is taken by an unfinished request; choose another or abort it", name)
         return name

@@ -237,9 +237,15 @@ def _progress_bar(total: int, progress: bool | None) -> AbstractContextManager[t
 
     A hidden one would cost interrupts: what `__del__` of a bar raises is lost.
     """
-    on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    if not (on_terminal if progress is None else progress):
+    if not (_on_terminal() if progress is None else progress):
         return nullcontext()
     from tqdm import tqdm
 
     return tqdm(total=total, unit="request", dynamic_ncols=True)
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # None, a writer of one's own, or closed
+        return False

@@ -129,7 +129,7 @@ def _family(raw: Mapping[str, Any]) -> ModelFamily:
         raise UnsupportedError(f"architectures {named} is not supported; for {model_type} it is {family.architecture}")
     if raw.get("quantization_config"):
         raise UnsupportedError("quantised weights (`quantization_config`) are not supported; use the original model")
-    if raw.get("is_causal", True) is not True:
+    if not raw.get("is_causal", True):
         raise UnsupportedError("`is_causal` is not true: an engine decodes causal models only")
     if raw.get("per_layer_config"):
         raise UnsupportedError("`per_layer_config` (layers that differ) is not supported")

@@ -58,11 +58,13 @@ class InputSender:
         state.apply(*changed)
         if (tokens[: packed.num_decodes] < 0).any():
             ids = _known(ids, packed.num_decodes, state.last_tokens, rows_dev)
+        # Each group's slots on an aligned start, without which layers do not repeat their launches.
+        slots = torch.empty(len(state.block_sizes), -(-len(tokens) // 2) * 2, dtype=torch.int64, device=self._device)
         common = CommonAttentionMetadata(
             query_start_loc=starts_dev,
             seq_lens=seq_lens,
             block_table=state.tables[0, :0],
-            slot_mapping=torch.empty(len(state.block_sizes), len(tokens), dtype=torch.int64, device=self._device),
+            slot_mapping=slots[:, : len(tokens)],
             query_start_loc_cpu=torch.from_numpy(query_start_loc),
             seq_lens_cpu=torch.from_numpy(ends),
             num_seqs=len(rows),

@@ -14,7 +14,7 @@ from .spec import AttentionSpec, AttentionType
 
 
 class _Built(Protocol):
-    bounds_checked: bool
+    checked: CommonAttentionMetadata | None
 
 
 def check_call(
@@ -33,10 +33,10 @@ def check_call(
     """
     device = common.query_start_loc.device
     check_cache(kv_cache)
-    if not (torch.compiler.is_compiling() or (built is not None and built.bounds_checked)):
+    if not torch.compiler.is_compiling() and getattr(built, "checked", None) is not common:
         _host_bounds(common)
         if built is not None:
-            built.bounds_checked = True
+            built.checked = common
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
     if len(query) < common.num_tokens:
         raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
@@ -65,7 +65,7 @@ def check_call(
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
-    if common.block_size not in (None, kv_cache.block_size):
+    if key is not None and common.block_size not in (None, kv_cache.block_size):
         expected, remedy = f"of blocks of {kv_cache.block_size} tokens as the kv_cache", "build it with block_size="
         raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():

@@ -69,7 +69,7 @@ def _answer(deltas: Any, quiet: bool) -> tuple[str, Any]:
             if pressed:
                 break
             completion = delta.completion
-    deltas.close()
+        deltas.close()
     if not quiet:
         print(" [stopped]" if completion is None else "", flush=True)
     return text, completion

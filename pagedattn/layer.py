@@ -288,7 +288,7 @@ def _values(
     """A tensor as it is; numbers as one."""
     if given is None or isinstance(given, torch.Tensor):
         return given
-    return torch.tensor(given, dtype=dtype, device=device)
+    return torch.tensor(given, dtype=dtype or torch.get_default_dtype(), device=device)
 
 
 def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:

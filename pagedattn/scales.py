@@ -116,8 +116,8 @@ def _given(name: str, scale: Scale, kv_heads: int) -> Scale:
         if scale.numel() not in (1, kv_heads):
             raise InvalidInputError(name, f"of 1 or {kv_heads} elements, one per KV head", list(scale.shape))
         return scale.float().reshape(-1)
-    if not 0 < scale < math.inf:
-        raise InvalidInputError(name, "positive and finite", scale)
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise InvalidInputError(name, "a tensor, or a positive finite number", scale)
     return float(scale)
 
 

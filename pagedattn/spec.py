@@ -119,7 +119,7 @@ class AttentionSpec:
             raise InvalidInputError("num_heads", f"a multiple of num_kv_heads={self.kv_heads}", self.num_heads)
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise InvalidInputError("softcap", "positive and finite, or None for no cap", self.softcap)
-        if not isinstance(self.causal, bool):
+        if not isinstance(self.causal, bool | np.bool_):
             raise InvalidInputError("causal", "True, False or None", repr(self.causal))
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype))

@@ -199,7 +199,7 @@ _OPS = (
     fault("merge without weights, triton", "pagedattn/ops/kernels/merge_states.py", "weight * value, 0.0)",
           "value, 0.0)", "tests/ops/test_merge_states.py test_merge[triton"),
     fault("copies in order of the pairs, torch", "pagedattn/ops/copy_blocks.py",
-          "cache[on_device[:, 1]] = moved",
+          "cache[targets] = moved",
           "for source, target in pairs.tolist():\n                cache[target] = cache[source]",
           "tests/ops/test_block_copies.py test_copy_blocks[torch overlapping"),
     fault("copies in order of the pairs, triton", "pagedattn/ops/copy_blocks.py",

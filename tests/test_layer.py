@@ -135,6 +135,10 @@ def test_a_dtype_by_name_is_refused() -> None:
         Attention(2, 16, dtype="bfloat16")  # type: ignore[arg-type]
 
 
+def test_whole_numbers_are_sinks_too() -> None:
+    assert Attention(2, 16, sinks=[0, 1]).to(torch.bfloat16).sinks.dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
 def test_sinks_and_slopes_move_with_the_layer() -> None:
     layer = Attention(2, 16, sinks=[0.0, 0.0], alibi_slopes=[0.5, 0.25]).to("meta")
     assert layer.sinks is not None and layer._slopes is not None

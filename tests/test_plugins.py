@@ -10,9 +10,16 @@ import pytest
 import torch
 
 import pagedattn
-from pagedattn import AttentionSpec, list_backends, register_backend, select_backend
+from pagedattn import (
+    Attention,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    list_backends,
+    register_backend,
+    select_backend,
+)
 from pagedattn.backends import registry
-from pagedattn.backends.base import Availability
+from pagedattn.backends.base import AttentionMetadata, Availability
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
@@ -92,3 +99,21 @@ def test_installed_packages_bring_backends(tmp_path: Path, monkeypatch: pytest.M
 def test_a_plugin_that_fails_otherwise_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _plugin(tmp_path, monkeypatch, "raise OSError('libcuda.so.1: cannot open shared object file')")
     assert select_backend(SPEC).name == "TORCH"
+
+
+class Plain(AttentionMetadata):
+    """Of somebody who wrote a constructor of his own."""
+
+    def __init__(self, common: CommonAttentionMetadata) -> None:
+        self.common = common
+
+
+def test_metadata_that_skip_the_base_constructor_are_served() -> None:
+    layer, common = Attention(4, 32, 2, backend="TORCH"), CommonAttentionMetadata.from_lengths([3], [3])
+    query, key, value = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+    metadata = Plain(common)
+    for _ in range(2):
+        assert torch.equal(layer(query, key, value, None, metadata), layer(query, key, value, None, common))
+    metadata.common = common.replace(max_query_len=2)
+    with pytest.raises(InvalidInputError, match="max_query_len must be at least 3"):
+        layer(query, key, value, None, metadata)

@@ -84,11 +84,16 @@ def test_what_contradicts_itself_is_refused() -> None:
     assert LayerScales.given(None, 0.5, None, "fp8_e5m2", KV_HEADS).kind == "float"
 
 
+def test_a_list_is_no_scale() -> None:
+    with pytest.raises(InvalidInputError, match=r"k_scale must be a tensor, or a positive finite number, got \[1"):
+        layer_of(k_scale=[1.0, 2.0])
+
+
 @pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan"), float("inf")])
 def test_numbers_that_scale_nothing_are_refused(scale: float) -> None:
-    with pytest.raises(InvalidInputError, match=f"k_scale must be positive and finite, got {scale}"):
+    with pytest.raises(InvalidInputError, match=f"k_scale must be a tensor, or a positive finite number, got {scale}"):
         layer_of(k_scale=scale)
-    with pytest.raises(InvalidInputError, match="v_scale must be positive and finite"):
+    with pytest.raises(InvalidInputError, match=r"v_scale must be .*a positive finite number"):
         layer_of().load_state_dict({"k_scale": torch.ones(1), "v_scale": torch.tensor(scale)})
 
 

@@ -47,8 +47,8 @@ class AttentionMetadata:
     common: CommonAttentionMetadata
     # Layers' calls that were made with this metadata, by layout: see `pagedattn.layer_call`.
     calls: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # Whether `common` was found to agree with the lengths that the host knows; it is the same for every layer.
-    bounds_checked: bool = field(default=False, init=False, repr=False, compare=False)
+    # `common`, once it was found to agree with the lengths that the host knows, which is so for every layer.
+    checked: CommonAttentionMetadata | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def shares_prefix(self) -> bool:

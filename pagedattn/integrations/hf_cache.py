@@ -24,9 +24,9 @@ class _Layer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, attention: Layers) -> None:
         super().__init__()
-        self._columns = columns
+        self._columns, self._attention = columns, attention
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """There is nothing to make."""
@@ -35,7 +35,7 @@ class _Layer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the cache's own."""
-        _refuse_others(self._columns)
+        _refuse_others(self._columns, self._attention)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -50,9 +50,9 @@ class _Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 
 
-def _refuse_others(columns: Columns) -> None:
+def _refuse_others(columns: Columns, attention: Layers) -> None:
     """Attention that is not paged would see a forward's own keys alone."""
-    if not columns.running:
+    if not (columns.running and attention):  # `disable` leaves none: a forward that failed seems to be under way
         raise UnsupportedError(
             "past_key_values is a PagedCache, and the model that runs is not enabled, or no longer: its attention "
             "cannot read blocks; call enable(model) and new_cache(model), or give it another cache or none"
@@ -71,7 +71,7 @@ class PagedCache(Cache):
         self._columns, self._rows = Columns(), Rows(store)
         self._attention, self._store, self._windowed = layers, store, windowed
         self._alike = _NOTHING
-        super().__init__(layers=[_Layer(self._columns) for _ in layers])
+        super().__init__(layers=[_Layer(self._columns, layers) for _ in layers])
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +173,7 @@ class PagedCache(Cache):
         Raises:
             UnsupportedError: no forward of an enabled model is under way.
         """
-        _refuse_others(self._columns)
+        _refuse_others(self._columns, self._attention)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -65,6 +65,7 @@ def disable(model: Any) -> None:
     if paged is not None:
         for hook in paged.hooks:
             hook.remove()
+        paged.layers.clear()  # which its caches know it by
         model.set_attn_implementation(paged.before)
 
 

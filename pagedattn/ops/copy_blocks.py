@@ -43,15 +43,16 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     if not caches:
         return
     chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
+    overlap = marked(pairs[:, 1], len(caches[0]))[pairs[:, 0]]  # of each pair, whether its source is a target too
     if chosen == "torch":
-        on_device = pairs.to(device, non_blocking=True)
-        # All sources first: tensors may be views of the same blocks.
-        for cache, moved in zip(caches, [cache[on_device[:, 0]] for cache in caches], strict=True):
-            cache[on_device[:, 1]] = moved
+        sources, targets = pairs.to(device, non_blocking=True).unbind(1)
+        # Then all sources are read before anything is written: tensors may be views of the same blocks.
+        read = list if bool(overlap.any()) else iter
+        for cache, moved in zip(caches, read(cache[sources] for cache in caches), strict=True):
+            cache[targets] = moved
         return
     copy = csrc_op("copy_blocks") if chosen == "csrc" else kernels("copy_blocks").launch
-    # The kernels copy in any order: a source that is a target too goes through a staging copy.
-    overlap = marked(pairs[:, 1], len(caches[0]))[pairs[:, 0]]
+    # The kernels copy in any order: what is a target too goes through a staging copy.
     if not bool(overlap.any()):
         copy(caches, caches, pairs)
         return

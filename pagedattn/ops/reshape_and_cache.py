@@ -53,14 +53,17 @@ def reshape_and_cache(
     k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
     if replays is not None and path == "auto" and len(slot_mapping) <= _HOST_BOUND and _launches_again(key.device):
-        path = "triton"
+        tensors = (key, value, key_cache, value_cache, slot_mapping)
+        if not any(x.data_ptr() & 15 for x in tensors if x is not None):
+            path = "triton"
     done = _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
     if replays is not None and done is not None:
         replays.append(done)
 
 
 def _launches_again(device: torch.device) -> bool:
-    """Whether repeating a launch of Triton's kernel is possible; it costs half of a call of the extension's op."""
+    """Whether repeating a launch of Triton's kernel is possible, of aligned tensors; it costs half of a call of the
+    extension's op."""
     return device.type == "cuda" and has_triton() and kernels("launcher").KNOWN
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from scheduler_bench import Bench, prompt
+from pathlib import Path
 
+import pytest
+import torch
+from scheduler_bench import Bench, prompt
+from tiny_models import hf_model, save
+
+from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.step import KVGroup
+from pagedattn.engine.step_inputs import InputSender
 
 FULL, WINDOW = KVGroup(4), KVGroup(4, 16)
 GEMMA2 = [FULL, WINDOW]
@@ -85,3 +91,21 @@ def test_prompts_admitted_together_must_fit_together_with_their_windows() -> Non
     assert bench.scheduler.running == [first] and not second.block_ids
     bench.finish()
     assert bench.scheduler.stats.preemptions == 0
+
+
+def test_slots_of_every_group_begin_where_launches_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, made = [], InputSender._by_group
+
+    def by_group(self: InputSender, *given):  # type: ignore[no-untyped-def]
+        commons = made(self, *given)
+        begins.append([common.slot_mapping.data_ptr() & 15 for common in commons.values()])
+        assert all(len(common.slot_mapping) == common.num_tokens for common in commons.values())
+        return commons
+
+    monkeypatch.setattr(InputSender, "_by_group", by_group)
+    folder = save(hf_model("qwen2-half-window", torch.float64), tmp_path)
+    llm = LLM(str(folder), device="cpu", num_kv_blocks=50, max_model_len=64)
+    llm.generate([[1, 2, 3], [4] * 5, [7]], SamplingParams(temperature=0, max_tokens=4))
+    assert {at for group in begins for at in group} == {0} and len(begins[0]) == 2

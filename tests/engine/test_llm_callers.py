@@ -105,7 +105,7 @@ def test_an_output_of_another_calls_steps_waits_for_step() -> None:
     llm = fake_llm()
     ids = {llm.add_request([1, index], greedy(3), request_id=f"r{index}") for index in range(2)}
     llm.generate([5, 6], greedy(20))
-    with pytest.raises(RequestError, match="request_id is taken"):
+    with pytest.raises(RequestError, match="request_id has ended, and step"):
         llm.add_request([1], request_id="r0")
     assert llm.has_unfinished and {one.request_id for one in llm.step()} == ids and not llm.has_unfinished
     assert llm.abort(llm.add_request([7], greedy(50), request_id="r0")) and llm.has_unfinished

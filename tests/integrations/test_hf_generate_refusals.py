@@ -127,6 +127,19 @@ def test_a_paged_cache_in_a_model_that_is_not_paged(attention: str) -> None:
 
 
 @torch.no_grad()
+def test_a_cache_whose_forward_failed_in_a_model_that_is_no_longer_paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = enabled(), batch(9)["input_ids"]
+    cache = model(ids[:, :7]).past_key_values
+    with monkeypatch.context() as broken:
+        broken.setattr(model.model.norm, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, 7:8], past_key_values=cache)
+    hf.disable(model)
+    with pytest.raises(UnsupportedError, match="the model that runs is not enabled"):
+        model(ids[:, 8:], past_key_values=cache)
+
+
+@torch.no_grad()
 def test_attention_that_was_changed_by_hand() -> None:
     model, ids = enabled(), torch.tensor([[3, 4]])
     model.set_attn_implementation("sdpa")
