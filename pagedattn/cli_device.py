@@ -14,7 +14,7 @@ def present_device(given: str) -> torch.device:
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"expected a device such as cuda or cpu, got {given!r}") from None
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-        return device  # a tensor there would take this process a context, whose ranks may be others
+        return device  # a tensor would make a CUDA context here, beside those of an engine's ranks
     try:
         torch.empty(1, device=device)
     except Exception as error:  # each kind of device has an exception of its own; the first line of some is 300 words
