@@ -92,6 +92,12 @@ def test_tokens_without_text_take_no_space_with_them(silent: list[str | int]) ->
         assert "".join(stream(FALLBACK, ids, chunk)) == "the fox the"
 
 
+def test_a_blank_that_a_decoder_strips_keeps_the_next_one() -> None:
+    """It has no text of its own, and is what the decoder takes away in front of all."""
+    ids = [FALLBACK._backend.token_to_id(piece) for piece in ("\u2581", "\u2581the")]
+    assert "".join(stream(FALLBACK, ids)) == FALLBACK.decode(ids) == " the"
+
+
 def test_half_a_character_is_held_back() -> None:
     ids = [1 + byte for byte in "\U0001f389 ok".encode()]
     assert stream(FALLBACK, ids) == ["", "", "", "\U0001f389", " ", "o", "k", ""]
