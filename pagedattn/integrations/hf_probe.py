@@ -72,7 +72,8 @@ def probe(
 
     Args:
         model: a causal language model of transformers, loaded. Its attention implementation is "pagedattn" afterwards.
-        split: input ids [2] and positions [2] to logits [2, vocab] by the way that serves steps; None: the model's own.
+        split: input ids [2] and positions [2] to logits [2, vocab] by the way that serves steps, which counts positions
+            from 0; None: the model's own way.
 
     Raises:
         UnsupportedError: a layer does not call attention, or asks for what is not paged; tokens learn of each other
@@ -80,10 +81,10 @@ def probe(
     """
     device, name = model.device, type(model).__name__
     first, second, third = (torch.tensor(i, device=device) % model.config.vocab_size for i in (11, 23, 37))
-    one, other = Recorder(), Recorder()
+    one, other, pair = Recorder(), Recorder(), torch.stack((first, second))
     model.set_attn_implementation(PROBE_NAME)
     try:
-        logits = _whole(model, torch.stack((first, second)), torch.tensor((0, 1), device=device), one)
+        logits = _whole(model, pair, torch.tensor((0, 1), device=device), one)
     finally:
         model.set_attn_implementation(NAME)
     layers = [one.layers[index] for index in sorted(one.layers)]
@@ -106,6 +107,11 @@ def probe(
             )
     if not _alike(logits[1], again[0]):
         raise UnsupportedError(f"{name} has logits that are no function of its decoder's last hidden state alone")
+    if split is not None and not _alike(_whole(model, pair, None, Recorder()), logits):
+        raise UnsupportedError(
+            f"{name} does not count positions from 0 (RoBERTa's begin after padding_idx), as packed rows do; run it "
+            "with transformers' generate over enable(model), which leaves positions to the model"
+        )
     return layers
 
 
@@ -118,17 +124,6 @@ def packs_rows(model: Any) -> bool:
     finally:
         model.set_attn_implementation(NAME)
     return any(layer.mask is not None and layer.mask.window == 1 for layer in recorder.layers.values())
-
-
-def check_first_position(model: Any) -> None:
-    """Raise UnsupportedError where a probed model's own positions do not begin at 0."""
-    positions = torch.arange(2, device=model.device)
-    tokens = (positions * 12 + 11) % model.config.vocab_size
-    if not _alike(_whole(model, tokens, None, Recorder()), _whole(model, tokens, positions, Recorder())):
-        raise UnsupportedError(
-            f"{type(model).__name__} does not count positions from 0 (RoBERTa's begin after padding_idx), as packed "
-            "rows do; run it with transformers' generate over enable(model), which leaves positions to the model"
-        )
 
 
 def _whole(model: Any, input_ids: torch.Tensor, positions: torch.Tensor | None, recorder: Recorder) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .hf_generate import disable, enable, new_cache
 from .hf_generate import register_generate as register
 from .hf_head import decoder_of, without_decoder
 from .hf_layers import make_attention
-from .hf_probe import ProbedLayer, Recorder, check_first_position, probe
+from .hf_probe import ProbedLayer, Recorder, probe
 from .hf_refusals import check_model, check_signature, refuse
 
 __all__ = ["NAME", "PackedModel", "disable", "enable", "import_transformers", "new_cache", "refuse", "register"]
@@ -72,7 +72,6 @@ class PackedModel:
         try:
             with torch.inference_mode():
                 self._learnt = probe(model, self._split)
-                check_first_position(model)
         except Exception:
             model.set_attn_implementation(before)
             raise
