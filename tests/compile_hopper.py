@@ -20,9 +20,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
+from pagedattn.ops.hopper_list import FIELDS, PART_FIELDS
 from pagedattn.ops.kernels.prefill_hopper import LOADERS, _prefill_kernel, constants_of
 
-POINTERS = {"table": "*i32", "entries": "*i32", "lse_out": "*fp32", "scale": "fp32", "softcap": "fp32"}
+POINTERS = {  # and numbers that are no int32
+    "table": "*i32",
+    "entries": "*i32",
+    "lse_out": "*fp32",
+    "workspace": "*i32",
+    "scale": "fp32",
+    "softcap": "fp32",
+}
 
 
 def descriptor(kind: str, *shape: int) -> str:
@@ -34,6 +42,8 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
     kernel, names = _prefill_kernel, _prefill_kernel.arg_names
     fixed = constants_of(dim, group, page, **flags)
     constants = {**fixed, **({} if sinks else {"sinks": None})}
+    if fixed["FIELDS"] == FIELDS:
+        constants["workspace"] = None
     part, pack = min(page, fixed["BLOCK_N"] // LOADERS.value), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
     types |= dict.fromkeys(("key", "value"), descriptor(kind, part, dim))
@@ -75,6 +85,9 @@ def main() -> None:
     compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, causal=False, window=0, softcap=True)
     compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, causal=True, window=4096, softcap=False)
     compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, causal=True, window=100, softcap=False)
+    in_parts = {"fields": PART_FIELDS}
+    compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **in_parts)
+    compile_one("bf16-D256-G8-S16-parts-sinks", "bf16", 256, 8, 16, True, **plain, **in_parts)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
     "prompts and long decodes": {"query_lens": [1, 1, 300], "keys": 3000},
+    "a prompt on a long context": {"query_lens": [40], "keys": 3000},
+    "several tokens each": {"query_lens": [16, 16, 9], "keys": 3000},
     "blocks of unknown size": {"query_lens": [300], "block_size": None},
     "HND": {"query_lens": [300], "cache_layout": "HND"},
     "one head": {"query_lens": [300], "heads": (1, 1)},

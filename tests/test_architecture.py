@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
             "env",
             "ops.attention_inputs",
             "ops.attention_replay",
-            "ops.hopper",
+            "ops.hopper_list",
             "ops.launch",
             "ops.library",
             "ops.kernels",

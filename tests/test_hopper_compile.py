@@ -10,11 +10,13 @@ import pytest
 from uninterpreted import output_of
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-SPILLS = {  # bytes; of D 256, where a loader of values zeroes rows
+SPILLS = {  # bytes; of D 256, where a loader of values zeroes rows, and where states are added up
     "bf16-D128-G4-S16": 64,
     "fp16-D64-G1-S64-softcap": 32,
     "bf16-D128-G5-S32-window": 100,
     "bf16-D256-G8-S256-window-sinks": 1400,
+    "bf16-D128-G4-S16-parts": 220,
+    "bf16-D256-G8-S16-parts-sinks": 1950,
 }
 
 

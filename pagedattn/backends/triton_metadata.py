@@ -1,5 +1,5 @@
-"""What TRITON plans of a step: a workspace for the decode kernel's partial results, whether a shared prefix is attended
-to once, and on Hopper the prefill kernel's list of work items."""
+"""What TRITON plans of a step: a workspace for partial results, whether a shared prefix is attended to once, and on
+Hopper the prefill kernel's list of work items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ..cache_spec import stored_dtype
 from ..metadata import CommonAttentionMetadata
-from ..ops import hopper, shared_prefix
+from ..ops import hopper, hopper_list, shared_prefix
 from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
 from ..ops.paged_attention import new_workspace
 from ..spec import AttentionSpec, GraphLevel
@@ -53,11 +53,15 @@ class TritonMetadata(AttentionMetadata):
         text = f"{work.kernel} kernel: {work.last - work.first} sequences"
         if work.kernel != "decode":
             refused = _why_not_hopper(self.spec, self.common)
-            return f"{text} ({f'the portable one: {refused}' if refused else 'for Hopper'})"
+            return f"{text} ({f'the portable one: {refused}' if refused else self._hopper()})"
         *prefix, own = _configs(self.spec, self.common, work, self.prefix)
         if self.prefix is None:
             return f"{text} ({_tiles(own)})"
         return f"{text} ({_tiles(own)}), shared prefix of {self.prefix.length} keys attended once ({_tiles(prefix[0])})"
+
+    def _hopper(self) -> str:
+        parts = self.items is not None and self.items.shape[1] == hopper_list.PART_FIELDS
+        return "for Hopper, keys shared out" if parts else "for Hopper"
 
 
 class TritonMetadataBuilder(OpMetadataBuilder):
@@ -77,7 +81,8 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         if into is None:
             shared = built.common.replace(shared_prefix_len=common.shared_prefix_len)
             planned, prefix = _plan(self.spec, shared, capture)
-            room, items = self._room(planned, built.common, capture, prefix), self._list(planned, built.common)
+            items = self._list(planned, built.common)
+            room = self._room(planned, built.common, capture, prefix, items)
             built = TritonMetadata(built.common, self.spec, planned, room, items, prefix)
         elif isinstance(built, TritonMetadata) and built.prefix is not None:
             built.prefix.length = _shareable(built.launches, self.spec, common)
@@ -101,18 +106,23 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         prefill = _of_kernel("prefill", planned)
         if prefill is None or _why_not_hopper(self.spec, common):
             return None
-        num_seqs = prefill.last - prefill.first
-        return hopper.new_items(common.num_tokens, num_seqs, self.spec.gqa_ratio, common.seq_lens.device)
+        return hopper_list.new_items(_listing(self.spec, common), _bounds(common, prefill), common.seq_lens.device)
 
     def _room(
-        self, planned: list[Work], common: CommonAttentionMetadata, capture: bool, prefix: SharedPrefix | None
+        self,
+        planned: list[Work],
+        common: CommonAttentionMetadata,
+        capture: bool,
+        prefix: SharedPrefix | None,
+        items: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        decode = _of_kernel("decode", planned)
-        if decode is None or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
+        decode, device = _of_kernel("decode", planned), common.seq_lens.device
+        wanted = [] if decode is None else [one.workspace for one in _configs(self.spec, common, decode, prefix)]
+        if items is not None and items.shape[1] == hopper_list.PART_FIELDS:
+            wanted.append(_listing(self.spec, common).workspace)
+        if not wanted or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
             return None
-        device = common.seq_lens.device
-        on_gpu = device.type == "cuda"
-        needed = max(config.workspace for config in _configs(self.spec, common, decode, prefix))
+        on_gpu, needed = device.type == "cuda", max(wanted)
         if _is_being_captured(device):  # its zeros are written when this graph is replayed
             return new_workspace(needed, device)
         owner = "captured" if capture else torch.cuda.current_stream(device).cuda_stream if on_gpu else "host"
@@ -140,9 +150,12 @@ def _plan(
 
 def _launches(spec: AttentionSpec, common: CommonAttentionMetadata, joined: bool = True) -> list[Work]:
     """joined: whether one launch may serve everything."""
-    num_sms, bounds = target_of(common.seq_lens.device).num_sms, (common.max_query_len, common.max_seq_len)
-    seqs, heads = (len(common.seq_lens), common.num_decodes), (spec.kv_heads, spec.gqa_ratio)
-    joined = joined and hopper.takes_all(*seqs, *heads, *bounds, num_sms) and not _why_not_hopper(spec, common)
+    if joined and common.max_query_len > 1:
+        all_of_it = Work("prefill", 0, len(common.seq_lens), common.max_query_len)
+        joined = hopper.takes_all(_listing(spec, common), _bounds(common, all_of_it))
+        joined = joined and not _why_not_hopper(spec, common)
+    else:
+        joined = False
     facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic, "joined": joined}
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
 
@@ -189,7 +202,19 @@ def _fill(items: torch.Tensor, metadata: TritonMetadata) -> None:
     prefill, common = _of_kernel("prefill", metadata.launches), metadata.common
     if prefill is not None:
         starts, lens = common.query_start_loc[prefill.first :], common.seq_lens[prefill.first :]
-        hopper.list_items(items, starts, lens, metadata.spec.gqa_ratio)
+        hopper_list.list_items(_listing(metadata.spec, common), items, starts, lens)
+
+
+def _bounds(common: CommonAttentionMetadata, work: Work) -> hopper_list.Bounds:
+    decodes = max(common.num_decodes - work.first, 0)
+    return hopper_list.Bounds(common.num_tokens, work.last - work.first, decodes, work.longest, common.max_seq_len)
+
+
+def _listing(spec: AttentionSpec, common: CommonAttentionMetadata) -> hopper_list.Listing:
+    block_size = spec.block_size or common.block_size or 0
+    heads, max_keys = (spec.kv_heads, spec.gqa_ratio, spec.head_dim), common.block_table.shape[1] * block_size
+    num_sms = target_of(common.seq_lens.device).num_sms
+    return hopper_list.Listing(*heads, bool(spec.causal), spec.sliding_window or 0, max_keys, num_sms)
 
 
 def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:

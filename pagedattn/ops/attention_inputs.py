@@ -79,7 +79,8 @@ class AttentionInputs(NamedTuple):
         """The same call for sequences first..last alone; rows of the others are not touched."""
         table = None if self.block_table is None else self.block_table[first:last]
         starts, lens = self.query_start_loc[first : last + 1], self.seq_lens[first:last]
-        return self._replace(block_table=table, query_start_loc=starts, seq_lens=lens)
+        decodes = min(max(self.num_decodes - first, 0), last - first)
+        return self._replace(block_table=table, query_start_loc=starts, seq_lens=lens, num_decodes=decodes)
 
 
 def scale_parts(

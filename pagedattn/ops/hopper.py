@@ -1,4 +1,4 @@
-"""Which calls the prefill kernel for Hopper serves, and why not the others; what it wants of a step before that."""
+"""Which calls the prefill kernel for Hopper serves, and why not the others."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .attention_inputs import AttentionInputs
+from .hopper_list import ROWS, Bounds, Listing, in_parts, pack_of
 from .launch import DECODE_TOKENS
-from .library import expect, interpreted, kernels
+from .library import interpreted
 
 HEAD_DIMS = (64, 128, 256)
-_ROWS = 128  # packed query rows of an item
-FIELDS = 8  # int32 per entry of a list; the first's counters hand out items, the second says how many there are
 _SHORT = 1024  # keys of a decode that may be one item in any step
 _KEYS_PER_SM_ITEM = 2048  # of longer ones, for each that an SM has
 _TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
@@ -86,59 +85,26 @@ def _is_matrix(cache: torch.Tensor) -> bool:
     return heads == 1 or within or (per_head >= per_slot and per_head % per_slot == 0)
 
 
-def takes_all(
-    num_seqs: int, num_decodes: int, kv_heads: int, group: int, max_query_len: int, max_seq_len: int, num_sms: int
-) -> bool:
+def takes_all(listing: Listing, bounds: Bounds) -> bool:
     """Whether this kernel, where it can, serves a whole step, decodes included."""
-    if max_query_len > DECODE_TOKENS:
-        return joins(num_decodes, kv_heads, group, max_seq_len, num_sms)
-    return takes(num_seqs, kv_heads, group, max_query_len, max_seq_len, num_sms)
+    return joins(listing, bounds) if bounds.max_query_len > DECODE_TOKENS else takes(listing, bounds)
 
 
-def joins(num_decodes: int, kv_heads: int, group: int, max_seq_len: int, num_sms: int) -> bool:
+def joins(listing: Listing, bounds: Bounds) -> bool:
     """Whether the decodes of a step that also has prompts are items among theirs: decodes wait for memory while prompts
     compute. Not where so few are so long that some SMs would be left with one while others are done: a launch of their
     own shares their keys out. Nor for heads that do not fit one item, which would read their keys several times."""
-    room = max(_SHORT, _KEYS_PER_SM_ITEM * num_decodes * kv_heads // num_sms)
-    return num_decodes > 0 and pack_of(group) == group and max_seq_len <= room
+    room = max(_SHORT, _KEYS_PER_SM_ITEM * bounds.num_decodes * listing.kv_heads // listing.num_sms)
+    return bounds.num_decodes > 0 and pack_of(listing.group) == listing.group and bounds.max_seq_len <= room
 
 
-def takes(num_seqs: int, kv_heads: int, group: int, max_query_len: int, max_seq_len: int, num_sms: int) -> bool:
-    """Whether sequences of a few new tokens each are items of this kernel, not of the one that shares keys out over the
-    GPU: where their rows fill half of what an item's product computes, and no SM is left with much longer ones."""
-    items = num_seqs * kv_heads
-    several = max_query_len > 1 and max_query_len * group >= _ROWS // 4 and pack_of(group) == group
-    return several and items >= num_sms and max_seq_len <= _KEYS_PER_SM_ITEM * items // num_sms
-
-
-def pack_of(group: int) -> int:
-    """Query heads of a group in one item: a power of two that divides it, 64 at most."""
-    return min(group & -group, 64)
-
-
-def tokens_of(group: int) -> int:
-    """Query tokens of an item."""
-    return _ROWS // pack_of(group)
-
-
-def new_items(tokens: int, num_seqs: int, group: int, device: torch.device) -> torch.Tensor:
-    """Room for the list of a step of `tokens` query tokens, int32 [2 + items at most, 8]: counters, number, items."""
-    return torch.empty(2 + tokens // tokens_of(group) + num_seqs, FIELDS, dtype=torch.int32, device=device)
-
-
-def list_items(items: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, group: int) -> None:
-    """Fill `items` for sequences [B] on the device; no length is read by the host."""
-    kernels("work_list").launch(query_start_loc, seq_lens, items, tokens_of(group))
-
-
-def items_of(inputs: AttentionInputs, given: torch.Tensor | None) -> torch.Tensor:
-    """The list that a step's metadata bring, or one for this call."""
-    query, lens = inputs.query, inputs.seq_lens
-    if given is not None:
-        fits = given.dtype == torch.int32 and given.is_contiguous() and given.dim() == 2 and given.shape[1] == FIELDS
-        expect(fits and given.device == query.device, "items", f"int32 [n, {FIELDS}] of hopper.new_items", given)
-        return given
-    group = query.shape[1] // inputs.key.shape[2]
-    items = new_items(len(query), len(lens), group, query.device)
-    list_items(items, inputs.query_start_loc, lens, group)
-    return items
+def takes(listing: Listing, bounds: Bounds) -> bool:
+    """Whether sequences of a few new tokens each are items of this kernel, not of the one for decodes: where their rows
+    fill half of what an item's product computes, and either keys are shared out, or no SM is left with much longer
+    ones than others."""
+    group, items = listing.group, bounds.num_seqs * listing.kv_heads
+    several = bounds.max_query_len > 1 and bounds.max_query_len * group >= ROWS // 4 and pack_of(group) == group
+    even = items >= listing.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_ITEM * items // listing.num_sms
+    # As many tokens as there can be: a query may have rows of nobody, which must not decide.
+    most = bounds._replace(tokens=bounds.num_seqs * bounds.max_query_len)
+    return several and (even or in_parts(listing, most))

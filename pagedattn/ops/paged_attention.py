@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import attention_torch, hopper, shared_prefix
+from . import attention_torch, hopper, hopper_list, shared_prefix
 from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
@@ -74,8 +74,8 @@ def paged_attention(
             then never split over programs, which costs speed where few sequences are long.
         workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
             at the same time. None: made for this call and what repeats it.
-        items: int32 [n, 8], of `hopper.list_items`, for the sequences that are no decodes; as with a workspace, calls
-            that share one must not run at the same time. None: made for this call.
+        items: int32 [n, 8 or 16], of `hopper_list.list_items`, for the sequences that are no decodes; as with a
+            workspace, calls that share one must not run at the same time. None: made for this call.
         shared_prefix_len: so many first keys of all sequences, whole blocks that each of their new tokens sees, lie in
             the same blocks, and decodes shall read them once (triton path; elsewhere, and under a window or ALiBi, it
             is ignored). split: of `shared_prefix.fill_split` for the decodes, which may share less. None: made here.
@@ -142,18 +142,28 @@ def _triton(
                 made += _decode(calls, configs, workspace)
                 continue
         elif not hopper.why_not(part):
-            launch = kernels("prefill_hopper").launch(part, hopper.items_of(part, items))
-            made.append(launch if items is not None else None)  # a list of this call's own is not made again
+            made.append(_prefill(part, items, workspace))
             continue
         made.append(kernels("attention").launch(prefill_config_of(part), part, key_starts))
     return made
 
 
 def _joined(inputs: AttentionInputs) -> bool:
-    kv_heads, num_sms = inputs.key.shape[-2], target_of(inputs.query.device).num_sms
-    heads, bounds = (kv_heads, inputs.query.shape[1] // kv_heads), (inputs.max_query_len, inputs.max_seq_len)
-    seqs = len(inputs.seq_lens), inputs.num_decodes
-    return hopper.takes_all(*seqs, *heads, *bounds, num_sms) and not hopper.why_not(inputs)
+    if inputs.block_table is None or inputs.max_query_len <= 1:
+        return False
+    listing, bounds = hopper_list.listing_of(inputs), hopper_list.bounds_of(inputs)
+    return hopper.takes_all(listing, bounds) and not hopper.why_not(inputs)
+
+
+def _prefill(inputs: AttentionInputs, given: torch.Tensor | None, workspace: torch.Tensor | None) -> Launch | None:
+    """The kernel for Hopper over these items, whose parts leave states in the workspace, or over a list and in a room
+    of this call's own, which is not made again."""
+    items, room = hopper_list.items_of(inputs, given), None
+    if items.shape[1] == hopper_list.PART_FIELDS:
+        elements = hopper_list.listing_of(inputs).workspace
+        room = _workspace(elements, None if given is None else workspace, inputs.query.device)
+    launch = kernels("prefill_hopper").launch(inputs, items, room)
+    return None if given is None else launch
 
 
 def _decode(
@@ -163,7 +173,7 @@ def _decode(
     made: list[Launch | None] = []
     prior = None
     for call, config in zip(calls, configs, strict=True):
-        room = _workspace(config, workspace, call.query.device)
+        room = _workspace(config.workspace, workspace, call.query.device)
         launch = kernels("decode").launch(config, call, room, prior)
         ends = call is calls[-1]
         made.append(launch if ends or launch is None else shared_prefix.without_layer_outputs(launch))
@@ -201,12 +211,12 @@ def _heads(inputs: AttentionInputs) -> dict[str, Any]:
     }
 
 
-def _workspace(config: DecodeConfig, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _workspace(elements: int, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """The caller's workspace, or one for this call."""
     if given is None:
-        return new_workspace(config.workspace, device)
-    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= config.workspace
-    expect(fits and given.device == device, "workspace", f"int32 [{config.workspace}] or more on {device}", given)
+        return new_workspace(elements, device)
+    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= elements
+    expect(fits and given.device == device, "workspace", f"int32 [{elements}] or more on {device}", given)
     return given
 
 

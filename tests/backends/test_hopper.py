@@ -10,7 +10,8 @@ from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.backends.registry import get_backend
-from pagedattn.ops import hopper
+from pagedattn.ops import hopper, hopper_list
+from pagedattn.ops.launch import COUNTERS
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
 
@@ -34,6 +35,34 @@ def test_against_the_oracle(kind: str) -> None:
     case = case_of_kind(kind).but(query_lens=LENS[2][0], seq_lens=LENS[2][1], fused_qkv=True, padding_rows=5)
     case = case.but(share_blocks=not case.poison_behind)
     check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, fused and padded")
+
+
+FEW_BLOCKS = [((40,), (9000,)), ((16, 5, 1), (4000, 700, 2100)), ((100, 0, 30), (3000, 50, 6000)), ((600,), (5000,))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_few_query_blocks(kind: str) -> None:
+    for queries, keys in FEW_BLOCKS:
+        case = case_of_kind(kind).but(query_lens=queries, seq_lens=keys)
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
+
+
+def test_all_lengths_of_parts() -> None:
+    """States of two parts up to more than one consumer adds up, each counter and list left as it was found."""
+    for queries, keys in (([20], 2100), ([20], 20000), ([33], 120000), ([16] * 3, 9000), ([500], 9000)):
+        layer, cache, query, common = layer_and_step(queries, [keys] * len(queries))
+        built = layer.build(common)
+        assert built.describe().endswith("(for Hopper, keys shared out)")
+        entries = built.items[2 : 2 + int(built.items[1, 0])]
+        assert int(entries[:, 8].max()) > 1, "no block was cut"
+        got, want = (layer(query, None, None, cache, layer.build(common)) for _ in range(2))
+        assert torch.equal(got, want) and torch.equal(layer(query, None, None, cache, built), got)
+        assert not built.items[0, :2].any() and not built.workspace[: 3 * COUNTERS].any()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hopper_list, "in_parts", lambda *bounds: False)
+            patch.setattr(hopper, "takes", lambda *bounds: True)
+            whole = layer(query, None, None, cache, layer.build(common))
+        torch.testing.assert_close(got.float(), whole.float(), atol=2e-3, rtol=2e-2)
 
 
 def layer_and_step(query_lens: list[int], seq_lens: list[int]) -> tuple[Any, ...]:
@@ -76,8 +105,9 @@ def test_several_tokens_of_many_sequences(kind: str) -> None:
     assert torch.equal(layer(query, None, None, cache, built), layer(query, None, None, cache, built))
 
 
-def test_the_same_bits_a_thousand_times_under_load() -> None:
-    layer, cache, query, common = layer_and_step([300, 700, 33, 1], [900, 700, 5000, 40])
+@pytest.mark.parametrize(("queries", "keys"), [((300, 700, 33, 1), (900, 700, 5000, 40)), ((33, 16), (30000, 3000))])
+def test_the_same_bits_a_thousand_times_under_load(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    layer, cache, query, common = layer_and_step([*queries], [*keys])
     plan = plan_step([layer], common)
     want = layer(query, None, None, cache, plan)
     side, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE)
@@ -108,6 +138,26 @@ def test_replays_with_other_lengths() -> None:
         graph.replay()
         want = layer(query[: sum(queries)], None, None, cache, plan_step([layer], step))
         assert torch.equal(out[: sum(queries)], want)
+
+
+def test_parts_replay_with_other_lengths() -> None:
+    layer, cache, query, common = layer_and_step([40, 16, 60], [9000, 4000, 6000])
+    captured = plan_step([layer], common.replace(max_query_len=100, max_seq_len=9000), capture=True)
+    layer(query, None, None, cache, captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(query, None, None, cache, captured)
+    for queries, keys in (
+        ([40, 16, 60], [9000, 4000, 6000]),
+        ([1, 100, 15], [30, 3800, 15]),
+        ([2, 0, 0], [9000, 0, 0]),
+    ):
+        step = CommonAttentionMetadata.from_lengths(queries, keys, common.block_table)
+        plan_step([layer], step, into=captured)
+        graph.replay()
+        want = layer(query[: sum(queries)], None, None, cache, plan_step([layer], step))
+        torch.testing.assert_close(out[: sum(queries)], want, atol=2e-3, rtol=2e-2)
 
 
 def test_other_layers_repeat_the_launches() -> None:

@@ -9,7 +9,7 @@ from pagedattn import AttentionSpec, CommonAttentionMetadata
 from pagedattn.backends import triton_metadata
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
-from pagedattn.ops import hopper, shared_prefix
+from pagedattn.ops import hopper, hopper_list, shared_prefix
 from pagedattn.ops.launch import COUNTERS, Work
 
 CPU = torch.device("cpu")
@@ -139,9 +139,9 @@ def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
     builder = TritonMetadataBuilder(spec, DEVICE)
-    metadata = builder.build(step(1, 1, 400, 33, keys=4000, device=DEVICE))
-    assert "prefill kernel: 2 sequences (for Hopper)" in metadata.describe()
-    tokens = hopper.tokens_of(spec.gqa_ratio)
+    metadata = builder.build(step(1, 1, 400, 33, keys=1500, device=DEVICE))
+    assert "prefill kernel: 2 sequences (for Hopper" in metadata.describe()
+    tokens = hopper_list.tokens_of(spec.gqa_ratio)
     expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
     expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
     assert sorted(listed(metadata)) == sorted(expected)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from pagedattn import PagedKVCache, ops
-from pagedattn.ops import hopper
+from pagedattn.errors import InvalidInputError
+from pagedattn.ops import hopper, hopper_list
 from pagedattn.ops.attention_inputs import AttentionInputs
+from pagedattn.ops.hopper_list import Bounds, Listing
 
 HEADS, KV_HEADS, DIM, BLOCKS, SIZE = 8, 2, 128, 5, 16
 
@@ -21,8 +23,12 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
+def listing(kv_heads: int, group: int, max_keys: int = 1 << 17) -> Listing:
+    return Listing(kv_heads, group, 128, causal=True, window=0, max_keys=max_keys, num_sms=132)
+
+
 def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
-    return hopper.joins(num_decodes, kv_heads, group, max_seq_len, 132)
+    return hopper.joins(listing(kv_heads, group), Bounds(2000, num_decodes + 1, num_decodes, 1000, max_seq_len))
 
 
 def test_decodes_that_join_prompts() -> None:
@@ -32,16 +38,35 @@ def test_decodes_that_join_prompts() -> None:
     assert not joined(group=6), "three items a head, which would read the same keys"
 
 
-def taken(num_seqs: int = 64, group: int = 4, max_query_len: int = 8, max_seq_len: int = 4096) -> bool:
-    return hopper.takes(num_seqs, 8, group, max_query_len, max_seq_len, 132)
+def taken(
+    num_seqs: int = 64, group: int = 4, max_query_len: int = 8, max_seq_len: int = 4096, max_keys: int = 1 << 17
+) -> bool:
+    bounds = Bounds(1, num_seqs, 0, max_query_len, max_seq_len)
+    return hopper.takes(listing(8, group, max_keys=max_keys), bounds)
 
 
 def test_several_tokens_that_are_items_of_its_own() -> None:
     assert taken() and taken(17, max_seq_len=2048) and taken(group=16, max_query_len=2)
     assert not taken(max_query_len=7) and not taken(group=32, max_query_len=1), "a quarter of an item, or a decode"
-    assert not taken(16, max_seq_len=100), "fewer than SMs"
-    assert not taken(max_seq_len=8000), "some SMs would be left with a long one"
+    assert not taken(16, max_seq_len=100), "fewer than SMs, and too short to be cut"
+    assert not taken(max_seq_len=8000), "some SMs would be left with a long one, and there are many"
+    assert taken(16, max_seq_len=8000) and taken(1, max_seq_len=4096), "few, whose keys are shared out"
+    assert not taken(16, max_seq_len=8000, max_keys=0), "parts of tables of unknown size"
     assert not taken(group=6)
+
+
+def parts(
+    tokens: int = 100, num_seqs: int = 1, num_decodes: int = 0, longest: int = 100, keys: int = 8000, **of: int
+) -> bool:
+    return hopper_list.in_parts(listing(8, 4, **of), Bounds(tokens, num_seqs, num_decodes, longest, keys))
+
+
+def test_prompts_whose_keys_are_shared_out() -> None:
+    assert parts() and parts(2000, longest=2000) and parts(400, num_seqs=4)
+    assert not parts(keys=2000) and not parts(4000, longest=2001), "too short, or as many tokens as keys"
+    assert not parts(2500) and not parts(100, num_seqs=64), "an item for each SM"
+    assert not parts(num_decodes=2), "decodes among them take turns with prompts"
+    assert not parts(max_keys=0)
 
 
 def call(**changes: Any) -> AttentionInputs:
@@ -129,7 +154,7 @@ def test_strides(stride: tuple[int, ...], served: bool) -> None:
     [(1, 1, 128), (4, 4, 32), (5, 1, 128), (6, 2, 64), (8, 8, 16), (96, 32, 4), (128, 64, 2)],
 )
 def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
-    assert hopper.pack_of(group) == pack and hopper.tokens_of(group) == tokens
+    assert hopper_list.pack_of(group) == pack and hopper_list.tokens_of(group) == tokens
 
 
 def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +166,9 @@ def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: 
 
     def kernels(name: str) -> Any:
         if name == "prefill_hopper":
-            return SimpleNamespace(launch=lambda inputs, items: seen.update(inputs=inputs, items=items))
+            return SimpleNamespace(
+                launch=lambda inputs, items, room: seen.update(inputs=inputs, items=items, room=room)
+            )
         return SimpleNamespace(launch=lambda *args: seen.update({name: args})) if name == "decode" else real(name)
 
     monkeypatch.setattr(module, "kernels", kernels)
@@ -152,10 +179,19 @@ def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: 
     entries = seen["items"][2 : 2 + int(seen["items"][1, 0]), :5].tolist()
     assert entries == [[33, 7, 53, 60, 0], [1, 32, 21, 60, 0]]
     seen.clear()
-    mine = hopper.new_items(40, 1, HEADS // KV_HEADS, device)
     starts, lens = tensors[4:]
-    hopper.list_items(mine, starts[1:], lens[1:], HEADS // KV_HEADS)
+    of = hopper_list.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 64, 132)
+    mine = hopper_list.new_items(of, Bounds(40, 1, 0, 39, 60), device)
+    hopper_list.list_items(of, mine, starts[1:], lens[1:])
     ops.paged_attention(
         *tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, items=mine, path="triton"
     )
-    assert seen["items"] is mine
+    assert seen["items"] is mine and seen["room"] is None
+    cut = hopper_list.new_items(of, Bounds(40, 1, 0, 39, 6000), device)
+    room = torch.zeros(of.workspace, dtype=torch.int32, device=device)
+    given = {"items": cut, "workspace": room, "path": "triton"}
+    ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, **given)
+    assert seen["items"] is cut and seen["room"] is room
+    with pytest.raises(InvalidInputError, match="workspace"):
+        given["workspace"] = room[:10000]
+        ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, **given)

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from .hopper_items import ROWS, take, tiles_of
+from .hopper_parts import combine
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -109,6 +110,8 @@ def _begin(item, w: gl.constexpr, sinks, shape):
     sink = gl.zeros([ROWS], gl.float32, S_ROWS)
     if sinks is not None:
         m_i = gl.load(sinks + item.head * shape.PACK + row % shape.PACK).to(gl.float32) * LOG2E
+        if shape.IN_PARTS:
+            m_i = gl.where(item.nth == 0, m_i, -float("inf"))
         sink = gl.where(m_i == -float("inf"), 0.0, 1.0)
     return item.first + row // shape.PACK, m_i, sink
 
@@ -151,7 +154,7 @@ def _skip(item, c, channels, shape):
 
 
 @gluon.jit
-def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, channels, shape):
+def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
@@ -160,14 +163,14 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, channels
     pin = channels.pins.index(w)
     n = 0  # items begun
     c = 0  # tiles whose logits are known
-    item = take(channels.items, n, 4)
+    item = take(channels.items, n, 4, shape)
     while item.live > 0:
         queries.wait_full(n)
         if (w == 1) & (item.tokens <= ROWS // shape.PACK):
             c = _skip(item, c, channels, shape)
             queries.release(n)
             n += 1
-            item = take(channels.items, n, 4)
+            item = take(channels.items, n, 4, shape)
         else:
             keys = item.keys
             low, whole_low, whole_high, high = tiles_of(item, shape)
@@ -203,10 +206,15 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, channels
             weights = gl.convert_layout(p.to(shape.DTYPE), P_LAYOUT)
             channels.v.wait_full(c - 1)
             pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
-            following = take(channels.items, n + 1, 4)
+            following = take(channels.items, n + 1, 4, shape)
             acc = warpgroup_mma_wait(0, deps=[pv])
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-            _finish(acc, m_i, l_i, item, w, q, output, lse_out, shape)
+            complete = True
+            if shape.IN_PARTS:
+                if item.parts > 1:
+                    complete, acc, m_i, l_i = combine(acc, m_i, l_i, workspace, item, w, shape)
+            if complete:
+                _finish(acc, m_i, l_i, item, w, q, output, lse_out, shape)
             queries.release(n)
             n += 1
             item = following

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from .hopper_items import ROWS, hand_out, take, tiles_of
 
@@ -74,17 +75,19 @@ def _load_keys(w: gl.constexpr, desc, table, s_table, place, item, c, channels, 
 def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape):
     """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first half
     of their keys."""
+    # Nothing of what came before is read, and nothing is written, before an item is handed out.
+    gdc_wait()
     n = 0  # items handed out
     c = 0  # tiles loaded
-    item = items.look_up(gl.program_id(0))
+    item = items.look_up(gl.program_id(0), shape, True)
     while item.live > 0:
         following = items.draw()
-        hand_out(channels.items, n, item)
+        hand_out(channels.items, n, item, shape)
         _load_queries(desc_q, item, n, channels, shape)
         c = _load_keys(0, desc_k, table, s_table, place, item, c, channels, shape)
         n += 1
-        item = items.look_up(following)
-    hand_out(channels.items, n, item)
+        item = items.look_up(following, shape, False)
+    hand_out(channels.items, n, item, shape)
     items.leave()
 
 
@@ -94,11 +97,11 @@ def produce_keys(w: gl.constexpr, desc_k, table, s_table, place, channels, shape
     issue: one warp alone was what the computing ones waited for."""
     n = 0
     c = 0
-    item = take(channels.items, n, 1)
+    item = take(channels.items, n, 1, shape)
     while item.live > 0:
         c = _load_keys(w, desc_k, table, s_table, place, item, c, channels, shape)
         n += 1
-        item = take(channels.items, n, 1)
+        item = take(channels.items, n, 1, shape)
 
 
 @gluon.jit
@@ -107,7 +110,7 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, sha
     n = 0
     c = 0
     t = 0  # tiles with rows that nobody sees
-    item = take(channels.items, n, 1)
+    item = take(channels.items, n, 1, shape)
     while item.live > 0:
         low, _, _, high = tiles_of(item, shape)
         row = table + item.seq.to(gl.int64) * s_table
@@ -132,4 +135,4 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, sha
                 mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1
         n += 1
-        item = take(channels.items, n, 1)
+        item = take(channels.items, n, 1, shape)

@@ -3,7 +3,7 @@
 Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
 ("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
 come first. The items of a step are listed once by `work_list` and handed out by a counter to as many programs as there
-are SMs.
+are SMs. Where that leaves SMs idle, `part_list` lists parts of the items' keys (`hopper_parts`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..attention_inputs import AttentionInputs
 from ..attention_replay import VARYING
-from ..hopper import pack_of
+from ..hopper_list import FIELDS, pack_of, tile_of
 from ..launch import target_of
 from ._device import on_device
 from .hopper_consumer import LOG2E, Output, consume
-from .hopper_items import CONSUMERS, FIELDS, LOADERS, ROWS, Items, Shape
+from .hopper_items import CONSUMERS, LOADERS, ROWS, Items, Shape
 from .hopper_producer import produce_items, produce_keys, produce_values
 from .hopper_ring import Channels, make_ring
 from .launcher import Launch, Launcher
@@ -41,6 +41,7 @@ def _prefill_kernel(
     out,
     lse_out,
     entries,
+    workspace,
     sinks,
     heads,
     max_keys,
@@ -61,6 +62,7 @@ def _prefill_kernel(
     PACK: gl.constexpr,
     PARTS: gl.constexpr,
     PAGE: gl.constexpr,
+    FIELDS: gl.constexpr,
     Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -71,7 +73,7 @@ def _prefill_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(BLOCK_N, D, PACK, PARTS, PAGE, CAUSAL, WINDOW, SOFTCAP, DTYPE)
+    shape = Shape(BLOCK_N, D, PACK, PARTS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE)
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
         mbarrier.init(tail.index(i), count=1)
@@ -91,8 +93,8 @@ def _prefill_kernel(
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
         [
-            (consume, (0, scale, softcap, sinks, output, lse_out, channels, shape)),
-            (consume, (1, scale, softcap, sinks, output, lse_out, channels, shape)),
+            (consume, (0, scale, softcap, sinks, output, lse_out, workspace, channels, shape)),
+            (consume, (1, scale, softcap, sinks, output, lse_out, workspace, channels, shape)),
             (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
             (produce_keys, (1, key, table, s_table, k_place, channels, shape)),
             (produce_values, (0, value, table, s_table, v_place, channels, shape)),
@@ -103,15 +105,18 @@ def _prefill_kernel(
     )
 
 
-def constants_of(dim: int, group: int, page: int, *, causal: bool, window: int, softcap: bool) -> dict[str, Any]:
+def constants_of(
+    dim: int, group: int, page: int, *, causal: bool, window: int, softcap: bool, fields: int = FIELDS
+) -> dict[str, Any]:
     """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
     pack = pack_of(group)
     return {
-        "BLOCK_N": 128 if dim <= 128 else 64,
+        "BLOCK_N": tile_of(dim),
         "D": dim,
         "PACK": pack,
         "PARTS": group // pack,
         "PAGE": page,
+        "FIELDS": fields,
         "Q_STAGES": 2 if dim <= 128 else 1,
         "STAGES": 2,
         "CAUSAL": causal,
@@ -124,25 +129,27 @@ def constants_of(dim: int, group: int, page: int, *, causal: bool, window: int, 
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor) -> Launch | None:
-    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens, and
-    how to make it again over the same items."""
+def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> Launch | None:
+    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens, or
+    `part_list`, [2 + n, 16], and how to make it again over the same items. workspace: for the states of parts, as for
+    `decode.launch`."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     group = query.shape[1] // key.shape[2]
     flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
+    flags["fields"] = entries.shape[1]
     constants = constants_of(query.shape[2], group, key.shape[1], **flags)
     pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
     heads = query.shape[1] // pack
     rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
     (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)
     arguments = (
-        *(rows, keys, values, table, out, lse, entries, inputs.sinks, heads, table.shape[1] * key.shape[1]),
+        *(rows, keys, values, table, out, lse, entries, workspace, inputs.sinks, heads, table.shape[1] * key.shape[1]),
         *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
     )
     programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
     with on_device(query):
-        return _launch((programs,), arguments, constants, num_warps=4)
+        return _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
 
 
 def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:

@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..hopper import FIELDS
+from ..hopper_list import FIELDS
 from ._device import on_device
 
 _CHUNK = 128
 
 
 @triton.jit
-def _look_up(
+def look_up(
     slot,
     query_start_loc,
     seq_lens,
@@ -64,14 +64,14 @@ def _work_list_kernel(
 ):
     """Each program ranks CHUNK slots, and writes them to their ranks."""
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    keys, token, tokens, position, seq = _look_up(mine, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
+    keys, token, tokens, position, seq = look_up(mine, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
     light = tokens == 1
     rank = tl.zeros([CHUNK], tl.int32)  # among the items of its kind
     count = 0
     count_light = 0
     for start in range(0, slots, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        theirs, _, their_tokens, _, whose = _look_up(other, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
+        theirs, _, their_tokens, _, whose = look_up(other, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
         theirs = tl.where(other < slots, theirs, -1)
         their_light = their_tokens == 1
         count += tl.sum((theirs >= 0).to(tl.int32), 0)
