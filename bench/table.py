@@ -86,9 +86,19 @@ def _speculative() -> list[Case]:
     return [Case("speculative", text) for text in ("64q4s4k", "64q8s4k", "64q16s4k", "256q4s1k", "8q16s4k")]
 
 
+def _append() -> list[Case]:
+    """A few new tokens behind a long context, as a turn of a conversation has, or a document's last chunk."""
+    texts = ("1q16s32k", "1q100s8k", "1q100s32k", "1q300s16k", "1q600s32k", "1q100s128k", "4q100s2k+2q100s30000")
+    return [
+        *(Case("append", text) for text in texts),
+        Case("append", "1q100s32k", 8, 1),
+        Case("append", "1q100s32k", dim=64),
+    ]
+
+
 _GPU = {
     **{"decode": _decode(), "prefill": _prefill(), "mixed": _mixed()},
-    **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative()},
+    **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative(), "append": _append()},
 }
 _SMALL = {
     "decode": ["4q1s256", "3q1s40..120"],
@@ -96,10 +106,11 @@ _SMALL = {
     "mixed": ["1q64s128+2q1s100"],
     "shared": ["3q1s100@64"],
     "speculative": ["3q4s100"],
+    "append": ["1q20s3000"],
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
-SUITES = (*ATTENTION, "cache", "sweep", "shared", "speculative", "all")
+SUITES = (*ATTENTION, "cache", "sweep", "shared", "speculative", "append", "all")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
@@ -140,4 +151,6 @@ def _suite(work: Workload) -> str:
         return "decode"
     if work.num_decodes:
         return "mixed"
-    return "speculative" if max(work.query_lens) <= _MOST_DRAFTED < min(work.seq_lens) else "prefill"
+    if max(work.query_lens) <= _MOST_DRAFTED < min(work.seq_lens):
+        return "speculative"
+    return "append" if 4 * max(work.query_lens) <= min(work.seq_lens) else "prefill"

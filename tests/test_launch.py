@@ -20,6 +20,7 @@ from pagedattn.ops.launch import (
     attention_config,
     decode_config,
     launches,
+    shares_keys_out,
     target_of,
 )
 
@@ -136,6 +137,11 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
         ({"num_decodes": 3, "max_query_len": 16}, [("decode", 0, 5, 16)]),
         ({"num_decodes": 3, "max_query_len": 17}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
         ({"num_decodes": 0, "max_query_len": 17}, [("prefill", 0, 5, 17)]),
+        (
+            {"num_decodes": 3, "max_query_len": 17, "keys_shared_out": True},
+            [("decode", 0, 3, 1), ("decode", 3, 5, 17)],
+        ),
+        ({"num_decodes": 3, "max_query_len": 17, "joined": True, "keys_shared_out": True}, [("prefill", 0, 5, 17)]),
         ({"num_decodes": 5, "max_query_len": 0}, []),
         ({"num_decodes": 3, "max_query_len": 17, "joined": True}, [("prefill", 0, 5, 17)]),
         ({"num_decodes": 0, "max_query_len": 16, "joined": True}, [("prefill", 0, 5, 16)]),
@@ -146,6 +152,17 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
 )
 def test_which_kernel_serves_what(batch: dict[str, Any], served: list[tuple[str, int, int, int]]) -> None:
     assert launches(5, **{"paged": True, "deterministic": False, **batch}) == served
+
+
+def test_prompts_whose_keys_the_decode_kernel_shares_out() -> None:
+    """On GPUs without the kernel for Hopper, whose own items may be parts."""
+
+    def shared(num_seqs: int = 1, max_query_len: int = 100, max_seq_len: int = 8192, group: int = 4) -> bool:
+        return shares_keys_out(num_seqs, 8, group, max_query_len, max_seq_len, 132)
+
+    assert shared() and shared(max_seq_len=2048) and shared(2, 64)
+    assert not shared(max_seq_len=2047) and not shared(max_seq_len=399), "few keys"
+    assert not shared(2) and not shared(max_query_len=200) and not shared(group=8), "SMs that are busy"
 
 
 def test_the_interpreter_splits_short_sequences_too() -> None:

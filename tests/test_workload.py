@@ -45,8 +45,8 @@ def test_decodes_come_first() -> None:
     assert [case_of(text, gpu=True).suite for text in ("2q1s9", "2q9", "2q9+1q1s4", "2q1s9@8")] == [
         *("decode", "prefill", "mixed", "shared")
     ]
-    assert [case_of(text, gpu=True).suite for text in ("2q16s17", "2q17s40", "2q4s16", "2q4s40+1q9")] == [
-        *("speculative", "prefill", "prefill", "prefill")
+    assert [case_of(text, gpu=True).suite for text in ("2q16s17", "2q17s40", "2q4s16", "2q4s40+1q9", "2q17s80")] == [
+        *("speculative", "prefill", "append", "prefill", "append")
     ]
     built = problem.make_problem(case_of("1q20s64+2q1s100", gpu=False)).paged().common
     assert (built.num_decodes, built.num_seqs, built.max_query_len) == (2, 3, 20)

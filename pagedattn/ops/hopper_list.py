@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 
 from .attention_inputs import AttentionInputs
-from .launch import COUNTERS, target_of
+from .launch import COUNTERS, LONG_KEYS, reach, target_of
 from .library import expect, kernels
 
 ROWS = 128  # packed query rows of an item
 FIELDS = 8  # int32 per entry of a list; the first's counters hand out items, the second says how many there are
 PART_FIELDS = 16  # of a list whose items may be parts
-_PART_KEYS = 2048  # of a step's longest sequence, from which on its items may be parts
 _PER_SM = 4  # items for an SM at most, of which some may be parts: of more, all SMs have about as many
 _BLOCKS = 256  # query blocks at most, which one program looks at all together
 
@@ -96,7 +95,8 @@ def in_parts(listing: Listing, bounds: Bounds) -> bool:
     many that it matters. Which are, the device decides. Decodes among prompts take turns with those instead."""
     blocks = bounds.tokens // tokens_of(listing.group) + bounds.num_seqs
     few = blocks <= min(_BLOCKS, _PER_SM * listing.num_sms // listing.heads) and not bounds.num_decodes
-    return bool(listing.max_keys) and few and bounds.max_seq_len >= max(_PART_KEYS, 4 * bounds.max_query_len)
+    keys = reach(listing.window, bounds.max_query_len, bounds.max_seq_len)
+    return bool(listing.max_keys) and few and keys >= max(LONG_KEYS, 4 * bounds.max_query_len)
 
 
 def new_items(listing: Listing, bounds: Bounds, device: torch.device) -> torch.Tensor:

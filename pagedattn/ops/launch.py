@@ -100,6 +100,7 @@ SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_regist
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(in_flight=128)
 _SHORT_KEYS = 512
+LONG_KEYS = 2048  # of prompts, from which on it pays to share them out
 _KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (bench/NOTES.md)
 
 
@@ -114,16 +115,37 @@ def target_of(device: torch.device) -> Target:
 
 
 def launches(
-    num_seqs: int, num_decodes: int, max_query_len: int, *, paged: bool, deterministic: bool, joined: bool = False
+    num_seqs: int,
+    num_decodes: int,
+    max_query_len: int,
+    *,
+    paged: bool,
+    deterministic: bool,
+    joined: bool = False,
+    keys_shared_out: bool = False,
 ) -> list[Work]:
-    """The launches that serve a batch: decodes and the rest want other tiles, but where they are `joined`."""
+    """The launches that serve a batch: decodes and the rest want other tiles, but where they are `joined`.
+    keys_shared_out: the rest goes to the decode kernel too."""
     if deterministic or not paged or joined:
         planned = [Work("prefill", 0, num_seqs, max_query_len)]
     elif max_query_len <= DECODE_TOKENS:
         planned = [Work("decode", 0, num_seqs, max_query_len)]
     else:
-        planned = [Work("decode", 0, num_decodes, 1), Work("prefill", num_decodes, num_seqs, max_query_len)]
+        rest = "decode" if keys_shared_out else "prefill"
+        planned = [Work("decode", 0, num_decodes, 1), Work(rest, num_decodes, num_seqs, max_query_len)]
     return [one for one in planned if one.longest and one.last > one.first]
+
+
+def reach(window: int, max_query_len: int, max_seq_len: int) -> int:
+    """The most keys that a sequence's new tokens see, under a window (0: none)."""
+    return min(max_seq_len, window + max_query_len) if window else max_seq_len
+
+
+def shares_keys_out(num_seqs: int, kv_heads: int, group: int, max_query_len: int, keys: int, num_sms: int) -> bool:
+    """Whether the decode kernel is to serve prompts where only the portable one could: where their query blocks leave
+    half of the SMs idle, and see many keys."""
+    blocks = num_seqs * kv_heads * -(-max_query_len * group // _DECODE_ROWS)
+    return 2 * blocks <= num_sms and keys >= max(LONG_KEYS, 4 * max_query_len)
 
 
 @cache

@@ -12,12 +12,15 @@ from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
     COUNTERS,
+    DECODE_TOKENS,
     AttentionConfig,
     DecodeConfig,
     DecodeTuning,
     attention_config,
     decode_config,
     launches,
+    reach,
+    shares_keys_out,
     target_of,
 )
 from .library import choose, expect, kernels, register
@@ -130,7 +133,9 @@ def _triton(
         reach = (cache.shape[1] - 1) * cache.stride(1)
         expect(reach < 2**31, name, "a cache whose blocks reach over less than 2**31 elements; use path='torch'", cache)
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
-    facts = {"paged": paged, "deterministic": inputs.deterministic, "joined": not shared_prefix_len and _joined(inputs)}
+    facts = {"paged": paged, "deterministic": inputs.deterministic}
+    if paged and not shared_prefix_len:
+        facts |= {"joined": _joined(inputs), "keys_shared_out": _keys_shared_out(inputs)}
     made: list[Launch | None] = []
     for work in launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts):
         whole = work.last - work.first == len(inputs.seq_lens)
@@ -149,10 +154,19 @@ def _triton(
 
 
 def _joined(inputs: AttentionInputs) -> bool:
-    if inputs.block_table is None or inputs.max_query_len <= 1:
+    if inputs.max_query_len <= 1:
         return False
     listing, bounds = hopper_list.listing_of(inputs), hopper_list.bounds_of(inputs)
     return hopper.takes_all(listing, bounds) and not hopper.why_not(inputs)
+
+
+def _keys_shared_out(inputs: AttentionInputs) -> bool:
+    if inputs.max_query_len <= DECODE_TOKENS:
+        return False
+    kv_heads, rest = inputs.key.shape[-2], len(inputs.seq_lens) - inputs.num_decodes
+    keys = reach(inputs.window, inputs.max_query_len, inputs.max_seq_len)
+    facts = (kv_heads, inputs.query.shape[1] // kv_heads, inputs.max_query_len, keys)
+    return shares_keys_out(rest, *facts, target_of(inputs.query.device).num_sms) and hopper.why_not(inputs) != ""
 
 
 def _prefill(inputs: AttentionInputs, given: torch.Tensor | None, workspace: torch.Tensor | None) -> Launch | None:
@@ -173,7 +187,9 @@ def _decode(
     made: list[Launch | None] = []
     prior = None
     for call, config in zip(calls, configs, strict=True):
-        room = _workspace(config.workspace, workspace, call.query.device)
+        # Metadata may have counted on the kernel for Hopper, which does not follow all strides.
+        small = call.max_query_len > DECODE_TOKENS and workspace is not None and workspace.numel() < config.workspace
+        room = _workspace(config.workspace, None if small else workspace, call.query.device)
         launch = kernels("decode").launch(config, call, room, prior)
         ends = call is calls[-1]
         made.append(launch if ends or launch is None else shared_prefix.without_layer_outputs(launch))

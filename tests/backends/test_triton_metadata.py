@@ -77,6 +77,17 @@ def test_a_step_is_planned_as_the_op_will_run_it(
         assert not prefilled or {sequence for *_, sequence in listed(metadata)} <= {*range(prefilled)}
 
 
+def test_prompts_on_long_contexts_without_the_kernel_for_hopper() -> None:
+    """Launches of the decode kernel, planned as the op runs them, with room for both."""
+    for lens in ((40,), (1, 1, 40)):
+        metadata = TritonMetadataBuilder(SPEC, CPU).build(step(*lens, keys=3000))
+        assert isinstance(metadata, TritonMetadata) and metadata.items is None
+        assert [(work.kernel, work.longest) for work in metadata.launches][-1] == ("decode", 40)
+        assert metadata.describe().count("decode kernel") == len({*lens}) and metadata.workspace is not None
+        longest = triton_metadata._configs(SPEC, metadata.common, metadata.launches[-1], None)
+        assert metadata.workspace.numel() >= longest[0].workspace
+
+
 def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     monkeypatch.setattr(shared_prefix, "SAVED_BYTES", 0)

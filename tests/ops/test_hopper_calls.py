@@ -23,8 +23,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
-def listing(kv_heads: int, group: int, max_keys: int = 1 << 17) -> Listing:
-    return Listing(kv_heads, group, 128, causal=True, window=0, max_keys=max_keys, num_sms=132)
+def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> Listing:
+    return Listing(kv_heads, group, 128, causal=True, window=window, max_keys=max_keys, num_sms=132)
 
 
 def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
@@ -67,6 +67,7 @@ def test_prompts_whose_keys_are_shared_out() -> None:
     assert not parts(2500) and not parts(100, num_seqs=64), "an item for each SM"
     assert not parts(num_decodes=2), "decodes among them take turns with prompts"
     assert not parts(max_keys=0)
+    assert parts(window=2000) and not parts(window=1900), "keys that nobody sees"
 
 
 def call(**changes: Any) -> AttentionInputs:

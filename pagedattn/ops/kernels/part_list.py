@@ -72,7 +72,7 @@ def _best_cut(low, high, live, last, nth, kv_heads, heads, num_sms, entries, pla
     distinct = tl.sum(tl.where(last, tiles, 0), 0) * kv_heads / tl.maximum(tl.sum(tiles, 0) * heads, 1)
     slower = tl.maximum(1.5 * tl.minimum(units, num_sms) / num_sms * distinct, 1.0)
     # In tiles: what an item costs by itself, and parts to add up.
-    cost = busy * slower + 1.5 * ((units + num_sms - 1) // num_sms) + tl.where(states > 0, 2.0 + k / 8, 0.0)
+    cost = busy * slower + 1.5 * ((units + num_sms - 1) // num_sms) + tl.where(states > 0, 2.0 + k / 16, 0.0)
     cost = tl.where((states <= places) & (units <= entries * heads), cost, float("inf"))
     best = candidate == tl.argmin(cost, 0)
     return tl.sum(tl.where(best, step, 0), 0), tl.sum(tl.where(best, kept, 0), 0)
