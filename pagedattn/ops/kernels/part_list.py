@@ -157,7 +157,7 @@ def launch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.T
             BLOCK_N=tile_of(listing.head_dim),
             CAUSAL=listing.causal,
             WINDOW=listing.window,
-            SLOTS=max(16, triton.next_power_of_2(slots)),
+            SLOTS=64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile
             CANDIDATES=_CANDIDATES,
             FIELDS=items.shape[1],
             num_warps=8,
