@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..hopper_list import Listing, tile_of, tokens_of
 from ._device import on_device
+from .launcher import Launcher
 from .work_list import look_up
 
 _CANDIDATES = 64
@@ -134,31 +135,24 @@ def _part_list_kernel(
     tl.store(items + FIELDS, tl.sum(parts, 0))
 
 
+_launch = Launcher(_part_list_kernel)
+
+
 def launch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, listing: Listing) -> None:
     """Fill `items` [2 + entries, 16] int32 for sequences [B] whose query blocks take at most `entries` less the places
     for parts."""
     num_seqs, entries, heads = len(seq_lens), len(items) - 2, listing.heads
     slots = entries - listing.places // heads
+    counts = (num_seqs, num_seqs.bit_length() + 1, slots, entries, listing.kv_heads, heads, listing.places)
+    arguments = (query_start_loc, seq_lens, items, *counts, listing.max_keys, listing.num_sms)
+    constants = {
+        "BLOCK_Q": tokens_of(listing.group),
+        "BLOCK_N": tile_of(listing.head_dim),
+        "CAUSAL": listing.causal,
+        "WINDOW": listing.window,
+        "SLOTS": 64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile
+        "CANDIDATES": _CANDIDATES,
+        "FIELDS": items.shape[1],
+    }
     with on_device(items):
-        _part_list_kernel[(1,)](
-            query_start_loc,
-            seq_lens,
-            items,
-            num_seqs,
-            num_seqs.bit_length() + 1,
-            slots,
-            entries,
-            listing.kv_heads,
-            heads,
-            listing.places,
-            listing.max_keys,
-            listing.num_sms,
-            BLOCK_Q=tokens_of(listing.group),
-            BLOCK_N=tile_of(listing.head_dim),
-            CAUSAL=listing.causal,
-            WINDOW=listing.window,
-            SLOTS=64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile
-            CANDIDATES=_CANDIDATES,
-            FIELDS=items.shape[1],
-            num_warps=8,
-        )
+        _launch((1,), arguments, constants, num_warps=8)

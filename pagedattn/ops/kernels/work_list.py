@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..hopper_list import FIELDS
 from ._device import on_device
+from .launcher import Launcher
 
 _CHUNK = 128
 
@@ -96,18 +97,12 @@ def _work_list_kernel(
     tl.store(entry + 4, seq, mask=listed)
 
 
+_launch = Launcher(_work_list_kernel)
+
+
 def launch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, block_q: int) -> None:
     """Fill `items` [2 + slots, 8] int32 for sequences [B] whose query blocks take at most `slots` slots."""
     num_seqs, slots = len(seq_lens), len(items) - 2
+    arguments = (query_start_loc, seq_lens, items, num_seqs, num_seqs.bit_length() + 1, slots)
     with on_device(items):
-        _work_list_kernel[(triton.cdiv(slots, _CHUNK),)](
-            query_start_loc,
-            seq_lens,
-            items,
-            num_seqs,
-            num_seqs.bit_length() + 1,
-            slots,
-            BLOCK_Q=block_q,
-            CHUNK=_CHUNK,
-            FIELDS=FIELDS,
-        )
+        _launch((triton.cdiv(slots, _CHUNK),), arguments, {"BLOCK_Q": block_q, "CHUNK": _CHUNK, "FIELDS": FIELDS})
