@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
+from pagedattn.ops import hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
@@ -59,3 +62,31 @@ def test_one_graph(backend: str, options: dict[str, object]) -> None:
         torch.testing.assert_close(traced, eager)
         assert torch.equal(caches[0].slabs, caches[1].slabs) and not bool((eager == x).all())
     assert 1 <= len(graphs) <= 3
+
+
+@pytest.mark.parametrize("decodes", [0, 1])
+@torch.no_grad()
+def test_few_graphs_for_steps_planned_inside(decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths decide which kernels run and how large their workspace is; the op does so, not the graph around it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    torch.compiler.reset()
+    draw, graphs, kind = random.Random(1), [], {"dtype": torch.float16, "device": DEVICE}
+    layer = Attention(8, 64, 2, block_size=16, backend="TRITON", **kind)  # type: ignore[arg-type]
+    cache = PagedKVCache(1, 1, 16, 2, 64, **kind).layer(0)  # type: ignore[arg-type]
+
+    def counting(graph, inputs):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        (outputs,) = [node for node in graph.graph.nodes if node.op == "output"]
+        return lambda *given: [torch.zeros(1)] * len(outputs.args[0])  # nothing is computed
+
+    compiled = torch.compile(
+        lambda q, k, step: layer(q, k, k, cache, step), fullgraph=True, dynamic=True, backend=counting
+    )
+    for _ in range(20):
+        queries = [1] * decodes + [draw.randrange(2, 150 if draw.random() < 0.5 else 16) for _ in range(2)]
+        keys = [draw.choice((150, 300, 1000, 2100, 3000, 4500))] * len(queries)
+        table = torch.zeros(len(keys), 300, dtype=torch.int32, device=DEVICE)
+        step = CommonAttentionMetadata.from_lengths(queries, keys, table)
+        compiled(torch.zeros(sum(queries), 8, 64, **kind), torch.zeros(sum(queries), 2, 64, **kind), step)  # type: ignore[arg-type]
+    assert len(graphs) <= 6

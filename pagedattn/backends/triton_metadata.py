@@ -29,7 +29,8 @@ class SharedPrefix:
 
 @dataclass(slots=True)
 class TritonMetadata(AttentionMetadata):
-    """A step, and the workspace of its decode launches (None where it has none): every layer's call uses it in turn.
+    """A step, and the workspace for partial results of its launches (None where none has any): every layer's call uses
+    it in turn.
 
     Metadata share it with those built on the same stream, and captured ones with each other: what was built on one
     stream must not run at the same time as anything else of it on another, nor two captured steps.
@@ -116,11 +117,13 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         prefix: SharedPrefix | None,
         items: torch.Tensor | None,
     ) -> torch.Tensor | None:
+        if torch.compiler.is_dynamo_compiling():  # the op makes it itself; sizes must not become guards
+            return None
         device, decodes = common.seq_lens.device, [work for work in planned if work.kernel == "decode"]
         wanted = [one.workspace for work in decodes for one in _configs(self.spec, common, work, prefix)]
         if items is not None and items.shape[1] == hopper_list.PART_FIELDS:
             wanted.append(_listing(self.spec, common).workspace)
-        if not wanted or torch.compiler.is_dynamo_compiling():  # then the op makes it itself
+        if not wanted:
             return None
         on_gpu, needed = device.type == "cuda", max(wanted)
         if _is_being_captured(device):  # its zeros are written when this graph is replayed
@@ -223,14 +226,14 @@ def _listing(spec: AttentionSpec, common: CommonAttentionMetadata) -> hopper_lis
 
 
 def _why_not_hopper(spec: AttentionSpec, common: CommonAttentionMetadata) -> str:
-    return why_not_hopper(spec, hopper.why_not_here(common.seq_lens.device))
+    return why_not_hopper(spec, hopper.why_not_here(common.seq_lens.device), common.block_size)
 
 
-def why_not_hopper(spec: AttentionSpec, here: str) -> str:
+def why_not_hopper(spec: AttentionSpec, here: str, block_size: int | None = None) -> str:
     """Why the prefill kernel for Hopper does not serve a layer, on a device with this reason against it; "" where it
-    does, so that its list is made once for all layers."""
+    does, so that its list is made once for all layers. block_size: of the cache, where the spec does not say."""
     stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
-    facts = (spec.dtype, stored, spec.head_dim, spec.value_dim, spec.block_size, spec.has_alibi)
+    facts = (spec.dtype, stored, spec.head_dim, spec.value_dim, spec.block_size or block_size, spec.has_alibi)
     if not spec.uses_cache or spec.deterministic:
         return "deterministic" if spec.deterministic else "no paged cache"
     return here or hopper.why_not_shape(*facts)

@@ -105,6 +105,6 @@ def takes(listing: Listing, bounds: Bounds) -> bool:
     group, items = listing.group, bounds.num_seqs * listing.kv_heads
     several = bounds.max_query_len > 1 and bounds.max_query_len * group >= ROWS // 4 and pack_of(group) == group
     even = items >= listing.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_ITEM * items // listing.num_sms
-    # As many tokens as there can be: a query may have rows of nobody, which must not decide.
+    # As many tokens as there can be: how many rows a query has must not decide.
     most = bounds._replace(tokens=bounds.num_seqs * bounds.max_query_len)
     return several and (even or in_parts(listing, most))

@@ -48,7 +48,7 @@ class Listing(NamedTuple):
     @property
     def places(self) -> int:
         """Parts that leave a state, of all heads together, at most."""
-        return min(2 * self.num_sms, COUNTERS)
+        return min(2 * self.num_sms, 3 * COUNTERS // 4)  # each has four counters
 
     @property
     def workspace(self) -> int:
@@ -90,18 +90,26 @@ def state_of(head_dim: int) -> int:
     return ROWS // 2 * (head_dim + 2)
 
 
+def blocks_of(listing: Listing, bounds: Bounds) -> int:
+    """Query blocks at most. A query may have rows of nobody."""
+    tokens = min(bounds.tokens, bounds.num_seqs * bounds.max_query_len)
+    return tokens // tokens_of(listing.group) + bounds.num_seqs
+
+
 def in_parts(listing: Listing, bounds: Bounds) -> bool:
     """Whether items may be parts of query blocks: where the blocks are so few that SMs would be idle, and their keys so
     many that it matters. Which are, the device decides. Decodes among prompts take turns with those instead."""
-    blocks = bounds.tokens // tokens_of(listing.group) + bounds.num_seqs
-    few = blocks <= min(_BLOCKS, _PER_SM * listing.num_sms // listing.heads) and not bounds.num_decodes
+    few = (
+        blocks_of(listing, bounds) <= min(_BLOCKS, _PER_SM * listing.num_sms // listing.heads)
+        and not bounds.num_decodes
+    )
     keys = reach(listing.window, bounds.max_query_len, bounds.max_seq_len)
     return bool(listing.max_keys) and few and keys >= max(LONG_KEYS, 4 * bounds.max_query_len)
 
 
 def new_items(listing: Listing, bounds: Bounds, device: torch.device) -> torch.Tensor:
     """Room for a list, int32 [2 + items at most, FIELDS or PART_FIELDS]: counters, number, items."""
-    entries, fields = 2 + bounds.tokens // tokens_of(listing.group) + bounds.num_seqs, FIELDS
+    entries, fields = 2 + blocks_of(listing, bounds), FIELDS
     if in_parts(listing, bounds):
         entries, fields = entries + listing.places // listing.heads, PART_FIELDS
     return torch.empty(entries, fields, dtype=torch.int32, device=device)

@@ -10,7 +10,7 @@ import torch
 _MAX_ROWS = 128
 _DECODE_ROWS = 64  # packed rows of a decode's query block at most
 DECODE_TOKENS = 16  # sequences of at most so many new tokens are decodes
-COUNTERS = 2048  # programs of a decode launch at most: each has three counters at the workspace's start
+COUNTERS = 2048  # programs of a decode launch at most; a workspace starts with three counters for each
 
 
 class Target(NamedTuple):

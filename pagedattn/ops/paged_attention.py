@@ -130,14 +130,21 @@ def _triton(
     paged = inputs.block_table is not None
     for name, cache in (("key", inputs.key), ("value", inputs.value)) if paged else ():
         # The kernels count in 32 bits within a block; 64 there would cost them registers.
-        reach = (cache.shape[1] - 1) * cache.stride(1)
-        expect(reach < 2**31, name, "a cache whose blocks reach over less than 2**31 elements; use path='torch'", cache)
+        extent = (cache.shape[1] - 1) * cache.stride(1)
+        expect(
+            extent < 2**31, name, "a cache whose blocks reach over less than 2**31 elements; use path='torch'", cache
+        )
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic}
     if paged and not shared_prefix_len:
-        facts |= {"joined": _joined(inputs), "keys_shared_out": _keys_shared_out(inputs)}
+        # Where metadata have planned no list, and have a workspace for that, none is made here.
+        facts["joined"] = _joined(inputs, workspace is None or items is not None)
+        facts["keys_shared_out"] = _keys_shared_out(inputs)
+    planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
+    if items is not None and all(work.kernel == "decode" for work in planned):
+        workspace = None  # it is for the kernel for Hopper, which does not follow all strides
     made: list[Launch | None] = []
-    for work in launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts):
+    for work in planned:
         whole = work.last - work.first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
         if work.kernel == "decode":
@@ -153,10 +160,13 @@ def _triton(
     return made
 
 
-def _joined(inputs: AttentionInputs) -> bool:
+def _joined(inputs: AttentionInputs, in_parts: bool) -> bool:
+    """Whether the kernel for Hopper serves all; in_parts: whether the keys of its items may be shared out."""
     if inputs.max_query_len <= 1:
         return False
     listing, bounds = hopper_list.listing_of(inputs), hopper_list.bounds_of(inputs)
+    if not in_parts:
+        listing = listing._replace(max_keys=0)
     return hopper.takes_all(listing, bounds) and not hopper.why_not(inputs)
 
 
@@ -187,9 +197,7 @@ def _decode(
     made: list[Launch | None] = []
     prior = None
     for call, config in zip(calls, configs, strict=True):
-        # Metadata may have counted on the kernel for Hopper, which does not follow all strides.
-        small = call.max_query_len > DECODE_TOKENS and workspace is not None and workspace.numel() < config.workspace
-        room = _workspace(config.workspace, None if small else workspace, call.query.device)
+        room = _workspace(config.workspace, workspace, call.query.device)
         launch = kernels("decode").launch(config, call, room, prior)
         ends = call is calls[-1]
         made.append(launch if ends or launch is None else shared_prefix.without_layer_outputs(launch))

@@ -64,7 +64,8 @@ def parts(
 def test_prompts_whose_keys_are_shared_out() -> None:
     assert parts() and parts(2000, longest=2000) and parts(400, num_seqs=4)
     assert not parts(keys=2000) and not parts(4000, longest=2001), "too short, or as many tokens as keys"
-    assert not parts(2500) and not parts(100, num_seqs=64), "an item for each SM"
+    assert not parts(4000, num_seqs=2, longest=2000) and not parts(100, num_seqs=64), "an item for each SM"
+    assert parts(8192), "rows of nobody"
     assert not parts(num_decodes=2), "decodes among them take turns with prompts"
     assert not parts(max_keys=0)
     assert parts(window=2000) and not parts(window=1900), "keys that nobody sees"
@@ -196,3 +197,39 @@ def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: 
     with pytest.raises(InvalidInputError, match="workspace"):
         given["workspace"] = room[:10000]
         ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, **given)
+
+
+def test_calls_whose_metadata_planned_otherwise(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata do not know every block size, nor which strides TMA follows."""
+    pytest.importorskip("triton")
+    seen: list[tuple[str, Any]] = []
+    module = import_module("pagedattn.ops.paged_attention")
+
+    def kernels(name: str) -> Any:
+        def launch(*args: Any) -> None:
+            seen.append((name, args[2]))
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(module, "kernels", kernels)
+    cache, few = torch.zeros(200, SIZE, KV_HEADS, DIM, dtype=torch.float16, device=device), [0, 16]
+    starts, lens = (torch.tensor(n, dtype=torch.int32, device=device) for n in (few, [3000]))
+    table, wide = torch.zeros(1, 200, dtype=torch.int32, device=device), torch.zeros(16, HEADS, 132, device=device)
+
+    def run(query: torch.Tensor, **given: torch.Tensor) -> tuple[str, Any]:
+        """The kernel launched, and its workspace."""
+        bounds = {"max_query_len": 16, "max_seq_len": 3000, "scale": 0.1, "path": "triton"}
+        ops.paged_attention(query.half(), cache, cache, table, starts, lens, **bounds, **given)  # type: ignore[arg-type]
+        return seen.pop()
+
+    of = hopper_list.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 3200, 132)
+    items = hopper_list.new_items(of, Bounds(16, 1, 0, 16, 3000), device)
+    room = torch.zeros(of.workspace, dtype=torch.int32, device=device)
+    query = wide[..., :DIM].contiguous()
+    assert run(query, items=items, workspace=room) == ("prefill_hopper", room)
+    name, own = run(query, workspace=room)
+    assert (name, own is room) == ("decode", True), "a list was made that no other layer can use"
+    assert run(query)[0] == "prefill_hopper"
+    monkeypatch.setattr(hopper, "why_not", lambda inputs: "strides that TMA cannot follow")
+    name, own = run(query, items=items, workspace=room[:10])
+    assert name == "decode" and own is not None and own.numel() > 10

@@ -16,30 +16,30 @@ LOADERS = gl.constexpr(2)  # warps that load the keys of a tile, and as many its
 @aggregate
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
-    PARTS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, PART of them at a
+    PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, COPY of them at a
     time, FIELDS a listed item's, by which items may be parts."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
     PACK: gl.constexpr
-    PARTS: gl.constexpr
+    PACKS: gl.constexpr
     PAGE: gl.constexpr
     FIELDS: gl.constexpr
     IN_PARTS: gl.constexpr
     LOAD: gl.constexpr
-    PART: gl.constexpr
+    COPY: gl.constexpr
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D, PACK, PARTS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+    def __init__(self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE):
         self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == PART_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS.value)
-        self.PART = gl.constexpr(min(PAGE, BLOCK_N // LOADERS.value))
+        self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS.value))
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
-        self.PARTS, self.PAGE, self.CAUSAL = gl.constexpr(PARTS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
+        self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
 
 

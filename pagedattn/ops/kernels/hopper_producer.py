@@ -12,8 +12,8 @@ from .hopper_items import ROWS, hand_out, take, tiles_of
 def _blocks(row, key, last_page, shape):
     """The cache blocks of keys key..key + LOAD; past the last page, that one again."""
     blocks = ()
-    for j in gl.static_range(shape.LOAD // shape.PART):
-        block = gl.load(row + gl.minimum((key + j * shape.PART) // shape.PAGE, last_page))
+    for j in gl.static_range(shape.LOAD // shape.COPY):
+        block = gl.load(row + gl.minimum((key + j * shape.COPY) // shape.PAGE, last_page))
         blocks = blocks + (block,)  # noqa: RUF005 - no stars in a kernel
     return blocks
 
@@ -24,9 +24,9 @@ def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
     rows, head_rows, head_columns = place
     start = kv_head * head_rows + key % shape.PAGE
     mbarrier.expect(barrier, shape.LOAD * shape.D * 2)
-    for j in gl.static_range(shape.LOAD // shape.PART):
+    for j in gl.static_range(shape.LOAD // shape.COPY):
         at = [blocks[j] * rows + start, kv_head * head_columns]
-        tma.async_copy_global_to_shared(desc, at, barrier, target.slice(j * shape.PART, shape.PART))
+        tma.async_copy_global_to_shared(desc, at, barrier, target.slice(j * shape.COPY, shape.COPY))
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def _load_keys(w: gl.constexpr, desc, table, s_table, place, item, c, channels, 
         blocks = _blocks(row, key, last_page, shape)
         channels.k.wait_empty(c)
         tile = channels.k.tile(c).slice(w * shape.LOAD, shape.LOAD)
-        _load(desc, blocks, key, item.head // shape.PARTS, place, channels.k.barrier(c), tile, shape)
+        _load(desc, blocks, key, item.head // shape.PACKS, place, channels.k.barrier(c), tile, shape)
         c += 1
     return c
 
@@ -115,7 +115,7 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, sha
         low, _, _, high = tiles_of(item, shape)
         row = table + item.seq.to(gl.int64) * s_table
         last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
-        kv_head = item.head // shape.PARTS
+        kv_head = item.head // shape.PACKS
         for back in range(0, high - low):
             key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
             blocks = _blocks(row, key, last_page, shape)

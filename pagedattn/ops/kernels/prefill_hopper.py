@@ -60,7 +60,7 @@ def _prefill_kernel(
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     PACK: gl.constexpr,
-    PARTS: gl.constexpr,
+    PACKS: gl.constexpr,
     PAGE: gl.constexpr,
     FIELDS: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -73,7 +73,7 @@ def _prefill_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(BLOCK_N, D, PACK, PARTS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE)
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE)
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
         mbarrier.init(tail.index(i), count=1)
@@ -114,7 +114,7 @@ def constants_of(
         "BLOCK_N": tile_of(dim),
         "D": dim,
         "PACK": pack,
-        "PARTS": group // pack,
+        "PACKS": group // pack,
         "PAGE": page,
         "FIELDS": fields,
         "Q_STAGES": 2 if dim <= 128 else 1,
