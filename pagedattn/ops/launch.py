@@ -142,10 +142,10 @@ def reach(window: int, max_query_len: int, max_seq_len: int) -> int:
 
 
 def shares_keys_out(num_seqs: int, kv_heads: int, group: int, max_query_len: int, keys: int, num_sms: int) -> bool:
-    """Whether the decode kernel is to serve prompts where only the portable one could: where their query blocks leave
-    half of the SMs idle, and see many keys."""
+    """Whether the decode kernel is to serve prompts where only the portable one could: where their query blocks are
+    fewer than SMs, and see many keys."""
     blocks = num_seqs * kv_heads * -(-max_query_len * group // _DECODE_ROWS)
-    return 2 * blocks <= num_sms and keys >= max(LONG_KEYS, 4 * max_query_len)
+    return blocks <= num_sms and keys >= max(LONG_KEYS, 4 * max_query_len)
 
 
 @cache
