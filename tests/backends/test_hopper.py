@@ -122,44 +122,31 @@ def test_the_same_bits_a_thousand_times_under_load(queries: tuple[int, ...], key
     assert int(differing) == 0
 
 
-def test_replays_with_other_lengths() -> None:
-    layer, cache, query, common = layer_and_step([200, 40, 60], [900, 400, 600])
-    captured = plan_step([layer], common.replace(max_query_len=300), capture=True)
+WHOLE = [([200, 40, 60], [900, 400, 600]), ([20, 200, 17], [300, 380, 590]), ([300, 0, 0], [900, 0, 0])]
+IN_PARTS = [([40, 16, 60], [9000, 4000, 6000]), ([1, 100, 15], [30, 3800, 15]), ([2, 0, 0], [9000, 0, 0])]
+
+
+@pytest.mark.parametrize(
+    ("steps", "longest", "text", "off"),
+    [(WHOLE, 300, "(for Hopper)", 0.0), (IN_PARTS, 100, "keys shared out)", 2e-3)],
+    ids=["whole", "in parts"],
+)
+def test_replays_with_other_lengths(steps: list[Any], longest: int, text: str, off: float) -> None:
+    """off: where keys are cut depends on more than lengths, so that sums may differ from those of a step of its own."""
+    layer, cache, query, common = layer_and_step(*steps[0])
+    captured = plan_step([layer], common.replace(max_query_len=longest), capture=True)
+    assert captured.of(layer.plan_key).describe().endswith(text)
     layer(query, None, None, cache, captured)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer(query, None, None, cache, captured)
-    for queries, keys in (
-        ([200, 40, 60], [900, 400, 600]),
-        ([20, 200, 17], [300, 380, 590]),
-        ([300, 0, 0], [900, 0, 0]),
-    ):
+    for queries, keys in steps:
         step = CommonAttentionMetadata.from_lengths(queries, keys, common.block_table)
         plan_step([layer], step, into=captured)
         graph.replay()
         want = layer(query[: sum(queries)], None, None, cache, plan_step([layer], step))
-        assert torch.equal(out[: sum(queries)], want)
-
-
-def test_parts_replay_with_other_lengths() -> None:
-    layer, cache, query, common = layer_and_step([40, 16, 60], [9000, 4000, 6000])
-    captured = plan_step([layer], common.replace(max_query_len=100, max_seq_len=9000), capture=True)
-    layer(query, None, None, cache, captured)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = layer(query, None, None, cache, captured)
-    for queries, keys in (
-        ([40, 16, 60], [9000, 4000, 6000]),
-        ([1, 100, 15], [30, 3800, 15]),
-        ([2, 0, 0], [9000, 0, 0]),
-    ):
-        step = CommonAttentionMetadata.from_lengths(queries, keys, common.block_table)
-        plan_step([layer], step, into=captured)
-        graph.replay()
-        want = layer(query[: sum(queries)], None, None, cache, plan_step([layer], step))
-        torch.testing.assert_close(out[: sum(queries)], want, atol=2e-3, rtol=2e-2)
+        torch.testing.assert_close(out[: sum(queries)], want, atol=off, rtol=10 * off)
 
 
 def test_other_layers_repeat_the_launches() -> None:
