@@ -78,6 +78,14 @@ def check_cache(kv_cache: object) -> None:
         raise InvalidInputError("kv_cache", "a LayerCache or None", type(kv_cache).__name__, "pass cache.layer(i)")
 
 
+def check_kinds(kv_cache: object, common: object) -> None:
+    """Raise InvalidInputError for what is no cache of a layer, or no metadata of a step."""
+    check_cache(kv_cache)
+    if not isinstance(common, CommonAttentionMetadata):
+        remedy = "make one by CommonAttentionMetadata.from_lengths"
+        raise InvalidInputError("common", "a CommonAttentionMetadata", type(common).__name__, remedy)
+
+
 def check_contents(
     spec: AttentionSpec,
     key: torch.Tensor | None,

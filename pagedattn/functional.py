@@ -8,7 +8,7 @@ import torch
 
 from . import env
 from .cache_spec import stored_name
-from .checks import check_cache, check_call
+from .checks import check_call, check_kinds
 from .composite import make_builder, make_impl
 from .errors import InvalidInputError
 from .kv_cache import LayerCache
@@ -54,7 +54,7 @@ def paged_attention(
     Raises:
         InvalidInputError: neither cache nor keys, or wrong shapes. UnsupportedError: no backend serves this.
     """
-    check_cache(kv_cache)
+    check_kinds(kv_cache, common)
     keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
     if keys is None or values is None:
         raise InvalidInputError("key and value", "given where there is no kv_cache", "None")

@@ -94,3 +94,10 @@ def test_fewer_rows_than_the_metadata_says_are_refused() -> None:
     rows = torch.randn(3, 2, 16)
     with pytest.raises(InvalidInputError, match="query"):
         paged_attention(rows[:2], rows, rows, None, CommonAttentionMetadata.from_lengths([3], [3]))
+
+
+@pytest.mark.parametrize("common", [None, 3])
+def test_what_is_no_metadata_is_refused_by_name(common: object) -> None:
+    rows = torch.randn(3, 2, 16)
+    with pytest.raises(InvalidInputError, match="common must be a CommonAttentionMetadata"):
+        paged_attention(rows, rows, rows, None, common)  # type: ignore[arg-type]
