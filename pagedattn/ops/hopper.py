@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .attention_inputs import AttentionInputs
-from .hopper_list import ROWS, Bounds, Listing, in_parts, pack_of
+from .hopper_list import ITEM_ROWS, Bounds, Listing, in_parts, pack_of
 from .launch import DECODE_TOKENS
 from .library import interpreted
 
@@ -103,7 +103,7 @@ def takes(listing: Listing, bounds: Bounds) -> bool:
     fill half of what an item's product computes, and either keys are shared out, or no SM is left with much longer
     ones than others."""
     group, items = listing.group, bounds.num_seqs * listing.kv_heads
-    several = bounds.max_query_len > 1 and bounds.max_query_len * group >= ROWS // 4 and pack_of(group) == group
+    several = bounds.max_query_len > 1 and bounds.max_query_len * group >= ITEM_ROWS // 4 and pack_of(group) == group
     even = items >= listing.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_ITEM * items // listing.num_sms
     # As many tokens as there can be: how many rows a query has must not decide.
     most = bounds._replace(tokens=bounds.num_seqs * bounds.max_query_len)

@@ -11,7 +11,7 @@ from .attention_inputs import AttentionInputs
 from .launch import COUNTERS, LONG_KEYS, reach, target_of
 from .library import expect, kernels
 
-ROWS = 128  # packed query rows of an item
+ITEM_ROWS = 128  # packed query rows of an item
 FIELDS = 8  # int32 per entry of a list; the first's counters hand out items, the second says how many there are
 PART_FIELDS = 16  # of a list whose items may be parts
 _PER_SM = 4  # items for an SM at most, of which some may be parts: of more, all SMs have about as many
@@ -77,7 +77,7 @@ def pack_of(group: int) -> int:
 
 def tokens_of(group: int) -> int:
     """Query tokens of an item."""
-    return ROWS // pack_of(group)
+    return ITEM_ROWS // pack_of(group)
 
 
 def tile_of(head_dim: int) -> int:
@@ -87,7 +87,7 @@ def tile_of(head_dim: int) -> int:
 
 def state_of(head_dim: int) -> int:
     """Elements of the state of half an item: maxima, sums, outputs."""
-    return ROWS // 2 * (head_dim + 2)
+    return ITEM_ROWS // 2 * (head_dim + 2)
 
 
 def blocks_of(listing: Listing, bounds: Bounds) -> int:
@@ -99,12 +99,11 @@ def blocks_of(listing: Listing, bounds: Bounds) -> int:
 def in_parts(listing: Listing, bounds: Bounds) -> bool:
     """Whether items may be parts of query blocks: where the blocks are so few that SMs would be idle, and their keys so
     many that it matters. Which are, the device decides. Decodes among prompts take turns with those instead."""
-    few = (
-        blocks_of(listing, bounds) <= min(_BLOCKS, _PER_SM * listing.num_sms // listing.heads)
-        and not bounds.num_decodes
-    )
+    if not listing.max_keys or bounds.num_decodes:
+        return False
     keys = reach(listing.window, bounds.max_query_len, bounds.max_seq_len)
-    return bool(listing.max_keys) and few and keys >= max(LONG_KEYS, 4 * bounds.max_query_len)
+    few = blocks_of(listing, bounds) <= min(_BLOCKS, _PER_SM * listing.num_sms // listing.heads)
+    return few and keys >= max(LONG_KEYS, 4 * bounds.max_query_len)
 
 
 def new_items(listing: Listing, bounds: Bounds, device: torch.device) -> torch.Tensor:
