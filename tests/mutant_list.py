@@ -148,7 +148,7 @@ _SHARED_OUT = (
     fault("decodes join however long", "pagedattn/ops/hopper.py", "and bounds.max_seq_len <= room", "",
           "tests/ops/test_hopper_calls.py that_join"),
     fault("short sequences first", "pagedattn/ops/kernels/work_list.py", "theirs[None, :] > keys[:, None]",
-          "theirs[None, :] < keys[:, None]", "tests/ops/test_work_list.py in_order[1]"),
+          "theirs[None, :] < keys[:, None]", "tests/ops/test_work_list.py in_order"),
     fault("parts that overlap", "pagedattn/ops/kernels/part_list.py", "(first + part + 1) * step",
           "(first + part + 2) * step", "tests/ops/test_part_list.py every_tile_once[1]"),
     fault("states of two blocks in one place", "pagedattn/ops/kernels/part_list.py",
