@@ -11,7 +11,7 @@ import torch
 from ..cache_spec import stored_dtype
 from ..metadata import CommonAttentionMetadata
 from ..ops import hopper, hopper_list, shared_prefix
-from ..ops.launch import DecodeConfig, Work, decode_config, launches, reach, shares_keys_out, target_of
+from ..ops.launch import DecodeConfig, Work, decode_config, launches, target_of
 from ..ops.paged_attention import new_workspace
 from ..spec import AttentionSpec, GraphLevel
 from .base import AttentionMetadata
@@ -61,7 +61,7 @@ class TritonMetadata(AttentionMetadata):
         return f"{text} ({_tiles(own)}), shared prefix of {self.prefix.length} keys attended once ({_tiles(prefix[0])})"
 
     def _hopper(self) -> str:
-        parts = self.items is not None and self.items.shape[1] == hopper_list.PART_FIELDS
+        parts = self.items is not None and hopper_list.has_parts(self.items)
         return "for Hopper, keys shared out" if parts else "for Hopper"
 
 
@@ -121,7 +121,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
             return None
         device, decodes = common.seq_lens.device, [work for work in planned if work.kernel == "decode"]
         wanted = [one.workspace for work in decodes for one in _configs(self.spec, common, work, prefix)]
-        if items is not None and items.shape[1] == hopper_list.PART_FIELDS:
+        if items is not None and hopper_list.has_parts(items):
             wanted.append(_listing(self.spec, common).workspace)
         if not wanted:
             return None
@@ -154,18 +154,11 @@ def _plan(
 def _launches(spec: AttentionSpec, common: CommonAttentionMetadata, joined: bool = True) -> list[Work]:
     """joined: whether one launch may serve everything."""
     facts = {"paged": spec.uses_cache, "deterministic": spec.deterministic}
-    if joined and common.max_query_len > 1:
+    if joined and spec.uses_cache and common.max_query_len > 1:
         everything = Work("prefill", 0, len(common.seq_lens), common.max_query_len)
         served = not _why_not_hopper(spec, common)
-        facts["joined"] = served and hopper.takes_all(_listing(spec, common), _bounds(common, everything))
-        facts["keys_shared_out"] = not served and _keys_shared_out(spec, common)
+        facts |= hopper.choices(_listing(spec, common), _bounds(common, everything), served)
     return launches(len(common.seq_lens), common.num_decodes, common.max_query_len, **facts)
-
-
-def _keys_shared_out(spec: AttentionSpec, common: CommonAttentionMetadata) -> bool:
-    rest, num_sms = len(common.seq_lens) - common.num_decodes, target_of(common.seq_lens.device).num_sms
-    keys = reach(spec.sliding_window or 0, common.max_query_len, common.max_seq_len)
-    return shares_keys_out(rest, spec.kv_heads, spec.gqa_ratio, common.max_query_len, keys, num_sms)
 
 
 def _of_kernel(kernel: str, planned: list[Work]) -> Work | None:

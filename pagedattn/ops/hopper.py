@@ -9,7 +9,7 @@ import torch
 
 from .attention_inputs import AttentionInputs
 from .hopper_list import ITEM_ROWS, Bounds, Listing, in_parts, pack_of
-from .launch import DECODE_TOKENS
+from .launch import DECODE_TOKENS, reach, shares_keys_out
 from .library import interpreted
 
 HEAD_DIMS = (64, 128, 256)
@@ -83,6 +83,16 @@ def _is_matrix(cache: torch.Tensor) -> bool:
         return False
     within = (heads - 1) * per_head + dim <= per_slot
     return heads == 1 or within or (per_head >= per_slot and per_head % per_slot == 0)
+
+
+def choices(listing: Listing, bounds: Bounds, served: bool) -> dict[str, bool]:
+    """How `launches` is to plan a step of several tokens, whose prompts this kernel serves or not; for the op and for
+    metadata, which must decide alike."""
+    if served:
+        return {"joined": takes_all(listing, bounds)}
+    rest, keys = bounds.num_seqs - bounds.num_decodes, reach(listing.window, bounds.max_query_len, bounds.max_seq_len)
+    facts = (listing.kv_heads, listing.group, bounds.max_query_len, keys, listing.num_sms)
+    return {"keys_shared_out": shares_keys_out(rest, *facts)}
 
 
 def takes_all(listing: Listing, bounds: Bounds) -> bool:

@@ -96,6 +96,11 @@ def blocks_of(listing: Listing, bounds: Bounds) -> int:
     return tokens // tokens_of(listing.group) + bounds.num_seqs
 
 
+def has_parts(items: torch.Tensor) -> bool:
+    """Whether items of a list may be parts."""
+    return items.shape[1] == PART_FIELDS
+
+
 def in_parts(listing: Listing, bounds: Bounds) -> bool:
     """Whether items may be parts of query blocks: where the blocks are so few that SMs would be idle, and their keys so
     many that it matters. Which are, the device decides. Decodes among prompts take turns with those instead."""
@@ -116,10 +121,10 @@ def new_items(listing: Listing, bounds: Bounds, device: torch.device) -> torch.T
 
 def list_items(listing: Listing, items: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """Fill `items` for sequences [B] on the device; no length is read by the host."""
-    if items.shape[1] == FIELDS:
-        kernels("work_list").launch(query_start_loc, seq_lens, items, tokens_of(listing.group))
-    else:
+    if has_parts(items):
         kernels("part_list").launch(query_start_loc, seq_lens, items, listing)
+    else:
+        kernels("work_list").launch(query_start_loc, seq_lens, items, tokens_of(listing.group))
 
 
 def items_of(inputs: AttentionInputs, given: torch.Tensor | None) -> torch.Tensor:

@@ -12,15 +12,12 @@ from .attention_inputs import AttentionInputs, scale_parts
 from .attention_replay import AttentionReplay, attention_replay
 from .launch import (
     COUNTERS,
-    DECODE_TOKENS,
     AttentionConfig,
     DecodeConfig,
     DecodeTuning,
     attention_config,
     decode_config,
     launches,
-    reach,
-    shares_keys_out,
     target_of,
 )
 from .library import choose, expect, kernels, register
@@ -136,10 +133,9 @@ def _triton(
         )
     key_starts = None if paged else torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0))
     facts = {"paged": paged, "deterministic": inputs.deterministic}
-    if paged and not shared_prefix_len:
+    if paged and not shared_prefix_len and inputs.max_query_len > 1:
         # Where metadata have planned no list, and have a workspace for that, none is made here.
-        facts["joined"] = _joined(inputs, workspace is None or items is not None)
-        facts["keys_shared_out"] = _keys_shared_out(inputs)
+        facts |= _choices(inputs, workspace is None or items is not None)
     planned = launches(len(inputs.seq_lens), inputs.num_decodes, inputs.max_query_len, **facts)
     if items is not None and all(work.kernel == "decode" for work in planned):
         workspace = None  # it is for the kernel for Hopper, which does not follow all strides
@@ -160,30 +156,19 @@ def _triton(
     return made
 
 
-def _joined(inputs: AttentionInputs, in_parts: bool) -> bool:
-    """Whether the kernel for Hopper serves all; in_parts: whether the keys of its items may be shared out."""
-    if inputs.max_query_len <= 1:
-        return False
+def _choices(inputs: AttentionInputs, in_parts: bool) -> dict[str, bool]:
+    """in_parts: whether the kernel for Hopper may share out the keys of sequences of a few tokens."""
     listing, bounds = hopper_list.listing_of(inputs), hopper_list.bounds_of(inputs)
     if not in_parts:
         listing = listing._replace(max_keys=0)
-    return hopper.takes_all(listing, bounds) and not hopper.why_not(inputs)
-
-
-def _keys_shared_out(inputs: AttentionInputs) -> bool:
-    if inputs.max_query_len <= DECODE_TOKENS:
-        return False
-    kv_heads, rest = inputs.key.shape[-2], len(inputs.seq_lens) - inputs.num_decodes
-    keys = reach(inputs.window, inputs.max_query_len, inputs.max_seq_len)
-    facts = (kv_heads, inputs.query.shape[1] // kv_heads, inputs.max_query_len, keys)
-    return shares_keys_out(rest, *facts, target_of(inputs.query.device).num_sms) and hopper.why_not(inputs) != ""
+    return hopper.choices(listing, bounds, served=not hopper.why_not(inputs))
 
 
 def _prefill(inputs: AttentionInputs, given: torch.Tensor | None, workspace: torch.Tensor | None) -> Launch | None:
     """The kernel for Hopper over these items, whose parts leave states in the workspace, or over a list and in a room
     of this call's own, which is not made again."""
     items, room = hopper_list.items_of(inputs, given), None
-    if items.shape[1] == hopper_list.PART_FIELDS:
+    if hopper_list.has_parts(items):
         elements = hopper_list.listing_of(inputs).workspace
         room = _workspace(elements, None if given is None else workspace, inputs.query.device)
     launch = kernels("prefill_hopper").launch(inputs, items, room)
