@@ -6,15 +6,11 @@ It runs in a process without TRITON_INTERPRET, which is read when kernels are im
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
+from assembler import assemble
 from softmax_overlap import softmax_beside_products
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -55,26 +51,20 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
         {(names.index(one),): value for one, value in constants.items()},
         {(at,): [["tt.divisibility", 16]] for at in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        cubin = f"{file.name}.cubin"
-        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", cubin]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        sass = subprocess.run([knobs.nvidia.nvdisasm.path, cubin], capture_output=True, text=True, check=True).stdout
-        Path(cubin).unlink()
+    made = assemble(compiled, 90)
     facts = {
         "name": name,
         "shared": compiled.metadata.shared,
-        "spills": [int(n) for n in re.findall(r"(\d+) bytes spill", said)],
-        "serialized": "wgmma.mma_async instructions are serialized" in said,
+        "spills": made.spills,
+        "serialized": "wgmma.mma_async instructions are serialized" in made.said,
         "warp_groups": ptx.count("setmaxnreg.dec"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor"),
-        "beside": softmax_beside_products(sass),
-        "unwritten": unwritten_reads(sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),  # a consumer begins so
+        "beside": softmax_beside_products(made.sass),
+        "unwritten": unwritten_reads(made.sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),  # a consumer begins so
     }
     print(json.dumps(facts))
 

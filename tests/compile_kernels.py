@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import triton
-from triton import knobs
+from assembler import assemble
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -114,28 +112,18 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
         {(names.index(one),): value for one, value in constants.items()},
         {(at,): [["tt.divisibility", 16]] for at in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{arch}{'a' if arch == 90 else ''}", file.name]
-        done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True, check=True)
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr)]
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**options, "enable_fp_fusion": True})
+    made = assemble(compiled, arch)
     line = {"name": name, "ptx": compiled.asm["ptx"].count("\n"), "entry": ".visible .entry" in compiled.asm["ptx"]}
     shared = {"shared": compiled.metadata.shared, "limit": TARGETS[arch].shared_bytes}
-    inside = spills_among_products(compiled.asm["cubin"])
+    inside = spills_among_products(made.sass)
     facts = {"waits": compiled.asm["ptx"].count("griddepcontrol.wait"), "inside": inside}
-    print(json.dumps({**line, **shared, **facts, "spills": spills, "registers": registers}))
+    print(json.dumps({**line, **shared, **facts, "spills": made.spills, "registers": made.registers}))
 
 
-def spills_among_products(cubin: bytes) -> int:
+def spills_among_products(sass: str) -> int:
     """Loads and stores of spilled registers in innermost loops around matrix products."""
-    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = sass.splitlines()
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*\.(L_x_\d+):", line))}
     jumps = [(labels.get(found[1], at), at) for at, line in enumerate(lines) if (found := re.search(_JUMP, line))]
     loops = [lines[first:last] for first, last in jumps if first < last]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.backends.nvidia import driver
 
 from pagedattn.backends import triton as backend
 from pagedattn.capabilities import Capabilities
@@ -23,8 +23,12 @@ from pagedattn.ops.kernels import launcher
 HOPPER = launch.Target(num_sms=132, shared_bytes=232448, chained=True)
 
 
+_PACKED = hasattr(driver, "annotate_arguments")  # from Triton 3.7 on, a kernel's arguments are one sequence
+_FILL = "fill_tma_descriptor_tiled" if _PACKED else "fill_tma_descriptor"
+
+
 class Launched(list[tuple[Any, ...]]):
-    """Arguments of every launch: (gridX, gridY, gridZ, stream, function, ..., *kernel arguments)."""
+    """Arguments of every launch: (gridX, gridY, gridZ, stream, function, two flags, six more, *kernel arguments)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,30 +36,33 @@ class Launched(list[tuple[Any, ...]]):
 
     def __call__(self, *args: Any) -> None:
         if self.keep:
-            self.append(args)
+            self.append((*args[:13], *args[15]) if _PACKED else args)
 
 
 launched = Launched()
 
 
-class _Launcher(CudaLauncher):
+class _Launcher(driver.CudaLauncher):
     def __init__(self, src: Any, metadata: Any) -> None:  # without the C code that the real one compiles
         self.num_ctas = metadata.num_ctas
-        self.launch = wrap_handle_tensordesc(launched, dict(src.signature), getattr(metadata, "tensordesc_meta", None))
+        described = getattr(metadata, "tensordesc_meta", None)
+        self.launch = driver.wrap_handle_tensordesc(launched, dict(src.signature), described)
         self.global_scratch_size, self.global_scratch_align = metadata.global_scratch_size, 128
         self.profile_scratch_size, self.profile_scratch_align = metadata.profile_scratch_size, 128
         self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+        self.arg_annotations, self.kernel_signature, self.gsan_enabled = (), b"", False
 
 
 class _Driver:
-    launcher_cls = _Launcher
+    launcher_cls: Any = _Launcher
 
     def __init__(self) -> None:
         functions = iter(range(1, 1 << 30))
         self.utils = SimpleNamespace(
             load_binary=lambda *args: (object(), next(functions), 64, 0, 1024),
-            fill_tma_descriptor=lambda address, *layout: (address, str(layout)),
+            unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": HOPPER.shared_bytes},
+            **{_FILL: lambda address, *layout: (address, str(layout))},
         )
 
     def get_current_device(self) -> int:

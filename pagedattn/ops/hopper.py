@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -11,11 +10,11 @@ from .attention_inputs import AttentionInputs
 from .hopper_list import ITEM_ROWS, Bounds, Listing, in_parts, pack_of
 from .launch import DECODE_TOKENS, reach, shares_keys_out
 from .library import interpreted
+from .triton_versions import why_untried
 
 HEAD_DIMS = (64, 128, 256)
 _SHORT = 1024  # keys of a decode that may be one item in any step
 _KEYS_PER_SM_ITEM = 2048  # of longer ones, for each that an SM has
-_TRITON = ("3.6.",)  # Gluon is not a stable interface: others only after they were tried
 
 
 def why_not_here(device: torch.device) -> str:
@@ -28,12 +27,8 @@ def why_not_on(capability: tuple[int, int] | None) -> str:
     """Why the kernel cannot run on a GPU of this compute capability (None: no GPU); "" where it can."""
     if capability != (9, 0):
         return "no Hopper GPU"
-    try:
-        found = version("triton")
-    except PackageNotFoundError:
-        return "triton is not installed"
-    if not found.startswith(_TRITON):
-        return f"Gluon of triton {found} was not tried, only of {', '.join(_TRITON)}"
+    if reason := why_untried():
+        return reason
     return "kernels are interpreted" if interpreted() else ""
 
 

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from .gluon_names import thread_barrier
 from .hopper_items import ROWS, take, tiles_of
 from .hopper_parts import combine
 
@@ -130,7 +131,7 @@ def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, output, lse_out, shape):
     # 16 bytes a thread: as the products leave them, threads hold 4, and half of every sector would be written twice.
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
     room.store((acc * gl.expand_dims(norm, 1)).to(shape.DTYPE))
-    gl.thread_barrier()
+    thread_barrier()
     result = room.load(WIDE)
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)

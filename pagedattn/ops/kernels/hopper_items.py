@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from ..hopper_list import PART_FIELDS as _PART_FIELDS
+from .gluon_names import thread_barrier
 
 PART_FIELDS = gl.constexpr(_PART_FIELDS)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
@@ -140,7 +141,7 @@ def take(ring, n, WARPS: gl.constexpr, shape):
     fields = ()
     for i in gl.static_range(12 if shape.IN_PARTS else 7):
         fields = fields + (gl.max(ring.tile(n).slice(i, 1).load(SCALAR), 0),)  # noqa: RUF005 - no stars in a kernel
-    gl.thread_barrier()
+    thread_barrier()
     ring.release(n)
     token, tokens, first, keys, seq = fields[0], fields[1], fields[2], fields[3], fields[4]
     begin, end, nth, parts, origin = token, token, token, token, token

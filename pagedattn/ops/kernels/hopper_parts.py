@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..launch import COUNTERS as _COUNTERS
+from .gluon_names import thread_barrier
 from .hopper_items import CONSUMERS, ROWS
 
 COUNTERS = gl.constexpr(_COUNTERS)
@@ -53,7 +54,7 @@ def _publish(acc, m_i, l_i, state, shape):
 @gluon.jit
 def _is_last(counter, arrivals):
     """Count this consumer's arrival; the last one leaves the counter as it was found."""
-    gl.thread_barrier()  # every thread's stores before the count that publishes them
+    thread_barrier()  # every thread's stores before the count that publishes them
     last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
     if last:
         gl.store(counter, 0)
@@ -101,7 +102,7 @@ def combine(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
     if complete:
         acc, m_i, l_i = _union(acc, m_i, l_i, workspace, head, members, 1, w, shape)
         if item.parts > GROUP:
-            gl.thread_barrier()  # every thread has read the head's state before it is replaced
+            thread_barrier()  # every thread has read the head's state before it is replaced
             _publish(acc, m_i, l_i, _state(workspace, head, w, shape), shape)
             groups = (item.parts + GROUP - 1) // GROUP
             complete = _is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)

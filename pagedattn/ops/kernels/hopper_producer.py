@@ -2,9 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from .gluon_names import tma_load
 from .hopper_items import ROWS, hand_out, take, tiles_of
 
 
@@ -26,7 +27,7 @@ def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
     mbarrier.expect(barrier, shape.LOAD * shape.D * 2)
     for j in gl.static_range(shape.LOAD // shape.COPY):
         at = [blocks[j] * rows + start, kv_head * head_columns]
-        tma.async_copy_global_to_shared(desc, at, barrier, target.slice(j * shape.COPY, shape.COPY))
+        tma_load(desc, at, barrier, target.slice(j * shape.COPY, shape.COPY))
 
 
 @gluon.jit
@@ -48,11 +49,11 @@ def _load_queries(desc_q, item, n, channels, shape):
     at = [item.token, item.head * shape.PACK, 0]
     channels.q0.wait_empty(n)
     mbarrier.expect(channels.q0.barrier(n), ROWS * shape.D * 2)
-    tma.async_copy_global_to_shared(desc_q, at, channels.q0.barrier(n), channels.q0.tile(n))
+    tma_load(desc_q, at, channels.q0.barrier(n), channels.q0.tile(n))
     at = [item.token + ROWS // shape.PACK, item.head * shape.PACK, 0]
     channels.q1.wait_empty(n)
     mbarrier.expect(channels.q1.barrier(n), ROWS * shape.D * 2)
-    tma.async_copy_global_to_shared(desc_q, at, channels.q1.barrier(n), channels.q1.tile(n))
+    tma_load(desc_q, at, channels.q1.barrier(n), channels.q1.tile(n))
 
 
 @gluon.jit

@@ -6,19 +6,17 @@ with other tensors of the same layout by `Replay`, which looks nothing up at all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ... import env
+from .launch_abi import KNOWN, Entry, PlacedDescriptor, entry_of
 
-# The version whose compiled kernels take the arguments that `_entry` makes (`CudaLauncher.__call__`).
-KNOWN = triton.__version__.startswith("3.6.")
 _MOST_KERNELS = 4096
 _LONG = 1 << 31  # from here on an integer is an int64 to Triton
 _runtime = knobs.runtime
@@ -32,20 +30,20 @@ def hooked() -> bool:
 
 
 class Launch(NamedTuple):
-    """A launch that was made. `line` is what the compiled kernel was called with: the grid, the stream, ..., and from
-    `first` on the kernel's arguments, tensors as addresses."""
+    """A launch that was made. The compiled kernel was called with `head`, the grid, the stream, ..., and `values`, the
+    kernel's arguments, tensors as addresses."""
 
     device: int
-    call: Callable[..., Any]
-    line: list[Any]
-    first: int
+    entry: Entry
+    head: list[Any]
+    values: list[Any]
     args: Sequence[Any]
     varying: Sequence[tuple[int, int]]  # positions in args, and in the values that `Replay` is given
 
     def repeatable(self) -> bool:
         """Whether the kernel was compiled for aligned tensors, as `Replay` gives it."""
         tensors = [at for at, _ in self.varying if isinstance(self.args[at], torch.Tensor)]
-        return bool(tensors) and not any(self.line[self.first + at] & 15 for at in tensors)
+        return bool(tensors) and not any(self.values[at] & 15 for at in tensors)
 
 
 class Launcher:
@@ -67,7 +65,9 @@ class Launcher:
         self._varying = [(self._names.index(name), at) for at, name in enumerate(varying) if name in self._names]
         self._direct = KNOWN and env.replay() and isinstance(kernel, JITFunction)
         self._any_value = {param.num for param in kernel.params if param.do_not_specialize} if self._direct else set()
-        self._entries: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._entries: dict[tuple[Any, ...], Entry] = {}
+        # Triton 3.10 rounds products before it adds them unless it is asked not to, and 3.9 warns of that.
+        self._options = {"enable_fp_fusion": True} if isinstance(kernel, JITFunction) else {}
 
     def __call__(
         self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], **options: Any
@@ -83,7 +83,7 @@ class Launcher:
             How to do so again with other varying arguments, or None where that cannot be.
         """
         if not self._direct or hooked() or self._kernel.pre_run_hooks:
-            self._kernel[tuple(grid)](*args, **constants, **options)
+            self._kernel[tuple(grid)](*args, **constants, **options, **self._options)
             return None
         device = (args[0].base if _is_descriptor(args[0]) else args[0]).device.index or 0
         kind: list[Any] = [device, *constants.values(), *options.values()]
@@ -105,36 +105,23 @@ class Launcher:
                 kind.append((type(arg), arg))
         key = tuple(kind)
         entry, stream = self._entries.get(key), driver.active.get_current_stream(device)
-        sizes, unread = (*grid, 1, 1)[:3], (None,) * (len(self._names) - len(args))  # constants are compiled in
+        sizes = (*grid, 1, 1)[:3]
+        values += [None] * (len(self._names) - len(args))  # constants are compiled in
         if entry is not None:
-            call, head = entry
-            line = [*sizes, stream, *head, *values, *unread]
-            call(*line)
-            return Launch(device, call, line, len(head) + 4, args, self._varying)
-        compiled = self._kernel[tuple(grid)](*args, **constants, **options)
+            head = [*sizes, stream, *entry.head]
+            if entry.packed:
+                entry.call(*head, values)
+            else:
+                entry.call(*head, *values)
+            return Launch(device, entry, head, values, args, self._varying)
+        compiled = self._kernel[tuple(grid)](*args, **constants, **options, **self._options)
         if compiled is None or compiled.metadata.target.backend != "cuda":
             return None
-        call, head = entry = _entry(compiled)
+        entry = entry_of(compiled)
         if len(self._entries) >= _MOST_KERNELS:
             self._entries.clear()
         self._entries[key] = entry
-        return Launch(device, call, [*sizes, stream, *head, *values, *unread], len(head) + 4, args, self._varying)
-
-
-class _Placed:
-    """A tensor descriptor at another address: as much of one as Triton's launcher reads."""
-
-    __slots__ = ("address", "padding", "shape", "strides")
-
-    def __init__(self, like: Any, address: int) -> None:
-        self.address, self.shape, self.strides, self.padding = address, like.shape, like.strides, like.padding
-
-    @property
-    def base(self) -> _Placed:
-        return self
-
-    def data_ptr(self) -> int:
-        return self.address
+        return Launch(device, entry, [*sizes, stream, *entry.head], values, args, self._varying)
 
 
 class Replay:
@@ -144,15 +131,15 @@ class Replay:
         self._device = launches[0].device
         self._stream = driver.active.get_current_stream
         # What is called with what, and where values go: as they are, and as addresses of tensor descriptors.
-        self._lines: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]], list[tuple[int, int]]]] = []
+        self._made: list[tuple[Entry, list[Any], list[Any], list[tuple[int, int]], list[tuple[int, int]]]] = []
         self._kept: list[Any] = []  # tensors whose addresses do not vary
         for launch in launches:
             vary = [(at, index) for at, index in launch.varying if launch.args[at] is not None]
             varied = {at for at, _ in vary}
             self._kept += [x for at, x in enumerate(launch.args) if at not in varied and isinstance(x, torch.Tensor)]
-            described = [(launch.first + at, i) for at, i in vary if _is_descriptor(launch.args[at])]
-            given = [(launch.first + at, i) for at, i in vary if not _is_descriptor(launch.args[at])]
-            self._lines.append((launch.call, launch.line, given, described))
+            described = [(at, i) for at, i in vary if _is_descriptor(launch.args[at])]
+            given = [(at, i) for at, i in vary if not _is_descriptor(launch.args[at])]
+            self._made.append((launch.entry, launch.head, launch.values, given, described))
 
     def __call__(self, addresses: int, values: Sequence[Any]) -> bool:
         """Launch with these values in the order of `varying`; `addresses` is all of theirs or-ed together.
@@ -166,14 +153,17 @@ class Replay:
             with torch.cuda.device(self._device):
                 return self(addresses, values)
         stream = self._stream(self._device)
-        for call, line, given, described in self._lines:
-            made = line.copy()
-            made[3] = stream
+        for entry, head, arguments, given, described in self._made:
+            head, made = head.copy(), arguments.copy()
+            head[3] = stream
             for at, index in given:
                 made[at] = values[index]
             for at, index in described:
-                made[at] = _Placed(line[at], values[index])
-            call(*made)
+                made[at] = PlacedDescriptor(arguments[at], values[index])
+            if entry.packed:
+                entry.call(*head, made)
+            else:
+                entry.call(*head, *made)
         return True
 
 
@@ -181,14 +171,3 @@ def _is_descriptor(arg: Any) -> bool:
     """Whether it is a TensorDescriptor, Triton's or Gluon's; its base stands where the varying tensor starts."""
     return hasattr(arg, "block_shape")
 
-
-def _entry(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What launches a compiled kernel, and its arguments between the stream and the kernel's own.
-
-    The launcher's C function where the kernel needs no scratch memory; no launch metadata, and no hooks.
-    """
-    run = compiled.run
-    if run.global_scratch_size or run.profile_scratch_size:
-        return run, (compiled.function, compiled.packed_metadata, None, None, None)
-    flags = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    return run.launch, (compiled.function, *flags, compiled.packed_metadata, None, None, None)
