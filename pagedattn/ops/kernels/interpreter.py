@@ -1,0 +1,24 @@
+"""What Triton's interpreter gets wrong, mended; imported only where kernels are interpreted.
+
+It keeps a comparison under the type of what was compared, so that a scalar one becomes numbers where it meets a block:
+up to Triton 3.8 that passed as a mask, from 3.9 on it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def _create_splat(builder: InterpreterBuilder, block_type: Any, scalar: TensorHandle) -> TensorHandle:
+    handle = _original(builder, block_type, scalar)
+    if scalar.data.dtype != np.bool_:
+        return handle
+    return TensorHandle(handle.data.astype(np.bool_), tl.int1)
+
+
+_original = InterpreterBuilder.create_splat
+InterpreterBuilder.create_splat = _create_splat
