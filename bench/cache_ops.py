@@ -15,15 +15,12 @@ import torch
 from pagedattn import ops
 from pagedattn.ops import library
 
+from . import op_problems as problems
 from .measure import empty_row, percent, reason
-from .problem import DEVICE
+from .op_problems import BLOCK_BYTES, DEVICE, DIM, DTYPE, GPU, HEADS, LAYERS, SIZE, OpCalls
 from .ratios import Row
-from .timing import host_us, time_us
+from .timing import host_us, stream_us, time_us
 
-GPU = DEVICE.type == "cuda"
-DTYPE = torch.bfloat16 if GPU else torch.float32
-HEADS, DIM, SIZE, LAYERS = 8, 128, 16, 8
-BLOCK_BYTES = 32 << 10 if GPU else 1 << 10  # keys or values of 16 tokens of such a layer
 MECHANISMS = {"csrc kernel": 1, "csrc batch": 2, "csrc copies": 3}
 Times = tuple[float, float | None]  # microseconds, and of the host
 
@@ -43,37 +40,17 @@ def measure(ceilings: Mapping[str, float], tell: Callable[[str], object] = lambd
 def writes() -> Iterator[Row]:
     """New tokens, as a prompt's come: one after the other in blocks that lie anywhere. Then what bounds them."""
     for tokens in (256, 8192) if GPU else (16,):
-        firsts = torch.randperm(tokens // SIZE + 1, device=DEVICE) * SIZE
-        slots = (firsts[:, None] + torch.arange(SIZE, device=DEVICE)).flatten()[:tokens]
-        rows = torch.randn(LAYERS, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
-        for stored, kind in ((DTYPE, ""), (torch.float8_e4m3fn, " fp8")):
-            moved = 2 * tokens * HEADS * DIM * (DTYPE.itemsize + stored.itemsize)
+        for fp8, kind in ((False, ""), (True, " fp8")):
+            moved = 2 * tokens * HEADS * DIM * (DTYPE.itemsize + (1 if fp8 else DTYPE.itemsize))
             for path in _paths("csrc", "triton", "torch"):
-                yield _row(f"write {tokens} tokens{kind}", path, moved, partial(_write, rows, slots, stored, path))
+                run = partial(_timed, problems.write, path, tokens, fp8)
+                yield _row(f"write {tokens} tokens{kind}", path, moved, run)
         if GPU:
+            rows = torch.randn(LAYERS, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
             name, moved = f"write {tokens} tokens", 2 * rows[0].nbytes
             if find_spec("flashinfer") is not None:
                 yield _row(name, "FLASHINFER append", moved, partial(_flashinfer_append, rows))
             yield _row(name, "plain copy kernel", moved, partial(_plain_copy, rows))
-
-
-def _write(rows: torch.Tensor, slots: torch.Tensor, stored: torch.dtype, path: str) -> Times:
-    blocks = len(slots) // SIZE + 1
-    caches = torch.zeros(LAYERS, blocks, 2, SIZE, HEADS, DIM, device=DEVICE, dtype=stored)
-    scale = 0.05 if stored != DTYPE else None
-
-    def write(layer: int) -> None:
-        keys, values = caches[layer, :, 0], caches[layer, :, 1]
-        key, value = rows[layer]
-        ops.reshape_and_cache(key, value, keys, values, slots, k_scale=scale, v_scale=scale, path=path)
-
-    write(0)
-    for i in range(2):
-        want = rows[0, i]
-        if scale is not None:
-            want = (want.float() / torch.tensor([scale], device=DEVICE)).clamp(-448, 448).to(stored)
-        _same(caches[0, slots // SIZE, i, slots % SIZE], want)
-    return time_us([partial(write, i) for i in range(LAYERS)]), host_us(partial(write, 0))
 
 
 def _flashinfer_append(rows: torch.Tensor) -> Times:
@@ -91,7 +68,7 @@ def _flashinfer_append(rows: torch.Tensor) -> Times:
         flashinfer.append_paged_kv_cache(*rows[layer], *where, (caches[layer, 0], caches[layer, 1]), *pages_of)
 
     append(0)
-    _same(caches[0, 0, pages.long()].flatten(0, 1), rows[0, 0])
+    problems.same(caches[0, 0, pages.long()].flatten(0, 1), rows[0, 0])
     return time_us([partial(append, i) for i in range(LAYERS)]), host_us(partial(append, 0))
 
 
@@ -103,20 +80,11 @@ def _plain_copy(rows: torch.Tensor) -> Times:
 
 def copies() -> Iterator[Row]:
     """Of 8 layers, keys and values in a block of 64 KB: 2048 pairs read and write 1.07 GB each."""
+    block = 2 * BLOCK_BYTES if GPU else 2 << 10
     for count in (1, 2048) if GPU else (16,):
-        slabs = torch.randint(0, 256, (LAYERS, 2 * count, 2 * BLOCK_BYTES), dtype=torch.uint8, device=DEVICE)
-        pairs = torch.stack((torch.arange(count), torch.randperm(count) + count), 1)
         for path in _paths("csrc", "triton", "torch"):
-            name = f"copy_blocks {count} pairs of 8 layers"
-            yield _row(name, path, slabs.numel(), partial(_copy, slabs, pairs, path))
-
-
-def _copy(slabs: torch.Tensor, pairs: torch.Tensor, path: str) -> Times:
-    copy = partial(ops.copy_blocks, list(slabs), pairs, path=path)
-    slabs[:, pairs[:, 1]] = 0
-    copy()
-    _same(slabs[:, pairs[:, 1]], slabs[:, pairs[:, 0]])
-    return _stream_us(copy), host_us(copy, 10)
+            run = partial(_on_stream, problems.copy, path, count, block)
+            yield _row(f"copy_blocks {count} pairs of 8 layers", path, 2 * LAYERS * count * block, run)
 
 
 def swaps() -> Iterator[Row]:
@@ -129,7 +97,7 @@ def swaps() -> Iterator[Row]:
     with torch.cuda.stream(torch.cuda.Stream()):
         for way, source, target in (("out", on_device, host), ("in", host, on_device)):
             memcpy = partial(target.copy_, source, non_blocking=True)
-            yield _row(f"memcpy {way} 1 GB", "one cudaMemcpyAsync", 1 << 30, lambda run=memcpy: (_stream_us(run), None))
+            yield _row(f"memcpy {way} 1 GB", "one cudaMemcpyAsync", 1 << 30, lambda run=memcpy: (stream_us(run), None))
             for run in (1, 64):
                 runs = torch.arange(count).view(-1, run)
                 pairs = torch.stack([runs[torch.randperm(len(runs))].flatten() for _ in range(2)], 1)
@@ -145,31 +113,30 @@ def _swap(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path:
         else:
             ops.swap_blocks(source, target, pairs, path=path)
 
-    target.zero_()
-    swap()
-    torch.cuda.current_stream().synchronize()
-    _same(target[pairs[:, 1]].cpu(), source[pairs[:, 0]].cpu())
-    return _stream_us(swap, 3), host_us(swap, 3)
+    problems.check_swap(swap, source, target, pairs)
+    return stream_us(swap, 3), host_us(swap, 3)
 
 
 def gathers() -> Iterator[Row]:
     """64 sequences of 1024 tokens out of shuffled blocks."""
-    seqs, length, layers = (64, 1024, 4) if GPU else (4, 64, 4)
-    blocks = seqs * length // SIZE
-    caches = torch.randn(layers, blocks, SIZE, HEADS, DIM, device=DEVICE).to(DTYPE)
-    table = torch.randperm(blocks, device=DEVICE).int().view(seqs, -1)
-    lens = torch.arange(0, seqs * length + 1, length, dtype=torch.int32, device=DEVICE)
+    seqs, length = (64, 1024) if GPU else (4, 64)
     for path in _paths("csrc", "triton", "torch"):
-        gather = partial(_gather, caches, table, lens, path)
-        yield _row(f"gather {seqs} x {length} keys", path, 2 * caches[0].nbytes, gather)
+        run = partial(_timed, problems.gather, path, seqs, length)
+        yield _row(f"gather {seqs} x {length} keys", path, 2 * seqs * length * HEADS * DIM * DTYPE.itemsize, run)
 
 
-def _gather(caches: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, path: str) -> Times:
-    def gather(layer: int) -> torch.Tensor:
-        return ops.gather_kv(caches[layer], None, table, lens, table.numel() * SIZE, path=path)[0]
+def _timed(prepare: Callable[..., OpCalls], *args: object) -> Times:
+    """Checked; by itself on the device, and on the host."""
+    made = prepare(*args)
+    made.check()
+    return time_us(made.calls), host_us(made.calls[0])
 
-    _same(gather(0), caches[0][table.long().flatten()].flatten(0, 1))
-    return time_us([partial(gather, i) for i in range(len(caches))]), host_us(partial(gather, 0))
+
+def _on_stream(prepare: Callable[..., OpCalls], *args: object) -> Times:
+    """The same where host tensors are sent with every call."""
+    made = prepare(*args)
+    made.check()
+    return stream_us(made.calls[0]), host_us(made.calls[0], 10)
 
 
 OPS = (writes, copies, swaps, gathers)
@@ -181,25 +148,6 @@ def _paths(*names: str) -> list[str]:
     if library.path_of("copy_blocks", DEVICE) == "csrc":
         there.add("csrc")
     return [name for name in names if name.split()[0] in there]
-
-
-def _same(got: torch.Tensor, want: torch.Tensor) -> None:
-    if not torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)):
-        raise ArithmeticError("the target does not hold what was to be written")
-
-
-def _stream_us(call: Callable[[], object], repeats: int = 20) -> float:
-    """Microseconds per call, many enqueued one after the other: what the device takes, unless the host takes longer."""
-    call()
-    if not GPU:
-        return host_us(call, 5)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / repeats
 
 
 def _row(workload: str, path: str, moved: int, run: Callable[[], Times]) -> Row:

@@ -1,23 +1,43 @@
-"""Decode, prefill and mixed batches by pytest: `python -m pytest bench --backends TRITON,FA3 --result OUT.json`."""
+"""Time of a layer's decodes, prompts and mixed steps: `python -m pytest bench/test_attention.py --backends TRITON`."""
 
 from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
 
-from .contenders import contenders
-from .measure import measure
-from .report import line
-from .table import Case, cases
+from .conftest import Timed
+from .contenders import ALL, contenders
+from .problem import Problem, make_problem
+from .table import cases
+from .timing import now
 
-CASES = cases("all", torch.cuda.is_available())
+CASES = {f"{case.layer} {case.text}": case for case in cases("all", torch.cuda.is_available())}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.suite}-{case.layer}-{case.text}")
-def test_attention(benchmark, results, request, case: Case) -> None:
-    chosen = contenders(request.config.getoption("--backends"))
-    rows = benchmark.pedantic(measure, args=(case, chosen, results.meta), rounds=1, iterations=1)
-    results.add(rows)
-    print(*(f"\n{line(row)}" for row in rows), end="")
-    assert not [row["refused"] for row in rows if str(row["refused"]).startswith("wrong")]
-    assert any(row["us"] for row in rows)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A row for each step and contender; those of one step follow each other, since they share its problem."""
+    names = [one.name for one in contenders(metafunc.config.getoption("--backends"))]
+    metafunc.parametrize(("step", "backend"), [(step, name) for step in CASES for name in names])
+
+
+@lru_cache(maxsize=1)
+def problem_of(step: str) -> Problem:
+    """It is large, and so is the float64 answer that it holds."""
+    return make_problem(CASES[step])
+
+
+@pytest.mark.benchmark(timer=now)
+def test_attention(benchmark: Any, timed: Timed, step: str, backend: str) -> None:
+    problem, case = problem_of(step), CASES[step]
+    try:
+        run = next(one for one in ALL if one.name == backend).run(problem)
+    except Exception as error:  # whatever another library raises
+        pytest.skip(f"{backend}: {error}")
+    run.plan()
+    error = problem.error(run.attend(0), run.block_size)
+    benchmark.extra_info |= {"case": step, "path": backend, "error": error, "kernel": run.describe()}
+    calls = [partial(run.attend, i) for i in range(problem.layers)]
+    timed(f"paged_attention {case.suite}", calls, run.step, True)

@@ -154,7 +154,7 @@ def test_a_wheel_has_the_benchmark_without_its_tests(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     shipped = {path.stem for path in (tmp_path / "pagedattn" / "bench").iterdir()}
     assert {"command", "measure", "peers", "plot", "workload", "__init__"} <= shipped
-    here_only = "conftest test_attention test_cache gpu_test host_cost sanitize tune_decode"
+    here_only = "conftest test_attention test_ops gpu_test host_cost sanitize tune_decode"
     assert not shipped & {*here_only.split()}
     assert (tmp_path / "pagedattn" / "engine" / "llm.py").exists()
 

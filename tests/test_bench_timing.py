@@ -14,7 +14,7 @@ from pagedattn.bench import timing
 def test_replays_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     replays = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    monkeypatch.setattr(timing, "elapsed_us", lambda some: [(one(), 1e4)[1] for one in some])
+    monkeypatch.setattr(timing, "elapsed_us", lambda some, flush: [(one(), 1e4)[1] for one in some])
     assert timing.time_replays(replays, {"a": 1, "b": 2, "c": 4}) == {"a": 1e4, "b": 5e3, "c": 2.5e3}
     rounds = ["".join(calls[i : i + 3]) for i in range(6, len(calls), 3)]
     assert len(rounds) == math.floor(timing._SECONDS * 1e6 / 1e4) == 30

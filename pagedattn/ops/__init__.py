@@ -6,13 +6,14 @@ from .library import path_of
 from .merge_states import merge_attn_states
 from .paged_attention import paged_attention
 from .reshape_and_cache import reshape_and_cache
-from .reshape_and_cache_classic import reshape_and_cache_classic
+from .reshape_and_cache_classic import from_classic_layout, reshape_and_cache_classic
 from .slot_mapping import compute_slot_mapping
 from .swap_blocks import swap_blocks
 
 __all__ = [
     "compute_slot_mapping",
     "copy_blocks",
+    "from_classic_layout",
     "gather_kv",
     "merge_attn_states",
     "paged_attention",

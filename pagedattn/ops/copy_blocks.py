@@ -42,7 +42,8 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     caches = [cache for cache in caches if cache.numel()]
     if not caches:
         return
-    chosen = choose(path, device, "copy_blocks", "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS)
+    needs = "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS
+    chosen = choose(path, device, "copy_blocks", needs, len(caches) * len(pairs))
     overlap = marked(pairs[:, 1], len(caches[0]))[pairs[:, 0]]  # of each pair, whether its source is a target too
     if chosen == "torch":
         sources, targets = pairs.to(device, non_blocking=True).unbind(1)

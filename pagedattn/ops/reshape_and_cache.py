@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidInputError
-from .library import choose, csrc_op, expect, has_triton, kernels, refuse, register
+from .library import choose, csrc_op, expect, has_triton, kernels, order_of, refuse, register
 from .write_replay import SCALES, WriteReplay, call_again, launch_again
 
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
-_HOST_BOUND = 1024  # tokens of a write that takes the device less time than the host
 
 
 def reshape_and_cache(
@@ -52,7 +51,7 @@ def reshape_and_cache(
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
     k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
-    if replays is not None and path == "auto" and len(slot_mapping) <= _HOST_BOUND and _launches_again(key.device):
+    if replays is not None and path == "auto" and _launches_again(key.device, len(slot_mapping)):
         tensors = (key, value, key_cache, value_cache, slot_mapping)
         if not any(x.data_ptr() & 15 for x in tensors if x is not None):
             path = "triton"
@@ -61,10 +60,11 @@ def reshape_and_cache(
         replays.append(done)
 
 
-def _launches_again(device: torch.device) -> bool:
-    """Whether repeating a launch of Triton's kernel is possible, of aligned tensors; it costs half of a call of the
-    extension's op."""
-    return device.type == "cuda" and has_triton() and kernels("launcher").KNOWN
+def _launches_again(device: torch.device, tokens: int) -> bool:
+    """Whether repeating a launch of Triton's kernel is possible, of aligned tensors, and better than the op."""
+    if device.type != "cuda" or order_of("reshape_and_cache, repeated", device.type, tokens)[0] != "triton":
+        return False
+    return has_triton() and kernels("launcher").KNOWN
 
 
 def _check(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -126,7 +126,7 @@ def _run(
         if value is not None and value_cache is not None:
             _run(value, None, value_cache, None, slot_mapping, v_scale, None, v_scale_value, 1.0, path)
         return None
-    chosen = choose(path, key.device, "reshape_and_cache")
+    chosen = choose(path, key.device, "reshape_and_cache", rows=len(slot_mapping))
     slots = slot_mapping.contiguous()
     scales = k_scale, v_scale, k_scale_value, v_scale_value
     if chosen == "csrc":

@@ -74,3 +74,44 @@ def test_caches_without_elements(path, shape) -> None:
     rows = torch.ones(1, heads, dim)
     cache = torch.zeros(blocks, heads, dim // 4, size, 4)
     ops.reshape_and_cache_classic(rows, rows, cache, torch.zeros(shape), torch.tensor([0]), path=path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_was_written_is_read_back(device, path, dtype, strided) -> None:
+    rows = torch.randn(2, 22, 3, 48, device=device).mul(50).to(dtype)
+    kind, x = {"dtype": dtype, "device": device}, 16 // dtype.itemsize
+    key_cache = torch.zeros(6, 3, 48 // x, 4, x, **kind)
+    value_cache = torch.zeros(6, 3, 48, 4, **kind)
+    slots = torch.randperm(24, device=device)[:22]
+    ops.reshape_and_cache_classic(rows[0], rows[1], key_cache, value_cache, slots, path=path)
+    if strided:  # a layer's slice of a tensor of all layers
+        key_cache, value_cache = (torch.stack((cache, cache), 2)[:, :, 0] for cache in (key_cache, value_cache))
+    for got, want in zip(ops.from_classic_layout(key_cache, value_cache), rows, strict=True):
+        assert got.shape == (6, 4, 3, 48) and got.dtype == dtype and got.is_contiguous()
+        assert torch.equal(got.flatten(0, 1).view(torch.uint8)[slots], want.view(torch.uint8))
+
+
+def test_blocks_of_a_sequence_are_read_in_its_order(device) -> None:
+    key_cache, value_cache = (cache.to(device) for cache in make(torch.float32, 2, 16))
+    value_cache = value_cache[:, :, :12]  # head_dim_v is its own
+    table, lens = torch.tensor([[4, 0, 5]], dtype=torch.int32, device=device), torch.tensor([0, 10], device=device)
+    chosen = ops.from_classic_layout(key_cache, value_cache, table[0])
+    everything = ops.from_classic_layout(key_cache, value_cache)
+    gathered = ops.gather_kv(everything[0], everything[1], table, lens.int(), 10)
+    for got, want in zip(chosen, gathered, strict=True):
+        assert want is not None and torch.equal(got.flatten(0, 1)[:10], want)
+    assert chosen[0][1, 2, 1, 7] == key_cache[0, 1, 1, 2, 3] and chosen[1][2, 3, 0, 11] == value_cache[5, 0, 11, 3]
+
+
+def test_caches_that_are_not_classic_are_refused() -> None:
+    key_cache, value_cache = make(torch.float32, 2, 16)
+    for change, match in {
+        (value_cache, value_cache): "key_cache must be",
+        (key_cache, value_cache[:5]): "value_cache must be",
+        (key_cache, value_cache[..., :3]): "value_cache must be",
+        (key_cache, value_cache, torch.zeros(2)): "blocks must be",
+        (key_cache, value_cache, torch.zeros(1, 2, dtype=torch.int32)): "blocks must be",
+    }.items():
+        with pytest.raises(InvalidInputError, match=match):
+            ops.from_classic_layout(*change)
