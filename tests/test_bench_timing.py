@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise, permutations
+from typing import NamedTuple
 
 import pytest
 
@@ -29,3 +30,31 @@ def test_everybody_follows_everybody_equally_often(n: int) -> None:
     assert len(orders) == n * (1 + n % 2) and all(sorted(one) == [*range(n)] for one in orders)
     after = Counter(pair for one in orders for pair in pairwise(one))
     assert {*after} == {*permutations(range(n), 2)} and len({*after.values()}) <= 1
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+def test_as_many_calls_as_a_replay_has_are_one_replay(calls: int) -> None:
+    replayed: list[int] = []
+    turn = timing.in_turns(lambda: replayed.append(len(made)), calls)
+    made: list[None] = []
+    for _ in range(3 * calls):
+        turn()
+        made.append(None)
+    assert replayed == [0, calls, 2 * calls]
+
+
+class Event(NamedTuple):
+    """As torch.cuda.Event, at a number of milliseconds."""
+
+    ms: float
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.ms - self.ms
+
+
+def test_what_an_instant_enqueues_itself_is_not_counted() -> None:
+    first, second = (timing.Instant(*map(Event, ms)) for ms in ((1.0, 3.0), (10.0, 14.0)))  # type: ignore[arg-type]
+    assert second - first == pytest.approx(7e-3)
