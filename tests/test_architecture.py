@@ -54,7 +54,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *(*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),
         "backends.triton_metadata",
     ),
-    "backends.flash_attn_versions": (*LEAVES,),
+    "backends.releases": (),
+    "backends.flash_attn_versions": (*LEAVES, "backends.releases"),
     "backends.flash_attn_metadata": (
         *LEAVES,
         "metadata",
@@ -70,7 +71,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "backends.flashinfer_pages": (*LEAVES, "metadata", "ops.packing"),
     "backends.flashinfer_plan": (*LEAVES,),
     "backends.flashinfer_metadata": (*LEAVES, "metadata", "ops.packing", "backends.base", *FLASHINFER),
-    "backends.flashinfer": (*LEAVES, "kv_cache", "backends.base", *FLASHINFER, "backends.flashinfer_metadata"),
+    "backends.flashinfer": (
+        *(*LEAVES, "kv_cache", "backends.base", "backends.releases", *FLASHINFER),
+        "backends.flashinfer_metadata",
+    ),
     "selector": (*LEAVES, "backends.base", "backends.registry"),
     "composite": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base"),
     "step": (*LEAVES, "metadata", "backends.base"),

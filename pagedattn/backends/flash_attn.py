@@ -70,11 +70,12 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def availability(cls) -> Availability:
-        found = [one for one in VERSIONS if one.module() is not None]
+        found = [one.describe_release() for one in VERSIONS if one.module() is not None]
+        refused = "; ".join(filter(None, (one.refusal() for one in VERSIONS)))
         if found:
-            return Availability(ok=True, version=", ".join(f"{one.label} {one.found_version()}" for one in found))
+            return Availability(ok=True, version=", ".join(found), reason=refused)
         hint = "; ".join(f"{one.label}: {one.install}" for one in VERSIONS)
-        return Availability(ok=False, reason="no version of FlashAttention is installed", hint=hint)
+        return Availability(ok=False, reason=refused or "no version of FlashAttention is installed", hint=hint)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -100,7 +101,8 @@ class FlashAttnBackend(AttentionBackend):
         state = cls.availability()
         if state.ok:  # but not the version asked for, or none that is chosen unasked
             hint = "set PAGEDATTN_FLASH_ATTN to the one to use (FA4 is untested here and never chosen unasked)"
-            return [Rejection("availability", cls.name, f"found {state.version}", hint)]
+            found = "; ".join(filter(None, (f"found {state.version}", state.reason)))
+            return [Rejection("availability", cls.name, found, hint)]
         return [Rejection("availability", cls.name, state.reason, state.hint)]
 
 

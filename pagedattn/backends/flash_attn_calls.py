@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, UnsupportedError
 from ..spec import AttentionSpec
 from .flash_attn_metadata import FlashAttnMetadata, window_size
 
@@ -80,8 +83,26 @@ def fa3(lib: ModuleType, call: Call) -> Result:
         )
         got = lib.flash_attn_with_kvcache(call.query, call.key, call.value, **options)
     else:
-        got = lib.flash_attn_varlen_func(*call.varlen(), **call.options(), return_attn_probs=call.return_lse)
-    return (got[0], _natural(got[1].t())) if call.return_lse else (got, None)
+        got = _fa3_packed(lib.flash_attn_varlen_func, call)
+    out, lse = got[:2] if isinstance(got, tuple) else (got, None)
+    if not call.return_lse:
+        return out, None
+    if lse is None:
+        remedy = "build a newer one from FlashAttention's hopper folder"
+        raise UnsupportedError(f"this build of FlashAttention 3 returns no LSE of attention without a cache; {remedy}")
+    return out, _natural(lse.t())
+
+
+def _fa3_packed(function: Callable[..., Any], call: Call) -> Any:
+    """Output, with LSE where asked for; older builds take no such argument, and return LSE always or never."""
+    asked = {"return_attn_probs": call.return_lse} if _takes(function, "return_attn_probs") else {}
+    return function(*call.varlen(), **call.options(), **asked)
+
+
+@cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def fa4(lib: ModuleType, call: Call) -> Result:

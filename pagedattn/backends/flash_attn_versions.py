@@ -16,6 +16,7 @@ from .. import env
 from ..capabilities import Capabilities, IntRange, Rejection
 from ..errors import UnsupportedError
 from ..spec import AttentionSpec, AttentionType, GraphLevel
+from .releases import Releases
 
 _HALF = (torch.float16, torch.bfloat16)
 _COMMON = Capabilities(
@@ -35,15 +36,19 @@ _COMMON = Capabilities(
 
 @dataclass(frozen=True, slots=True)
 class FlashAttnVersion:
-    """One of the libraries. `probes` tell that it is installed, the first of `modules` that imports has its calls."""
+    """One of the libraries. `probes` tell that it is installed, the first of `modules` that imports has its calls.
+
+    `needs_release`: without its distribution it is not installed. Others may be built from source, of no known release.
+    """
 
     number: int
     probes: tuple[str, ...]
     modules: tuple[str, ...]
-    distribution: str
+    releases: Releases
     install: str
     capabilities: Capabilities
     hints: dict[str, str] = field(default_factory=dict, hash=False)
+    needs_release: bool = False
 
     @property
     def label(self) -> str:
@@ -51,18 +56,23 @@ class FlashAttnVersion:
         return f"FA{self.number}"
 
     def module(self) -> str | None:
-        """The module with its calls where it is installed here; nothing is imported."""
-        for probe, module in zip(self.probes, self.modules, strict=True):
-            if _installed(probe):
-                return module
-        return None
+        """The module with its calls where a release that is served is installed here; nothing is imported."""
+        return None if self.refusal() else self._found_module()
 
-    def found_version(self) -> str:
-        """The version of the installed package, `unknown` where it was built without one."""
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return "unknown version"
+    def refusal(self) -> str:
+        """Why the release that is installed is not served; empty where it is, and where none is installed."""
+        found = release_of(self.releases.distribution)
+        return self.releases.refusal(found) if found is not None and self._found_module() else ""
+
+    def describe_release(self) -> str:
+        """Label, the installed release, and those that are served."""
+        found = release_of(self.releases.distribution) or "unknown version"
+        return f"{self.label} {found} (serves {self.releases})"
+
+    def _found_module(self) -> str | None:
+        if self.needs_release and release_of(self.releases.distribution) is None:
+            return None
+        return next((name for probe, name in zip(self.probes, self.modules, strict=True) if _installed(probe)), None)
 
     def rejections(self, spec: AttentionSpec) -> list[Rejection]:
         """Why this version does not serve `spec`."""
@@ -86,8 +96,8 @@ FA2 = FlashAttnVersion(
     2,
     ("flash_attn_2_cuda",),
     ("flash_attn",),
-    "flash-attn",
-    "pip install flash-attn --no-build-isolation",
+    Releases("flash-attn", oldest="2.8.0.post2", newest="2.8.3.post2"),
+    "pip install 'flash-attn>=2.8.0.post2,<2.9' --no-build-isolation",
     replace(
         _COMMON,
         block_sizes=IntRange(256, None, 256),
@@ -101,7 +111,7 @@ FA3 = FlashAttnVersion(
     3,
     ("flash_attn_3", "flash_attn_interface"),
     ("flash_attn_3.flash_attn_interface", "flash_attn_interface"),
-    "flash-attn-3",
+    Releases("flash-attn-3", oldest="3.0.0b1", newest="3.0.0"),
     "build it from FlashAttention's hopper folder, or pip install flash-attn-3 from PyTorch's index",
     replace(
         _COMMON,
@@ -119,8 +129,8 @@ FA4 = FlashAttnVersion(
     4,
     ("flash_attn.cute.interface",),
     ("flash_attn.cute.interface",),
-    "flash-attn-4",
-    "pip install flash-attn-4",
+    Releases("flash-attn-4", oldest="4.0.0b36", newest="4.0.0b36"),
+    "pip install 'flash-attn-4>=4.0.0b36,<4.1'",
     replace(
         _COMMON,
         min_capability=(9, 0),
@@ -130,6 +140,7 @@ FA4 = FlashAttnVersion(
         needs_clean_cache=True,
     ),
     {"has_alibi": "FlashAttention 4 takes no ALiBi slopes", "kv_cache_dtype": "FlashAttention 4 reads no fp8 caches"},
+    needs_release=True,  # flash-attn 2.8 brings a flash_attn.cute of its own, with an older interface
 )
 VERSIONS = (FA3, FA2, FA4)
 # FA4 is written against its API and was never run here: PAGEDATTN_FLASH_ATTN=4 is the only way to it.
@@ -157,8 +168,10 @@ def version_for(spec: AttentionSpec) -> FlashAttnVersion:
     """
     version = pick(spec)
     if version is None:
-        reasons = "; ".join(f"{one.label} {reason}" for one in candidates() for reason in one.rejections(spec))
-        raise UnsupportedError(f"no installed FlashAttention serves this: {reasons or 'none is installed'}")
+        refused = [one.refusal() for one in VERSIONS]
+        reasons = [f"{one.label} {reason}" for one in candidates() for reason in one.rejections(spec)]
+        text = "; ".join(filter(None, [*refused, *reasons])) or "none is installed"
+        raise UnsupportedError(f"no installed FlashAttention serves this: {text}")
     return version
 
 
@@ -172,11 +185,21 @@ def library(version: FlashAttnVersion) -> ModuleType:
     name = version.module()
     if name is None:
         wanted = " or ".join(dict.fromkeys(version.modules))
-        raise UnsupportedError(f"{version.label} needs the module {wanted}, which is not installed; {version.install}")
+        reason = version.refusal() or f"{version.label} needs the module {wanted}, which is not installed"
+        raise UnsupportedError(f"{reason}; {version.install}")
     try:
         return import_module(name)
     except ImportError as error:
         raise UnsupportedError(f"{version.label} ({name}) cannot be loaded: {error}; {version.install}") from error
+
+
+@cache
+def release_of(distribution: str) -> str | None:
+    """The installed release; None where there is none, or none that says so, as of a build without a distribution."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,12 +18,15 @@ from ..spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from .base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability
 from .flashinfer_metadata import DEFAULT_BLOCK_SIZE, FlashInferBuilder, FlashInferMetadata
 from .flashinfer_plan import Part
+from .releases import Releases, precedence
 
-OLDEST = "0.6.13"
-# A masked product counts as -5e4 before it is scaled; under a smaller scale than this it would still weigh something.
+RELEASES = Releases("flashinfer-python", oldest="0.6.13", newest="0.7.2.post1")
+# Before 0.7 a masked product counts as -5e4 and is scaled then: under a smaller scale than this it would still weigh.
 SMALLEST_SCALE = 1e-3
-# LSE (base 2) of a row without keys is about -5e4, or -inf in newer versions.
+# LSE (base 2) of a row without keys is about -5e4 before 0.7, and -inf since.
 EMPTY_LSE = -4.9e4
+# Packages of compiled kernels; before 0.7.2 flashinfer raises when it is imported beside those of another release.
+_COMPILED, _IGNORES_OTHERS = ("flashinfer-cubin", "flashinfer-jit-cache"), "0.7.2"
 _ALIGNMENT = 16  # bytes that a kernel loads at once
 
 
@@ -190,19 +193,35 @@ class FlashInferBackend(AttentionBackend):
 
 @cache
 def _availability() -> Availability:
+    install = f"pip install '{RELEASES.requirement}'"
     if find_spec("flashinfer") is None:
-        return Availability(ok=False, reason="flashinfer is not installed", hint="pip install flashinfer-python")
+        return Availability(ok=False, reason="flashinfer is not installed", hint=install)
+    found = _version(RELEASES.distribution)
+    if found is None:
+        reason = f"flashinfer can be imported, but no distribution {RELEASES.distribution} says which version it is"
+        return Availability(ok=False, reason=reason, hint=install)
+    if reason := RELEASES.refusal(found):
+        return Availability(ok=False, version=found, reason=reason, hint=install)
+    if other := _other_release(found):
+        reason = f"{other} is not of flashinfer-python {found}, which then fails to import"
+        hint = f"pip install {other.split()[0]}=={found}, or uninstall it"
+        return Availability(ok=False, version=found, reason=reason, hint=hint)
+    return Availability(ok=True, version=f"{found} (serves {RELEASES})")
+
+
+def _version(distribution: str) -> str | None:
     try:
-        found = version("flashinfer-python")
+        return version(distribution)
     except PackageNotFoundError:
-        reason = "flashinfer can be imported, but no distribution flashinfer-python says which version it is"
-        return Availability(ok=False, reason=reason, hint="pip install flashinfer-python")
-    if _numbers(found) < _numbers(OLDEST):
-        reason = f"flashinfer-python {found} is older than {OLDEST}"
-        return Availability(ok=False, version=found, reason=reason, hint="pip install -U flashinfer-python")
-    return Availability(ok=True, version=found)
+        return None
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    """0.6.18.post1 -> (0, 6, 18)."""
-    return tuple(map(int, re.findall(r"\d+", release)[:3]))
+def _other_release(found: str) -> str | None:
+    """A package of compiled kernels, with its version, that keeps flashinfer `found` from being imported."""
+    if os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK") or precedence(found) >= precedence(_IGNORES_OTHERS):
+        return None
+    for name in _COMPILED:
+        release = _version(name)
+        if release is not None and release.partition("+")[0] != found:
+            return f"{name} {release}"
+    return None

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 
+_ALIGNMENT = 16  # of a workspace; releases after 0.6.13 refuse another
 START_BYTES, MOST_BYTES, INT_BYTES = 128 << 20, 2 << 30, 8 << 20
 _OVERFLOW = re.compile(r"Buffer overflow when allocating memory for (\S+) with size (\d+).*? only (\d+) bytes")
 
@@ -56,10 +57,13 @@ def given_workspace(buffer: torch.Tensor) -> Workspace:
     """A caller's buffer, zeroed; it never grows.
 
     Raises:
-        InvalidInputError: it is not contiguous uint8 [bytes].
+        InvalidInputError: it is not contiguous uint8 [bytes], or not aligned to 16 bytes.
     """
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise InvalidInputError("workspace", "contiguous uint8 [bytes]", f"{buffer.dtype} {list(buffer.shape)}")
+    if buffer.data_ptr() % _ALIGNMENT:
+        got = f"an address of {buffer.data_ptr() % _ALIGNMENT} modulo {_ALIGNMENT}"
+        raise InvalidInputError("workspace", f"aligned to {_ALIGNMENT} bytes", got, "pass a whole tensor")
     return Workspace(buffer.zero_(), owned=False)
 
 
@@ -115,7 +119,7 @@ class Slot:
         if "_tmp_" not in name:
             reason = f"FlashInfer's {INT_BYTES} bytes for schedules cannot hold {name} ({size} bytes)"
             raise CapacityError(f"{reason}; use fewer sequences or tokens per step") from error
-        need = self._buffer.numel() - left + size + 16  # alignment
+        need = self._buffer.numel() - left + size + _ALIGNMENT
         if self.captured:
             has = self._buffer.numel()
             remedy = "capture again with a workspace that large"

@@ -110,6 +110,26 @@ def _fa3_varlen(
     return got[:2] if return_attn_probs else got
 
 
+def fa3_of_2_8_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """What the sources of flash-attn 2.8.3 build: no LSE."""
+    args = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size, softcap)
+    return _fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *args)
+
+
+def fa3_of_2_8_0(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """What the sources of flash-attn 2.8.0 build: LSE always."""
+    args = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size, softcap)
+    return _fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, return_attn_probs=True)[:2]
+
+
 def _fa3_schedule(
     batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
     qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,

@@ -1,7 +1,8 @@
-"""A stand-in for FlashInfer 0.6.13: its wrappers and signatures, computed by definition on CPU tensors.
+"""A stand-in for FlashInfer: its wrappers, with the signatures of 0.6.13, computed by definition on CPU tensors.
 
-It keeps the library's conventions (LSE base 2, -5e4 for what is masked, before scaling) and refuses what would fault or
-be silently wrong on a GPU. `needs_bytes` is the workspace its plans ask for; `plans` counts them.
+It keeps the library's conventions (LSE base 2; what is masked counts as -`inf` before it is scaled, which `behave_as`
+makes 5e4 before 0.7 and infinite since) and refuses what would fault or be silently wrong on a GPU. `needs_bytes` is
+the workspace its plans ask for; `plans` counts them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import torch
 
 needs_bytes = 0
 plans = 0
-INF = 5e4
+inf = 5e4
+
+
+def behave_as(release: str) -> None:
+    """Be this release in what differs between those that are served."""
+    global inf
+    inf = 5e4 if release.startswith("0.6.") else math.inf
 
 
 def _slices(starts: torch.Tensor) -> list[slice]:
@@ -25,11 +32,12 @@ class _Wrapper:
 
     def _init(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert workspace.dtype == torch.uint8 and workspace.dim() == 1 and not workspace[:4096].any()
-        assert layout in ("NHD", "HND")
+        assert layout in ("NHD", "HND") and workspace.data_ptr() % 16 == 0
         self.workspace, self.layout, self._backend, self.planned = workspace, layout, backend, {}
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         assert int_workspace_buffer.dtype == torch.uint8 and int_workspace_buffer.numel() >= 8 << 20
+        assert float_workspace_buffer.data_ptr() % 16 == 0
         self.workspace = float_workspace_buffer
 
     def _plan(self, host: tuple[torch.Tensor, ...], **values: Any) -> None:
@@ -53,7 +61,7 @@ class _Wrapper:
         """One sequence [q, Hq, D], [k, Hkv, D] twice -> [q, Hq, D] and base-2 LSE [q, Hq], float64."""
         p = self.planned
         if len(k) == 0:
-            return torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:2], -INF, dtype=torch.float64)
+            return torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:2], -inf, dtype=torch.float64)
         k, v = (x.double().repeat_interleave(p["heads"] // p["kv_heads"], 1) for x in (k, v))
         logits = torch.einsum("qhd,khd->hqk", q.double(), k)
         factor = scale * math.log2(math.e)
@@ -64,11 +72,12 @@ class _Wrapper:
         keep = (j <= i) if p["causal"] else (j > -1).expand(len(q), -1)
         if p["window_left"] >= 0:
             keep = keep & (j >= i - p["window_left"])
-        logits = torch.where(keep, logits, -INF) * factor
-        top = logits.amax(-1, keepdim=True)
+        logits = torch.where(keep, logits, -inf) * factor
+        top = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         weights = torch.exp2(logits - top)
         total = weights.sum(-1, keepdim=True)
-        return torch.einsum("hqk,khd->qhd", weights / total, v), (top + total.log2()).squeeze(-1).T
+        probabilities = torch.where(total > 0, weights / total, 0)
+        return torch.einsum("hqk,khd->qhd", probabilities, v), (top + total.log2()).squeeze(-1).T
 
     def _run(
         self, q: torch.Tensor, pairs: list[tuple[slice, torch.Tensor, torch.Tensor]], options: dict[str, Any]
@@ -204,7 +213,10 @@ class BatchAttention(_Paged):
         self._lists(kv_indptr, kv_indices, (kv_len_arr - 1) % page_size + 1, kv_len_arr, page_size)
         self.starts = qo_indptr
 
-    def run(self, q, kv_cache, out=None, lse=None, k_scale=None, v_scale=None, logits_soft_cap=0.0) -> Any:
+    # fmt: off
+    def run(self, q, kv_cache, out=None, lse=None, k_scale=None, v_scale=None, logits_soft_cap=0.0,
+            profiler_buffer=None, kv_cache_sf=None) -> Any:
+        # fmt: on
         options = {**locals(), "return_lse": True, "window_left": None, "q_scale": None}
         return self._run(q, self._pairs(q, self.starts, kv_cache), options)
 

@@ -18,6 +18,7 @@ from pagedattn.testing.compare import assert_close, assert_lse_close
 from pagedattn.testing.problem import Problem, make_problem
 
 CPU = torch.device("cpu")
+ENDS = (adapter.RELEASES.oldest, adapter.RELEASES.newest)  # of what the adapter serves
 HALF: dict[str, Any] = {"head_dim": 64, "dtype": torch.float16}
 MIXED = Case(**HALF, query_lens=(1, 1, 9, 5), seq_lens=(20, 37, 24, 5))
 DECODES = Case(**HALF, query_lens=(1, 1, 1), seq_lens=(20, 64, 3))
@@ -31,10 +32,12 @@ class OnCpu(adapter.FlashInferBackend):
         return replace(super().capabilities(), devices=("cpu",))
 
 
-def install(patch: pytest.MonkeyPatch) -> Any:
+def install(patch: pytest.MonkeyPatch, release: str = adapter.RELEASES.oldest) -> Any:
     """Make the stand-in the installed flashinfer, with no workspace shared yet and a small one to begin with."""
     patch.setitem(sys.modules, "flashinfer", fake_flashinfer)
-    patch.setattr(adapter, "_availability", lambda: adapter.Availability(ok=True, version="0.6.13"))
+    patch.setattr(adapter, "_availability", lambda: adapter.Availability(ok=True, version=release))
+    patch.setattr(fake_flashinfer, "inf", None)  # what `behave_as` sets is taken back
+    fake_flashinfer.behave_as(release)
     patch.setattr(flashinfer_plan, "_shared", {})
     patch.setattr(flashinfer_plan, "START_BYTES", 1 << 20)
     patch.setattr(fake_flashinfer, "needs_bytes", 0)

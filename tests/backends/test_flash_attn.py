@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends.fake_flash_attn import CALLS, MODULES
+from backends.fake_flash_attn import CALLS, MODULES, fa3_of_2_8_0, fa3_of_2_8_3
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata, select_backend
 from pagedattn.backends import flash_attn_versions as versions
@@ -28,9 +28,9 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Makes stand-ins of these versions importable, and no others."""
+    """Makes stand-ins of these versions importable, and no others; `releases` says which, the newest served if not."""
 
-    def run(*numbers: int) -> None:
+    def run(*numbers: int, releases: dict[str, str] | None = None) -> None:
         for modules in MODULES.values():
             for name in modules:
                 monkeypatch.setitem(sys.modules, name, None)
@@ -38,6 +38,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
             for name, module in MODULES[number].items():
                 monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(versions, "_installed", lambda name: sys.modules.get(name) is not None)
+        newest = {one.releases.distribution: one.releases.newest for one in versions.VERSIONS if one.number in numbers}
+        monkeypatch.setattr(versions, "release_of", (newest if releases is None else releases).get)
         versions.library.cache_clear()
         CALLS.clear()
 
@@ -57,6 +59,75 @@ def served(number: int) -> list[Case]:
         if not version.rejections(spec) and case.head_dim <= 128:
             out.append(case)
     return out
+
+
+@pytest.mark.parametrize(
+    ("number", "found", "text"),
+    [
+        (2, "2.8.0.post2", ""),
+        (2, "2.8.3.post2", ""),
+        (2, "2.8.9", ""),
+        (2, None, ""),  # built without a distribution
+        (2, "2.7.4.post1", "flash-attn 2.7.4.post1 is older than 2.8.0.post2"),
+        (2, "2.9.0", "flash-attn 2.9.0 is of a newer series than 2.8.3.post2, the newest tried"),
+        (3, "3.0.0b1", ""),
+        (3, "3.1.0", "flash-attn-3 3.1.0 is of a newer series"),
+        (4, "4.0.0b36", ""),
+        (4, "4.0.0b35", "flash-attn-4 4.0.0b35 is older than 4.0.0b36"),
+    ],
+)
+def test_releases_that_are_not_served_are_refused(
+    number: int, found: str | None, text: str, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = next(one for one in versions.VERSIONS if one.number == number)
+    install(number, releases={} if found is None else {version.releases.distribution: found})
+    state = FlashAttnBackend.availability()
+    served = f"{version.label} {found or 'unknown version'} (serves {version.releases})"
+    assert (state.ok, state.version) == ((False, "") if text else (True, served))
+    assert text in state.reason and (not text or version.install in state.hint)
+    assert version.releases.requirement in version.install or number == 3
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", str(number))
+    reasons = FlashAttnBackend.rejections(spec(block_size=256, clean_cache=True))
+    assert [reason.feature for reason in reasons] == (["availability"] if text else [])
+    if text:
+        for refused in (lambda: FlashAttnBackend.impl(spec(block_size=256)), lambda: versions.library(version)):
+            with pytest.raises(UnsupportedError, match=text):
+                refused()
+
+
+def test_a_release_that_is_refused_is_named_beside_one_that_serves(install: Install) -> None:
+    install(2, 3, releases={"flash-attn": "2.7.4.post1"})
+    state = FlashAttnBackend.availability()
+    assert state.ok and state.version.startswith("FA3 unknown") and "2.7.4.post1 is older" in state.reason
+    assert FlashAttnBackend.variant(spec(clean_cache=True)).startswith("FA3")
+    assert not FlashAttnBackend.variant(spec(block_size=256))
+
+
+def test_the_cute_folder_of_flash_attn_2_is_not_flash_attention_4(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn 2.8 brings `flash_attn.cute` too, whose `flash_attn_varlen_func` lacks most of what is passed."""
+    install(2, 4, releases={"flash-attn": "2.8.3.post2"})
+    assert "FA4" not in FlashAttnBackend.availability().version
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "4")
+    (only,) = FlashAttnBackend.rejections(spec(block_size=256, clean_cache=True))
+    assert only.feature == "availability" and "found FA2 2.8.3.post2" in str(only)
+
+
+@pytest.mark.parametrize("older", [fa3_of_2_8_0, fa3_of_2_8_3])
+def test_older_builds_of_flash_attention_3_serve_packed_keys(
+    older: Any, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(3)
+    monkeypatch.setattr(MODULES[3]["flash_attn_interface"], "flash_attn_varlen_func", older)
+    monkeypatch.setattr(versions.Capabilities, "rejections", lambda self, spec: [])
+    case = Case(dtype=torch.bfloat16, clean_cache=True, head_dim=64, paged=False)
+    check(FlashAttnBackend, make_problem(case.but(lse=False)), "without LSE")
+    if older is fa3_of_2_8_0:
+        check(FlashAttnBackend, make_problem(case), "with LSE")
+        return
+    with pytest.raises(UnsupportedError, match="this build of FlashAttention 3 returns no LSE of attention without"):
+        check(FlashAttnBackend, make_problem(case), "with LSE")
 
 
 @pytest.mark.parametrize(("number", "at_least"), [(2, 70), (3, 90), (4, 70)])

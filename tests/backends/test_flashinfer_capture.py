@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_on_cpu import DECODES, HALF, MIXED, attend, builder_of, install, written
+from flashinfer_on_cpu import DECODES, ENDS, HALF, MIXED, attend, builder_of, install, written
 
 from pagedattn.backends import flashinfer_plan
 from pagedattn.backends.base import Limits
@@ -14,9 +14,9 @@ from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.testing.case import Case
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return install(monkeypatch)
+@pytest.fixture(autouse=True, params=ENDS)
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(monkeypatch, request.param)
 
 
 CAPTURED = Case(**HALF, query_lens=(1, 1, 1, 1), seq_lens=(40, 9, 64, 30))
@@ -124,6 +124,8 @@ def test_a_given_workspace_is_used_and_never_replaced(fake: Any) -> None:
         builder.build(problem.common)
     with pytest.raises(InvalidInputError, match="contiguous uint8"):
         builder_of(problem, workspace=torch.ones(8))
+    with pytest.raises(InvalidInputError, match="workspace must be aligned to 16 bytes, got an address of 8 modulo 16"):
+        builder_of(problem, workspace=torch.zeros(4096, dtype=torch.uint8)[8:])
 
 
 def test_a_captured_workspace_stays_where_it_is(fake: Any) -> None:

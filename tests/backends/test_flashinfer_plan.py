@@ -9,7 +9,7 @@ from typing import Any
 import fake_flashinfer
 import pytest
 import torch
-from flashinfer_on_cpu import CPU, DECODES, HALF, MIXED, OnCpu, attend, builder_of, install, written
+from flashinfer_on_cpu import CPU, DECODES, ENDS, HALF, MIXED, OnCpu, attend, builder_of, install, written
 
 from pagedattn.backends import flashinfer_pages
 from pagedattn.backends.flashinfer_pages import Lengths, page_lists
@@ -18,9 +18,9 @@ from pagedattn.metadata import CommonAttentionMetadata
 from pagedattn.testing.case import Case
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return install(monkeypatch)
+@pytest.fixture(autouse=True, params=ENDS)
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(monkeypatch, request.param)
 
 
 def lengths(queries: list[int], keys: list[int]) -> Lengths:
