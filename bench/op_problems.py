@@ -58,8 +58,9 @@ def write(path: str, tokens: int, fp8: bool = False) -> OpCalls:
     scale = FP8_SCALE if fp8 else None
 
     def call(layer: int) -> None:
+        key, value = rows[layer]
         keys, values = caches[layer, :, 0], caches[layer, :, 1]
-        ops.reshape_and_cache(*rows[layer], keys, values, slots, k_scale=scale, v_scale=scale, path=path)
+        ops.reshape_and_cache(key, value, keys, values, slots, k_scale=scale, v_scale=scale, path=path)
 
     def check() -> None:
         call(0)
@@ -81,7 +82,8 @@ def write_classic(path: str, tokens: int) -> OpCalls:
     values = torch.zeros(layers, blocks, HEADS, DIM, SIZE, device=DEVICE, dtype=DTYPE)
 
     def call(layer: int) -> None:
-        ops.reshape_and_cache_classic(*rows[layer], keys[layer], values[layer], slots, path=path)
+        key, value = rows[layer]
+        ops.reshape_and_cache_classic(key, value, keys[layer], values[layer], slots, path=path)
 
     def check() -> None:
         call(0)
