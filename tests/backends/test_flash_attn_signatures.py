@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -72,14 +73,14 @@ def test_every_call_of_the_adapter_fits_the_librarys_signatures(
     for name, seen in calls.items():
         whole = vars(library)[name] if (number, name) != (3, VARLEN) else fa3_of_2_8_0
         monkeypatch.setattr(library, name, held_to(real(number, release, name), whole, seen.update))
-    size = {
+    size: dict[str, Any] = {
         "block_size": 256 if number == 2 else 16,
         "head_dim": 64,
         "clean_cache": True,
         "dtype": torch.bfloat16,
         "heads": (2, 2),
     }
-    lens = {"query_lens": (1, 1), "seq_lens": (20, 37)}
+    lens: dict[str, Any] = {"query_lens": (1, 1), "seq_lens": (20, 37)}
     for case in (Case(**size), Case(**size, **lens), Case(**size, paged=False), Case(**size, sliding_window=9)):
         check(FlashAttnBackend, make_problem(case), case.id)
     versions.library.cache_clear()

@@ -84,7 +84,7 @@ def call_everything(fake: Any) -> None:
     decodes = written(DECODES)
     builder = builder_of(decodes)
     builder.build(decodes.common, into=builder.build(decodes.common, capture=True))
-    lens = {"query_lens": (1, 1, 9), "seq_lens": (20, 37, 24)}
+    lens: dict[str, Any] = {"query_lens": (1, 1, 9), "seq_lens": (20, 37, 24)}
     case = Case(head_dim=128, dtype=torch.bfloat16, kv_cache_dtype="fp8_e4m3", kv_scale="float", **lens)
     problem = make_problem(case)
     check(OnCpu, problem, "fp8")
