@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from mutant_list import Mutant, fault
+from mutant_anchor import Fault
 
-ROWS, COLUMNS = "pagedattn/integrations/hf_rows.py", "pagedattn/integrations/hf_columns.py"
-DENSE, PROBE = "pagedattn/integrations/hf_dense.py", "pagedattn/integrations/hf_probe.py"
-CACHE, CALLS = "pagedattn/integrations/hf_cache.py", "pagedattn/integrations/hf_attention.py"
-ROWS_TEST, TEST = "tests/integrations/test_hf_generate_rows.py", "tests/integrations/test_hf_generate.py"
-REFUSALS_TEST, DENSE_TEST = "tests/integrations/test_hf_generate_refusals.py", "tests/integrations/test_hf_dense.py"
+ROWS_TEST, TEST = "test_hf_generate_rows.py", "test_hf_generate.py"
+REFUSALS_TEST, DENSE_TEST = "test_hf_generate_refusals.py", "test_hf_dense.py"
 
-MUTANTS: tuple[Mutant, ...] = (
-    fault("generate: a shared block that is written", ROWS, "shared = left > 1", "shared = False",
+FAULTS: tuple[Fault, ...] = (
+    Fault("generate: a shared block that is written", "Rows._needs", "shared = left > 1", "shared = False",
           f"{ROWS_TEST} histories[0]"),
-    fault("generate: a copy on write that copies nothing", ROWS, "self.store.copy(copies)", "pass",
+    Fault("generate: a copy on write that copies nothing", "Rows.append", "self.store.copy(copies)", "pass",
           f"{ROWS_TEST} histories[0]"),
-    fault("generate: the blocks of dropped rows kept", ROWS, "if not uses[row]:", "if False:",
+    Fault("generate: the blocks of dropped rows kept", "Rows.take", "if not uses[row]:", "if False:",
           f"{TEST} test_tokens_equal llama"),
-    fault("generate: memory that grows and forgets", ROWS,
+    Fault("generate: memory that grows and forgets", "BlockStore._take_memory",
           "cache.slabs[:, : self._num_blocks].copy_(old[layer].slabs)", "pass", f"{ROWS_TEST} histories[1]"),
-    fault("generate: tokens counted before they are through", CACHE,
-          'of a forward that still runs not."""\n        return self._columns.done',
-          'of a forward that still runs not."""\n        return self._columns.count', f"{TEST} own_positions[gpt2]"),
-    fault("generate: a failed forward that counts", CACHE, "if self._columns.running:", "if False:",
+    Fault("generate: tokens counted before they are through", "PagedCache.get_seq_length",
+          "return self._columns.done", "return self._columns.count", f"{TEST} own_positions[gpt2]"),
+    Fault("generate: a failed forward that counts", "PagedCache.begin", "if self._columns.running:", "if False:",
           f"{REFUSALS_TEST} failed_forward"),
-    fault("generate: a paged cache where attention is not paged", CACHE, "if not (columns.running and attention):",
-          "if False:", f"{REFUSALS_TEST} that_is_not_paged"),
-    fault("generate: packed rows that are one sequence", DENSE, "np.diff(positions, axis=1) != 1", "False",
+    Fault("generate: a paged cache where attention is not paged", "_refuse_others",
+          "if not (columns.running and attention):", "if False:", f"{REFUSALS_TEST} that_is_not_paged"),
+    Fault("generate: packed rows that are one sequence", "sequences", "np.diff(positions, axis=1) != 1", "False",
           f"{DENSE_TEST} begin_anew llama"),
-    fault("generate: rows split that transformers does not", PROBE, "layer.mask.window == 1", "True",
+    Fault("generate: rows split that transformers does not", "packs_rows", "layer.mask.window == 1", "True",
           f"{DENSE_TEST} begin_anew opt"),
-    fault("an engine's positions, where a model's are others", PROBE, "pair, None, Recorder()",
-          "pair, torch.arange(2, device=device), Recorder()", "tests/integrations/test_probe.py begin_at_0"),
-    fault("generate: rows that differ taken for alike", CACHE, "if self._columns.count > self._alike[0]:", "if False:",
-          f"{TEST} test_tokens_equal llama"),
-    fault("generate: padding between tokens under a window", COLUMNS, "if windowed and gap.any():", "if False:",
+    Fault("an engine's positions, where a model's are others", "probe", "pair, None, Recorder()",
+          "pair, torch.arange(2, device=device), Recorder()", "test_probe.py begin_at_0"),
+    Fault("generate: rows that differ taken for alike", "PagedCache.begin", "if self._columns.count > self._alike[0]:",
+          "if False:", f"{TEST} test_tokens_equal llama"),
+    Fault("generate: padding between tokens under a window", "refuse_gaps", "if windowed and gap.any():", "if False:",
           f"{REFUSALS_TEST} masks_that_cannot"),
-    fault("generate: padding counted as tokens", COLUMNS, "(seen.sum(1) + max(", "((seen | True).sum(1) + max(",
-          f"{ROWS_TEST} columns_count"),
-    fault("generate: sinks of another layer", CALLS, " or sinks is not layer.sinks", "",
-          "tests/integrations/test_attention_call.py built_with"),
+    Fault("generate: padding counted as tokens", "Columns.lengths", "(seen.sum(1) + max(",
+          "((seen | True).sum(1) + max(", f"{ROWS_TEST} columns_count"),
+    Fault("generate: sinks of another layer", "layer_of", " or sinks is not layer.sinks", "",
+          "test_attention_call.py built_with"),
 )  # fmt: skip

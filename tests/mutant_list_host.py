@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from mutant_list import Mutant, fault
+from mutant_anchor import Fault
 
-LAUNCHER, LAYER_CALL = "pagedattn/ops/kernels/launcher.py", "pagedattn/layer_call.py"
-ATTENTION_REPLAY = "pagedattn/ops/attention_replay.py"
-
-MUTANTS: tuple[Mutant, ...] = (
-    fault("words as wide as the source's alone", "pagedattn/ops/kernels/copy_blocks.py", "for flat in flats for n in",
-          "for flat in flats[:1] for n in", "tests/ops/test_block_copies.py different_alignment triton"),
-    fault("a negative scale left to torch's mask", "pagedattn/ops/attention_cpu.py", "and inputs.scale > 0", "",
-          "tests/ops/test_attention_cpu.py whatever_the_scale"),
-    fault("slots of another cache's block size", "pagedattn/checks.py",
-          "common.block_size not in (None, kv_cache.block_size)", "False",
-          "tests/test_layer_checks.py argument_is_named"),
-    fault("decodes of several tokens", "pagedattn/checks.py", "if not single or", "if",
-          "tests/test_layer_checks.py argument_is_named"),
-    fault("alignment not part of a launch's kind", LAUNCHER, "(arg.dtype, not address & 15)", "(arg.dtype, True)",
-          "tests/test_launcher.py triton_takes"),
-    fault("unaligned tensors given to a repeated launch", LAUNCHER, "if addresses & 15 or hooked()", "if hooked()",
-          "tests/test_launcher.py only_where_it_may_be"),
-    fault("a repeated launch with the first layer's tensors", LAUNCHER, "made[at] = values[index]", "pass",
-          "tests/test_launcher.py a_checked_call_does"),
-    fault("a repeated launch with the first layer's descriptor", LAUNCHER, "_Placed(line[at], values[index])",
-          "line[at]", "tests/test_launcher.py tensor_descriptor"),
-    fault("the layout without the query's dtype", LAYER_CALL, "query.dtype, query.device]", "query.device]",
-          "tests/test_launcher.py after_a_right_call"),
-    fault("the layout without the cache's", LAYER_CALL, "about = [kind, cache,", "about = [kind,",
-          "tests/test_launcher.py after_a_right_call"),
-    fault("a repeated call with the first layer's key scale", ATTENTION_REPLAY, "self._scale * k_number", "self._scale",
-          "tests/test_launcher.py a_checked_call_does"),
+FAULTS: tuple[Fault, ...] = (
+    Fault("words as wide as the source's alone", "as_words", "for flat in flats for n in",
+          "for flat in flats[:1] for n in", "test_block_copies.py different_alignment triton"),
+    Fault("a negative scale left to torch's mask", "_prompt", "and inputs.scale > 0", "",
+          "test_attention_cpu.py whatever_the_scale"),
+    Fault("slots of another cache's block size", "check_call", "common.block_size not in (None, kv_cache.block_size)",
+          "False", "test_layer_checks.py argument_is_named"),
+    Fault("decodes of several tokens", "_within_bounds", "if not single or", "if",
+          "test_layer_checks.py argument_is_named"),
+    Fault("alignment not part of a launch's kind", "Launcher.__call__", "(arg.dtype, not address & 15)",
+          "(arg.dtype, True)", "test_launcher.py triton_takes"),
+    Fault("unaligned tensors given to a repeated launch", "Replay.__call__", "if addresses & 15 or hooked()",
+          "if hooked()", "test_launcher.py only_where_it_may_be"),
+    Fault("a repeated launch with the first layer's tensors", "Replay.__call__", "made[at] = values[index]", "pass",
+          "test_launcher.py a_checked_call_does"),
+    Fault("a repeated launch with the first layer's descriptor", "Replay.__call__", "_Placed(line[at], values[index])",
+          "line[at]", "test_launcher.py tensor_descriptor"),
+    Fault("the layout without the query's dtype", "layout_of", "query.dtype, query.device]", "query.device]",
+          "test_launcher.py after_a_right_call"),
+    Fault("the layout without the cache's", "layout_of", "about = [kind, cache,", "about = [kind,",
+          "test_launcher.py after_a_right_call"),
+    Fault("a repeated call with the first layer's key scale", "AttentionReplay.__call__", "self._scale * k_number",
+          "self._scale", "test_launcher.py a_checked_call_does"),
 )  # fmt: skip

@@ -1,149 +1,126 @@
-"""Do the tests notice? Plants one fault at a time in a copy of the tree and requires that the tests named for it fail.
+"""Do the tests notice? Plants one fault at a time in a copy of the tree and requires that a test named for it fails.
 
     python tests/mutants.py [--jobs 2] [--only WORD]
 
-A selection is a line of words: every test whose id holds them all. The unmutated tree must pass all selections first.
-Exits 1 if a fault survives, a fault's text is no longer there exactly once, or a selection is empty or fails by itself.
+The faults are `FAULTS` of every tests/mutant_list*.py; `mutant_anchor.Fault` says what one is made of.
+A fault is caught when pytest exits with 1 and at least one of its tests failed. Errors in fixtures, crashes, hangs and
+code that cannot be imported catch nothing: the fault is missed, and what happened is said.
+
+Without a fault, each selection must pass, in one test at least. What is skipped there is listed and run no more, since
+it cannot catch anything; any other outcome ends the run before the first fault, as do a selection of nothing and a
+fault without a place. Exits 1 then, and where a fault is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
 
-import mutant_list
-import mutant_list_engine
-import mutant_list_hf
-import mutant_list_host
-from mutant_list import Mutant
+from mutant_anchor import AnchorError, Fault, module_of, mutated
+from mutant_run import ROOT, Run, Tree, prepare, selects
 
-LISTS = (mutant_list, mutant_list_host, mutant_list_engine, mutant_list_hf)
-MUTANTS = tuple(fault for one in LISTS for fault in one.MUTANTS)
-ROOT = Path(__file__).parent.parent
-INNER = ("engine", "bench")  # which tests import as pagedattn.engine and pagedattn.bench
-PARTS = ("pagedattn", *INNER, "tests", "pyproject.toml")
+LISTS = tuple(sorted(file.stem for file in Path(__file__).parent.glob("mutant_list*.py")))
+FAULTS: tuple[Fault, ...] = tuple(fault for one in LISTS for fault in import_module(one).FAULTS)
 SECONDS = 180
+T, S = TypeVar("T"), TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a fault came to: caught, or why not."""
 
-    mutant: Mutant
+    fault: Fault
     caught: bool
     how: str
     seconds: float
 
 
-def copy_tree(target: Path) -> None:
-    skip = shutil.ignore_patterns("__pycache__", ".hypothesis")
-    for part in PARTS:
-        source = ROOT / part
-        if source.is_dir():
-            shutil.copytree(source, target / part, symlinks=True, ignore=skip)
-        else:
-            shutil.copy(source, target / part)
-    for part in INNER:  # the copy's own, where another one is installed
-        inner = target / "pagedattn" / part
-        if not inner.is_symlink():
-            inner.symlink_to(Path("..") / part)
+class Trees:
+    """Copies of the tree, one for each of the jobs that run at once."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        self._jobs, self._idle = jobs, SimpleQueue[Tree]()
+        for job in range(jobs):
+            (folder / str(job)).mkdir()
+            self._idle.put(Tree(folder / str(job)))
+
+    def map(self, do: Callable[[Tree, T], S], things: Sequence[T]) -> list[S]:
+        def one(thing: T) -> S:
+            tree = self._idle.get()
+            try:
+                return do(tree, thing)
+            finally:
+                self._idle.put(tree)
+
+        with ThreadPoolExecutor(self._jobs) as pool:
+            return list(pool.map(one, things))
 
 
-def python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on the tree's own code, without a GPU and without stale byte code."""
-    settings = {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEDATTN_")}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=tree,
-        env={**environment, **settings},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-
-
-def pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(tree, "-m", "pytest", "-q", "-p", "no:warnings", *arguments)
-
-
-def collect(tree: Path, mutants: Sequence[Mutant]) -> dict[str, list[str]]:
-    """Test ids of each selection.
+def places(faults: Sequence[Fault]) -> dict[Fault, tuple[Path, str, Path]]:
+    """File, its text with the fault, and test module of each fault.
 
     Raises:
-        SystemExit: a selection is empty.
+        SystemExit: there is none.
     """
-    files = sorted({mutant.tests.split()[0] for mutant in mutants})
-    done = pytest(tree, "--collect-only", *files)
-    ids = [line for line in done.stdout.splitlines() if "::" in line]
-    out = {
-        mutant.tests: [one for one in ids if all(word in one for word in mutant.tests.split())] for mutant in mutants
-    }
-    empty = [tests for tests, chosen in out.items() if not chosen]
-    if done.returncode or empty:
-        raise SystemExit(f"nothing is selected by {empty}" if empty else f"{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    out, wrong = {}, []
+    for fault in faults:
+        try:
+            out[fault] = (*mutated(ROOT, fault), module_of(ROOT, fault))
+        except AnchorError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise SystemExit("\n".join(wrong))
     return out
 
 
-def check_unmutated(tree: Path, selections: dict[str, list[str]]) -> None:
-    """The selections pass, none skipped, on the copy's own code.
+def passing(trees: Trees, modules: dict[Fault, Path]) -> dict[Fault, list[str]]:
+    """Ids of the tests that pass without the fault.
 
     Raises:
-        SystemExit: they do not.
+        SystemExit: a selection has none, or tests do not pass.
     """
-    where = python(tree, "-c", "import pagedattn, pagedattn.engine as e; print(pagedattn.__file__, e.__file__)")
-    if where.returncode or where.stdout.count(str(tree)) != 2:
-        raise SystemExit(f"the copy is not what runs: {where.stdout}{where.stderr}")
-    wanted = sorted({one for chosen in selections.values() for one in chosen})
-    done = pytest(tree, *wanted)
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
-    if done.returncode or not last.startswith(f"{len(wanted)} passed in"):
-        raise SystemExit(f"the unmutated tree does not pass its {len(wanted)} tests:\n{done.stdout[-3000:]}")
-    print(f"unmutated: {last}", flush=True)
+    words = {fault: fault.tests.split()[1:] for fault in modules}
+    files = sorted(set(modules.values()))
+
+    def unmutated(tree: Tree, file: Path) -> Run:
+        return tree.run([str(file)], 10 * SECONDS, [words[fault] for fault, its in modules.items() if its == file])
+
+    runs = dict(zip(files, trees.map(unmutated, files), strict=True))
+    for file, run in runs.items():
+        others = {test: how for test, how in run.outcomes.items() if how not in ("passed", "skipped")}
+        if run.code != 0 or others:
+            raise SystemExit(f"{file} without a fault: exit code {run.code} {others}\n{run.output[-3000:]}")
+    outcomes = {test: how for run in runs.values() for test, how in run.outcomes.items()}
+    for test in sorted(test for test, how in outcomes.items() if how == "skipped"):
+        print(f"skipped {test}")
+    passed = [test for test, how in outcomes.items() if how == "passed"]
+    out = {
+        fault: [test for test in passed if test.startswith(f"{file}::") and selects(words[fault], test)]
+        for fault, file in modules.items()
+    }
+    if empty := sorted({fault.tests for fault, tests in out.items() if not tests}):
+        raise SystemExit(f"nothing passes of what is selected by {empty}")
+    print(f"unmutated: {len(passed)} passed", flush=True)
+    return out
 
 
-def plant(tree: Path, mutant: Mutant) -> str | None:
-    """Change the text in the tree; what is wrong with the mutant, or None."""
-    path = tree / mutant.file
-    text = path.read_text()
-    for old, new in mutant.changes:
-        if text.count(old) != 1:
-            return f"its text occurs {text.count(old)} times in {mutant.file}"
-        text = text.replace(old, new)
-    path.write_text(text)
-    return None
-
-
-def run(mutant: Mutant, chosen: Sequence[str]) -> Result:
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy_tree(Path(folder))
-        wrong = plant(Path(folder), mutant)
-        if wrong is not None:
-            return Result(mutant, False, wrong, 0.0)
-        try:
-            code = pytest(Path(folder), "-x", *chosen).returncode
-        except subprocess.TimeoutExpired:
-            return Result(mutant, False, f"no answer in {SECONDS} s", SECONDS)
-    seconds = time.perf_counter() - start
-    if code == 0:
-        return Result(mutant, False, "SURVIVED", seconds)
-    crashed = code < 0  # a fault in an address may end the process
-    return Result(mutant, code == 1 or crashed, {1: "failed"}.get(code, f"exit code {code}"), seconds)
+def judged(fault: Fault, run: Run, seconds: float) -> Result:
+    failed = sum(how == "failed" for how in run.outcomes.values())
+    if run.code == 1:
+        return Result(fault, failed > 0, "failed" if failed else "errors only", seconds)
+    if run.code is None:
+        return Result(fault, False, f"no answer in {SECONDS} s", seconds)
+    return Result(fault, False, "SURVIVED" if run.code == 0 else f"exit code {run.code}", seconds)
 
 
 def main() -> int:
@@ -151,21 +128,26 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--only", default="", help="faults whose name holds this word")
     arguments = parser.parse_args()
-    mutants = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="unmutated-") as folder:
-        copy_tree(Path(folder))
-        selections = collect(Path(folder), mutants)
-        check_unmutated(Path(folder), selections)
-    results = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for result in pool.map(lambda mutant: run(mutant, selections[mutant.tests]), mutants):
-            results.append(result)
-            mark = "caught" if result.caught else "MISSED"
-            print(
-                f"{mark}  {result.mutant.name:46} {result.how:16} {result.seconds:5.1f} s  {result.mutant.tests}",
-                flush=True,
-            )
+    planted = places([fault for fault in FAULTS if arguments.only in fault.name])
+    prepare()
+
+    def attack(tree: Tree, fault: Fault) -> Result:
+        file, text, _ = planted[fault]
+        begin = time.perf_counter()
+        tree.write(file, text)
+        try:
+            result = judged(fault, tree.run(selections[fault], SECONDS), time.perf_counter() - begin)
+        finally:
+            tree.write(file, (ROOT / file).read_text(encoding="utf-8"))
+        mark = "caught" if result.caught else "MISSED"
+        print(f"{mark}  {fault.name:46} {result.how:16} {result.seconds:5.1f} s  {fault.tests}", flush=True)
+        return result
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = Trees(Path(folder), arguments.jobs)
+        selections = passing(trees, {fault: module for fault, (_, _, module) in planted.items()})
+        results = trees.map(attack, list(planted))
     caught = sum(result.caught for result in results)
     print(f"{caught} of {len(results)} faults caught in {time.perf_counter() - start:.0f} s")
     return 0 if caught == len(results) > 0 else 1
