@@ -91,13 +91,20 @@ class _Recorder:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if any(selects(words, item.nodeid) for words in self._selections)]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        self._write(item.nodeid, "running")  # and stays so, where the test ends the process
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
         outcome = f"x{report.outcome}" if hasattr(report, "wasxfail") else report.outcome
         if report.failed and report.when != "call":
             outcome = "error"
-        self._lines.write(json.dumps([report.nodeid, outcome]) + "\n")
+        self._write(report.nodeid, outcome)
+
+    def _write(self, test: str, outcome: str) -> None:
+        self._lines.write(json.dumps([test, outcome]) + "\n")
         self._lines.flush()
 
 

@@ -3,8 +3,10 @@
     python tests/mutants.py [--jobs 2] [--only WORD]
 
 The faults are `FAULTS` of every tests/mutant_list*.py; `mutant_anchor.Fault` says what one is made of.
-A fault is caught when pytest exits with 1 and at least one of its tests failed. Errors in fixtures, crashes, hangs and
-code that cannot be imported catch nothing: the fault is missed, and what happened is said.
+
+A fault is caught when pytest exits with 1 and at least one of its tests failed, or when a test ends the process by a
+signal that a wrong address or an assertion sends. Errors in fixtures, hangs, a process that was killed and code that
+cannot be imported catch nothing: the fault is missed, and what happened is said.
 
 Without a fault, each selection must pass, in one test at least. What is skipped there is listed and run no more, since
 it cannot catch anything; any other outcome ends the run before the first fault, as do a selection of nothing and a
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +35,7 @@ from mutant_run import ROOT, Run, Tree, prepare, selects
 LISTS = tuple(sorted(file.stem for file in Path(__file__).parent.glob("mutant_list*.py")))
 FAULTS: tuple[Fault, ...] = tuple(fault for one in LISTS for fault in import_module(one).FAULTS)
 SECONDS = 180
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 T, S = TypeVar("T"), TypeVar("S")
 
 
@@ -115,11 +119,13 @@ def passing(trees: Trees, modules: dict[Fault, Path]) -> dict[Fault, list[str]]:
 
 
 def judged(fault: Fault, run: Run, seconds: float) -> Result:
-    failed = sum(how == "failed" for how in run.outcomes.values())
+    outcomes = set(run.outcomes.values())
     if run.code == 1:
-        return Result(fault, failed > 0, "failed" if failed else "errors only", seconds)
+        return Result(fault, "failed" in outcomes, "failed" if "failed" in outcomes else "errors only", seconds)
     if run.code is None:
         return Result(fault, False, f"no answer in {SECONDS} s", seconds)
+    if run.code < 0:
+        return Result(fault, -run.code in CRASHES and "running" in outcomes, f"signal {-run.code}", seconds)
     return Result(fault, False, "SURVIVED" if run.code == 0 else f"exit code {run.code}", seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -121,20 +122,24 @@ def test_a_test_module_is_found_by_its_name_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome", "how"),
+    ("code", "outcome", "caught", "how"),
     [
-        (1, "failed", "failed"),
-        (1, "error", "errors only"),
-        (0, "passed", "SURVIVED"),
-        (0, "skipped", "SURVIVED"),
-        (-11, "passed", "exit code -11"),
-        (2, "failed", "exit code 2"),
-        (None, "passed", "no answer in 180 s"),
+        (1, "failed", True, "failed"),
+        (1, "error", False, "errors only"),
+        (0, "passed", False, "SURVIVED"),
+        (0, "skipped", False, "SURVIVED"),
+        (-signal.SIGSEGV, "running", True, "signal 11"),
+        (-signal.SIGSEGV, "passed", False, "signal 11"),
+        (-signal.SIGKILL, "running", False, "signal 9"),
+        (2, "failed", False, "exit code 2"),
+        (None, "running", False, "no answer in 180 s"),
     ],
 )
-def test_only_a_failed_test_catches_a_fault(code: int | None, outcome: str, how: str) -> None:
+def test_only_a_test_that_fails_or_crashes_catches_a_fault(
+    code: int | None, outcome: str, caught: bool, how: str
+) -> None:
     result = judged(FAULTS[0], Run(code, {"test_a": "passed", "test_b": outcome}, ""), 1.0)
-    assert (result.caught, result.how) == (how == "failed", how)
+    assert (result.caught, result.how) == (caught, how)
 
 
 class Given(Trees):
