@@ -36,7 +36,8 @@ LISTS = tuple(sorted(file.stem for file in Path(__file__).parent.glob("mutant_li
 FAULTS: tuple[Fault, ...] = tuple(fault for one in LISTS for fault in import_module(one).FAULTS)
 SECONDS = 180
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-T, S = TypeVar("T"), TypeVar("S")
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
