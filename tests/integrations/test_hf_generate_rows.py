@@ -114,19 +114,40 @@ def test_the_last_holder_of_a_block_keeps_it() -> None:
     assert store.num_used == 3
 
 
-def test_a_full_block_that_is_cut_open_is_copied() -> None:
+@pytest.mark.parametrize("cut", ["original", "fork"])
+def test_a_full_block_that_is_cut_open_is_copied(cut: str) -> None:
+    """Where both hold it, whichever of them is cut and goes on."""
     store = BlockStore([SPEC], 20, torch.device("cpu"))
-    first = Written(store)
-    first.rows.start(1)
-    first.tokens = [[]]
-    first.append([8], 0)
-    second = Written(store, first.rows.fork(), [list(first.tokens[0])])
-    second.rows.cut([7])
-    second.tokens[0].pop()
-    second.append([1], 100)
-    first.check()
-    second.check()
+    original = Written(store)
+    original.rows.start(1)
+    original.tokens = [[]]
+    original.append([8], 0)
+    forked = Written(store, original.rows.fork(), [list(original.tokens[0])])
+    writer = original if cut == "original" else forked
+    writer.rows.cut([7])
+    writer.tokens[0].pop()
+    writer.append([1], 100)
+    original.check()
+    forked.check()
     assert store.num_used == 3
+
+
+def test_blocks_for_which_there_is_no_memory_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlockStore([SPEC], None, torch.device("cpu"))
+    rows = Rows(store)
+    rows.start(1)
+    rows.append([SIZE])
+
+    def full(num_blocks: int) -> None:
+        raise CapacityError(f"{num_blocks} blocks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_take_memory", full)
+        with pytest.raises(CapacityError):
+            rows.append([40])
+    assert store.num_used == 1 and rows.lengths == [SIZE]
+    rows.append([40])
+    assert store.num_used == 11
 
 
 def test_too_few_blocks_change_nothing() -> None:
