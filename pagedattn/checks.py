@@ -34,7 +34,7 @@ def check_call(
     device = common.query_start_loc.device
     check_cache(kv_cache)
     if not torch.compiler.is_compiling() and getattr(built, "checked", None) is not common:
-        _host_bounds(common)
+        check_bounds(common)
         if built is not None:
             built.checked = common
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
@@ -84,6 +84,22 @@ def check_kinds(kv_cache: object, common: object) -> None:
     if not isinstance(common, CommonAttentionMetadata):
         remedy = "make one by CommonAttentionMetadata.from_lengths"
         raise InvalidInputError("common", "a CommonAttentionMetadata", type(common).__name__, remedy)
+
+
+def check_bounds(common: CommonAttentionMetadata) -> None:
+    """Raise InvalidInputError where what the host knows of a step does not agree: a kernel that is given too small a
+    bound may never end."""
+    starts, lens, count = common.query_start_loc_cpu, common.seq_lens_cpu, common.num_seqs
+    if not 0 <= common.num_decodes <= count:
+        raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", common.num_decodes)
+    for name, tensor, rows in (("query_start_loc_cpu", starts, count + 1), ("seq_lens_cpu", lens, count)):
+        if tensor is not None and tensor.shape != (rows,):
+            raise InvalidInputError(name, f"[{rows}] for {count} sequences, or None", list(tensor.shape))
+    if len(common.seq_lens) < count:
+        raise InvalidInputError("num_seqs", f"at most {len(common.seq_lens)}, the length of seq_lens", count)
+    if starts is not None and int(starts[-1]) > common.num_tokens:
+        raise InvalidInputError("num_tokens", f"at least {int(starts[-1])}, where the queries end", common.num_tokens)
+    _within_bounds(common, starts, lens)
 
 
 def check_contents(
@@ -145,21 +161,6 @@ def _pair(key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerC
             raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
     elif not torch.compiler.is_compiling() and kv_cache.value.data_ptr() == kv_cache.key.data_ptr() != 0:
         raise InvalidInputError("value", "None, as the cache's values are a view of its keys", list(value.shape))
-
-
-def _host_bounds(common: CommonAttentionMetadata) -> None:
-    """What the host knows of a step agrees: a kernel that is given too small a bound may never end."""
-    starts, lens, count = common.query_start_loc_cpu, common.seq_lens_cpu, common.num_seqs
-    if not 0 <= common.num_decodes <= count:
-        raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", common.num_decodes)
-    for name, tensor, rows in (("query_start_loc_cpu", starts, count + 1), ("seq_lens_cpu", lens, count)):
-        if tensor is not None and tensor.shape != (rows,):
-            raise InvalidInputError(name, f"[{rows}] for {count} sequences, or None", list(tensor.shape))
-    if len(common.seq_lens) < count:
-        raise InvalidInputError("num_seqs", f"at most {len(common.seq_lens)}, the length of seq_lens", count)
-    if starts is not None and int(starts[-1]) > common.num_tokens:
-        raise InvalidInputError("num_tokens", f"at least {int(starts[-1])}, where the queries end", common.num_tokens)
-    _within_bounds(common, starts, lens)
 
 
 def _within_bounds(common: CommonAttentionMetadata, starts: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:

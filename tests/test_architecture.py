@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "scales": ("errors", "spec"),
     "checks": (*LEAVES, "kv_cache", "metadata"),
     "backends": (),
-    "backends.base": (*LEAVES, "kv_cache", "metadata", "ops"),
+    "backends.base": (*LEAVES, "checks", "kv_cache", "metadata", "ops"),
     "backends.registry": (*LEAVES, "backends.base"),
     "backends.op_backend": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base"),
     "backends.torch_native": (*LEAVES, "kv_cache", "metadata", "ops", "backends.base", "backends.op_backend"),

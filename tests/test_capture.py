@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from pagedattn import Attention, CommonAttentionMetadata, plan_step
-from pagedattn.errors import CapacityError, UnsupportedError
+from pagedattn.backends.op_backend import OpMetadataBuilder
+from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.ops.library import interpreted
+from pagedattn.spec import GraphLevel
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close
 from pagedattn.testing.problem import make_problem
@@ -51,9 +53,6 @@ def test_two_backends_replay_what_they_captured() -> None:
 
 
 def test_a_composite_replays_the_same_split_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagedattn.backends.op_backend import OpMetadataBuilder
-    from pagedattn.spec import GraphLevel
-
     monkeypatch.setattr(OpMetadataBuilder, "graph_level", GraphLevel.ALWAYS)
     layer = Attention(4, 32, 2, backend="prefill=TRITON,decode=TORCH")
     captured = mixed(1, 1, 12, 12)
@@ -66,3 +65,25 @@ def test_a_composite_replays_the_same_split_only(monkeypatch: pytest.MonkeyPatch
     rows = torch.randn(4, 4, 32)
     with pytest.raises(UnsupportedError, match="no attention without a cache"):
         layer(rows, rows[:, :2], rows[:, :2], None, static)
+
+
+@pytest.mark.parametrize("backend", ["TRITON", "TORCH", "prefill=TRITON,decode=TORCH"])
+def test_bounds_are_looked_at_in_every_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay makes no checks of its own."""
+    monkeypatch.delenv("PAGEDATTN_CHECK", raising=False)
+    monkeypatch.setattr(OpMetadataBuilder, "graph_level", GraphLevel.ALWAYS)
+    layer, table = Attention(4, 32, 2, backend=backend), torch.zeros(2, 40, dtype=torch.int32)
+    static = plan_step([layer], CommonAttentionMetadata.from_lengths([3, 3], [600, 600], table), capture=True)
+    (built,) = static.by_key.values()
+    step = CommonAttentionMetadata.from_lengths([3, 2], [20, 9], table)
+    wrong: dict[str, dict[str, int]] = {"max_seq_len": {"max_seq_len": 19}, "max_query_len": {"max_query_len": 2}}
+    wrong |= {"num_tokens": {"num_tokens": 4}, "num_decodes": {"num_decodes": 1}}
+    if "," in backend:  # another split is refused for another reason
+        del wrong["num_decodes"]
+    for name, change in wrong.items():
+        with pytest.raises(InvalidInputError, match=f"^{name} must be "):
+            plan_step([layer], step.replace(**change), into=static)
+    assert built.common.seq_lens.tolist() == [600, 600]
+    monkeypatch.setenv("PAGEDATTN_CHECK", "0")
+    plan_step([layer], step.replace(max_seq_len=19), into=static)
+    assert built.common.seq_lens.tolist() == [20, 9]

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .. import ops
+from .. import env, ops
 from ..capabilities import Capabilities, Rejection
+from ..checks import check_bounds
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
@@ -130,7 +131,8 @@ def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMet
 
     Raises:
         CapacityError: the step is larger than what was captured.
-        InvalidInputError: it means blocks of another size.
+        InvalidInputError: it means blocks of another size, or its bounds do not hold (PAGEDATTN_CHECK=1): whatever
+            replays it may look at nothing.
     """
     if captured.block_size != common.block_size and None not in (captured.block_size, common.block_size):
         raise InvalidInputError("block_size", f"{captured.block_size}, as of the captured step", common.block_size)
@@ -143,6 +145,8 @@ def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMet
             )
     if common.block_table is captured.block_table:
         return
+    if env.check_level():
+        check_bounds(common)
     count, width = common.num_seqs, min(common.block_table.shape[1], captured.block_table.shape[1])
     slots = len(common.slot_mapping)
     captured.query_start_loc[: count + 1].copy_(common.query_start_loc[: count + 1], non_blocking=True)
