@@ -17,7 +17,7 @@ from .backends.base import (
     rewrite_static,
     static_copy,
 )
-from .errors import CapacityError, UnsupportedError
+from .errors import CapacityError, InvalidInputError, UnsupportedError
 from .kv_cache import LayerCache
 from .metadata import CommonAttentionMetadata
 from .ops.attention_replay import AttentionReplay
@@ -150,9 +150,7 @@ class CompositeImpl(AttentionImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(metadata, CompositeMetadata):
-            raise TypeError(
-                f"metadata must be CompositeMetadata, got {type(metadata).__name__}; build it with the layer"
-            )
+            raise InvalidInputError("metadata", "of two backends", type(metadata).__name__, "build it with the layer")
         rest = (sinks, alibi_slopes, q_scale, k_scale, v_scale, return_lse)
         if kv_cache is None and metadata.captured:
             raise UnsupportedError("two backends capture no attention without a cache; name one backend for the layer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..capabilities import Capabilities, Rejection
-from ..errors import UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError
 from ..kv_cache import LayerCache
 from ..spec import AttentionSpec, Scale
 from .base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability, check_announced
@@ -39,13 +39,14 @@ class FlashAttnImpl(AttentionImpl):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(metadata, FlashAttnMetadata):
-            raise TypeError(f"metadata must be FlashAttnMetadata, got {type(metadata).__name__}")
+            got = type(metadata).__name__
+            raise InvalidInputError("metadata", "of FLASH_ATTN", got, "build it with the layer")
         check_announced(self.spec, sinks, alibi_slopes, q_scale)
         if k_scale is not None or v_scale is not None:
             raise UnsupportedError("FLASH_ATTN reads no scaled caches; the spec must announce scales (kv_scale)")
         keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
         if keys is None or values is None:
-            raise TypeError("forward without a cache needs key and value")
+            raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
         if not len(query) or not metadata.common.num_seqs:
             return _nothing(query, self.spec.value_dim, out), _no_keys(query) if return_lse else None
         if keys.numel() == 0 or (kv_cache is not None and metadata.common.block_table.shape[1] == 0):

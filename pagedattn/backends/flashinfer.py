@@ -55,9 +55,8 @@ class FlashInferImpl(AttentionImpl):
             InvalidInputError: a scale of another kind, or a cache whose keys and values lie differently in memory.
         """
         if not isinstance(metadata, FlashInferMetadata):
-            raise TypeError(
-                f"metadata must be FlashInferMetadata, got {type(metadata).__name__}; build it with the layer"
-            )
+            got = type(metadata).__name__
+            raise InvalidInputError("metadata", "of FLASHINFER", got, "build it with the layer")
         for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("q_scale", q_scale)):
             if given is not None:
                 raise UnsupportedError(f"FLASHINFER takes no {name}; the spec must announce it, then another serves it")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import ops
+from ..errors import InvalidInputError
 from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
 from ..ops.attention_replay import AttentionReplay
@@ -102,7 +103,7 @@ class OpAttentionImpl(AttentionImpl):
         check_announced(spec, sinks, alibi_slopes, q_scale)
         keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
         if keys is None or values is None:
-            raise TypeError("forward without a cache needs key and value")
+            raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.empty(query.shape[:2], dtype=wide, device=query.device) if return_lse else None
         out = ops.paged_attention(

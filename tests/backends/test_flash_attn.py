@@ -13,6 +13,7 @@ from backends.fake_flash_attn import CALLS, MODULES, fa3_of_2_8_0, fa3_of_2_8_3
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata, select_backend
 from pagedattn.backends import flash_attn_versions as versions
+from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.flash_attn import FlashAttnBackend
 from pagedattn.backends.flash_attn_metadata import FlashAttnMetadata
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
@@ -260,3 +261,7 @@ def test_what_the_spec_did_not_announce_is_refused(install: Install, monkeypatch
         only: dict[str, Any] = {name: value}
         with pytest.raises((InvalidInputError, UnsupportedError), match=name.removeprefix("k_")):
             impl.forward(problem.query, None, None, problem.cache, metadata, **only)
+    with pytest.raises(InvalidInputError, match=r"^key and value must be given where there is no kv_cache"):
+        impl.forward(problem.query, None, None, None, metadata)
+    with pytest.raises(InvalidInputError, match=r"^metadata must be of FLASH_ATTN, got AttentionMetadata; build it"):
+        impl.forward(problem.query, None, None, problem.cache, AttentionMetadata(problem.common))

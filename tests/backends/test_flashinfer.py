@@ -11,6 +11,7 @@ from flashinfer_on_cpu import CPU, ENDS, HALF, OnCpu, attend, builder_of, instal
 
 import pagedattn.backends.flashinfer as adapter
 from pagedattn import AttentionSpec, AttentionType
+from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.kv_cache import LayerCache
@@ -192,6 +193,8 @@ def test_what_the_kernels_would_ignore_or_misread_is_an_error() -> None:
         impl.forward(problem.query[:20], None, None, cache, metadata)
     with pytest.raises(InvalidInputError, match="key and value"):
         impl.forward(problem.query, None, None, None, metadata)
+    with pytest.raises(InvalidInputError, match=r"^metadata must be of FLASHINFER, got AttentionMetadata; build it"):
+        impl.forward(problem.query, None, None, cache, AttentionMetadata(problem.common))
 
 
 @pytest.mark.usefixtures("fake")
