@@ -86,6 +86,16 @@ def test_a_whole_prompt_whatever_the_scale(scale: float, monkeypatch: pytest.Mon
     torch.testing.assert_close(got, call([5], **prompt, **bounds)[0])
 
 
+@pytest.mark.parametrize("queries", [[1, 1, 1], [3, 1, 2]], ids=["decodes", "prompts"])
+def test_a_number_scales_the_values_of_a_plain_cache(queries: list[int], path: str) -> None:
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    step: dict[str, Any] = {"query": torch.randn(sum(queries), 6, 20), "query_start_loc": starts}
+    step |= {"max_query_len": max(queries), "num_decodes": 0}
+    plain, _ = call([40, 5, 9], **step)
+    assert torch.equal(call([40, 5, 9], **step, v_scale=2.0)[0], 2 * plain)
+    assert {*CALLS} == ({f"_{path}"} if max(queries) == 1 else {f"_{path}", "_prompt"})
+
+
 def test_a_block_outside_the_cache_is_left_to_the_masks(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.tensor([[3, 90], [4, -1]], dtype=torch.int32)
     got, _ = call([13, 14], block_table=table)
