@@ -134,7 +134,7 @@ def described() -> dict[str, bool]:
 
 
 HEADS, KV_HEADS, DIM, SIZE, SEQS = 8, 2, 64, 16, 4
-F32 = {"dtype": torch.float32}
+HALF = torch.float16
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window and cap": {"sliding_window": 9, "softcap": 30.0},
@@ -226,6 +226,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "cache dtype": {"kv_cache": PagedKVCache(1, 16, SIZE, KV_HEADS, DIM).layer(0)},
     "cache blocks": {"kv_cache": PagedKVCache(1, 16, 8, KV_HEADS, DIM, dtype=torch.float16).layer(0)},
     "cache device": {"kv_cache": PagedKVCache(1, 16, SIZE, KV_HEADS, DIM, dtype=torch.float16, device="meta").layer(0)},
+    "values that are keys": {"kv_cache": LayerCache(*[PagedKVCache(1, 16, SIZE, 2, DIM, dtype=HALF).layer(0).key] * 2)},
     "metadata": {"long": True},
 }
 

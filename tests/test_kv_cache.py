@@ -111,6 +111,14 @@ def test_mla_values_are_a_view_of_the_keys() -> None:
     assert cache.nbytes == 2 * 3 * 16 * 12 * 4
 
 
+def test_a_cache_whose_values_are_its_keys_has_a_layout_of_its_own() -> None:
+    split, other = (PagedKVCache(2, 5, head_dim=8).layer(index) for index in range(2))
+    joint = LayerCache(split.key, split.key)
+    assert (joint.value.shape, joint.value.stride()) == (split.value.shape, split.value.stride())
+    assert split.layout is other.layout is not joint.layout
+    assert joint.layout is LayerCache(other.value, other.value).layout
+
+
 def test_blocks_are_copied_in_all_layers_sources_first() -> None:
     cache = PagedKVCache(**SHAPE)
     cache.slabs.copy_(torch.randint(0, 256, cache.slabs.shape, dtype=torch.uint8))
@@ -134,7 +142,7 @@ def test_blocks_are_zeroed_in_all_layers(ids: list[int] | torch.Tensor) -> None:
 def test_a_block_outside_the_cache_changes_nothing() -> None:
     cache = PagedKVCache(**SHAPE)
     cache.slabs.fill_(7)
-    for ids in ([0, 5], [-1]):
+    for ids in ([0, 5], [-1], [6], [2**31 - 1]):
         with pytest.raises(InvalidInputError, match=r"ids must be blocks in \[0, 5\)"):
             cache.zero_blocks(ids)
     with pytest.raises(InvalidInputError, match="target blocks in"):

@@ -65,7 +65,7 @@ def test_a_repeated_call_is_what_a_checked_call_does() -> None:
 
 def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:
     wrong = found()["wrong"]
-    assert len(wrong) == 17
+    assert len(wrong) == 18
     for name, (kept, first) in wrong.items():
         assert kept == first != "nothing", name
         assert kept.startswith("InvalidInputError: "), name

@@ -130,6 +130,11 @@ def test_moving_to_what_the_backend_asked_for_cannot_serve_raises() -> None:
         layer.to(torch.bfloat16)
 
 
+def test_it_prints_its_heads_and_who_serves_it() -> None:
+    assert repr(Attention(6, 24, 2, backend="TORCH")) == "Attention(6/2 heads of 24, backend=TORCH)"
+    assert repr(Attention(6, 24, backend="TORCH")) == "Attention(6/6 heads of 24, backend=TORCH)"
+
+
 def test_a_dtype_by_name_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"dtype must be a torch\.dtype, got 'bfloat16'"):
         Attention(2, 16, dtype="bfloat16")  # type: ignore[arg-type]

@@ -238,8 +238,9 @@ def test_a_value_for_a_cache_whose_values_are_its_keys_is_refused() -> None:
 def test_cross_attention_may_have_more_queries_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", "2")
     cross = CommonAttentionMetadata.from_lengths([1, 5], [20, 3], TABLE)
-    with pytest.raises(InvalidInputError, match="seq_lens must be at least the new tokens"):
-        call(metadata=cross)
+    for causal in (True, False):
+        with pytest.raises(InvalidInputError, match="seq_lens must be at least the new tokens"):
+            call(Attention(4, 16, 2, causal=causal), metadata=cross)
     kept = call(Attention(4, 16, 2, attn_type=AttentionType.CROSS), key=None, value=None, metadata=cross)
     assert kept.isfinite().all()
 

@@ -33,6 +33,14 @@ def test_from_lengths_says_everything() -> None:
     assert (common.num_decodes, common.shared_prefix_len) == (1, 0)
 
 
+@pytest.mark.parametrize("count", range(9))
+def test_lengths_are_as_aligned_as_starts(count: int) -> None:
+    """They are sent together; a kernel is compiled anew for tensors that begin at no multiple of 16 bytes."""
+    step = CommonAttentionMetadata.from_lengths([1] * count, [2] * count)
+    assert (step.seq_lens.data_ptr() - step.query_start_loc.data_ptr()) % 16 == 0
+    assert step.seq_lens.tolist() == [2] * count and step.query_start_loc.tolist() == [*range(count + 1)]
+
+
 def test_the_block_size_is_that_of_the_slots() -> None:
     common = CommonAttentionMetadata.from_lengths([2], [6], TABLE[:1], block_size=4)
     assert common.slot_mapping.tolist() == [9 * 4, 9 * 4 + 1]

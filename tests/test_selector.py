@@ -222,10 +222,22 @@ def test_a_phase_that_is_none_is_refused(text: str) -> None:
 
 def test_a_composite_needs_a_block_size_that_both_take() -> None:
     assert select_backend(SPEC, "prefill=LARGE,decode=TORCH").block_size == 256
+    assert select_backend(SPEC, "prefill=TORCH,decode=LARGE").block_size == 256
+    with pytest.raises(UnsupportedError, match=r"need one block size .* but SMALL refuses .*serves 1\.\.32"):
+        select_backend(SPEC, "prefill=SMALL,decode=LARGE")
     with pytest.raises(UnsupportedError, match=r"need one block size .* but SMALL refuses .*serves 1\.\.32"):
         select_backend(SPEC, "prefill=LARGE,decode=SMALL")
     with pytest.raises(UnsupportedError, match=r"backend SMALL, .*\n.*block_size=256"):
         select_backend(SPEC.replace(block_size=256), "prefill=LARGE,decode=SMALL")
+
+
+def test_variants_are_told_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SmallBlocks, "variant", classmethod(lambda cls, spec: f"v3 of {spec.head_dim}"))
+    chosen = select_backend(SPEC, "prefill=SMALL,decode=TORCH")
+    assert (chosen.name, chosen.served_by) == ("prefill=SMALL,decode=TORCH", "prefill=SMALL (v3 of 32),decode=TORCH")
+    assert chosen.describe().startswith("prefill=SMALL (v3 of 32),decode=TORCH (chosen by argument, block size 16)\n")
+    assert select_backend(SPEC, "prefill=TORCH,decode=SMALL").served_by == "prefill=TORCH,decode=SMALL (v3 of 32)"
+    assert select_backend(SPEC, "SMALL").served_by == "SMALL (v3 of 32)"
 
 
 def test_the_winner_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
