@@ -12,24 +12,34 @@ from pagedattn.bench import hf_generate
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny case is for machines without a GPU")
-def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_the_command_to_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(hf_generate.SHAPES, "one layer", {**hf_generate.SHAPES["tiny"], "num_hidden_layers": 1})
     file = tmp_path / "hf.json"
     arguments = ["--json", str(file), "--batch", "3", "--prompts", "4", "90", "--tokens", "5", "--runs", "1"]
-    assert hf_generate.main(arguments) == 0
+    assert hf_generate.main([*arguments, "--shape", "one layer"]) == 0
     content = json.loads(file.read_text())
     (row,) = content["rows"]
     assert content["meta"]["transformers"] and row["workload"] == "3 prompts of 4..90"
+    assert row["shape"] == "one layer"
     assert row["same_rows"] == 3 and row["same_tokens"] == row["same_choices"] == 1.0
     assert 0 < row["logits_difference"] < row["logits_tolerance"] < row["logits_largest"]
     sdpa, paged = row["contenders"]["sdpa"], row["contenders"]["pagedattn"]
     assert all(one["decode_ms"] > 0 and one["prefill_ms"] > 0 for one in (sdpa, paged))
-    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dim, bytes
+    per_token = 1 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dim, bytes
     assert sdpa["cache_bytes"] == 3 * 94 * per_token
     # The last token is never run: 8, 51 and 94 tokens in blocks of 16, and the null block.
     assert paged["cache_bytes"] == (1 + 4 + 6 + 1) * 16 * per_token
     assert row["cache_bytes_ratio"] == round(sdpa["cache_bytes"] / paged["cache_bytes"], 3) > 1.4
     out = capsys.readouterr().out
     assert "sdpa over pagedattn: " in out and "3 rows have the same tokens throughout" in out
+
+
+def test_a_shape_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        hf_generate.main(["--shape", "7b"])
+    assert caught.value.code == 2 and "argument --shape: invalid choice: '7b'" in capsys.readouterr().err
 
 
 def test_prompts_are_ragged_and_padded_on_the_left() -> None:

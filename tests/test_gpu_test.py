@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +87,28 @@ def test_the_record_counts_tests_seconds_and_problems(tmp_path: Path, monkeypatc
         {"suite": "a", "passed": 2, "seconds": 3.5},
         {"suite": "b", "skipped": 1, "seconds": 0.1},
     ]
+
+
+def test_a_run_from_the_command_to_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tests pytest is asked for, and how; the record names the commit that was given."""
+    asked: list[list[str]] = []
+
+    def run(words: list[str]) -> int:
+        asked.append(words)
+        (report,) = [word.partition("=")[2] for word in words if word.startswith("--junitxml=")]
+        Path(report).write_text('<testsuites><testcase classname="a" name="1" time="1"/></testsuites>')
+        return len(asked) - 1
+
+    for name, value in {"is_available": lambda: True, "get_device_name": lambda: "a GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(gpu_test.pytest, "main", run)
+    monkeypatch.setattr(gpu_test.os, "sched_getaffinity", lambda pid: range(9), raising=False)
+    words = ["--commit", "abc1234", "--out", str(tmp_path / "new"), "--name", "few", "--problems", "7", "tests/gpu"]
+    monkeypatch.setattr(sys, "argv", ["gpu_test.py", *words])
+    assert gpu_test.main() == 1, "the worse of two"
+    together, alone = asked
+    assert together[-1] == str(ROOT / "tests/gpu") and alone[-1] == str(ROOT / LARGE)
+    assert all(one[one.index("--problems") + 1] == "7" for one in asked) and "-n" not in alone
+    assert together[together.index("-n") + 1] == "7" and together[together.index("--dist") + 1] == "worksteal"
+    record: dict[str, Any] = json.loads((tmp_path / "new" / "few.json").read_text())
+    assert record["meta"]["commit"] == "abc1234" and record["rows"] == [{"suite": "a", "passed": 2, "seconds": 2.0}]

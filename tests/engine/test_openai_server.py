@@ -202,6 +202,20 @@ def test_the_client_of_the_readme(
     assert served.direct["chat"].text in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "name"), [([], "tiny-qwen3"), (["--name", "mine"], "mine")], ids=["folder", "given"])
+def test_the_name_of_the_model(
+    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = []
+    monkeypatch.setattr(openai_server.Listener, "run", lambda self, socks: served.append(self.server))
+    argv = ["openai_server.py", str(EXAMPLES / "tiny-qwen3"), "--port", "0", "--set", "num_kv_blocks=64", *words]
+    monkeypatch.setattr(sys, "argv", argv)
+    openai_server.main()
+    (server,) = served
+    assert capsys.readouterr().out.startswith(f"{name} at http://127.0.0.1:")
+    assert [one["id"] for one in asyncio.run(server.models())["data"]] == [name]
+
+
 def test_the_command_takes_a_free_port_and_ends_by_ctrl_c() -> None:
     script = EXAMPLES / "openai_server.py"
     start = (
