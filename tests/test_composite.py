@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
-from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, register_backend
+from pagedattn import (
+    Attention,
+    CommonAttentionMetadata,
+    LayerCache,
+    PagedKVCache,
+    paged_attention,
+    plan_step,
+    register_backend,
+)
 from pagedattn.backends import registry
 from pagedattn.backends.base import AttentionMetadata
+from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.capabilities import Capabilities
+from pagedattn.composite import slice_sequences
 from pagedattn.errors import InvalidInputError
+from pagedattn.spec import GraphLevel
 
 TOGETHER = "prefill=TORCH,decode=AGAIN"
 CALLS: list[str] = []
+BUILT: list[CommonAttentionMetadata] = []
+
+
+class AgainBuilder(TorchBackend.builder):
+    def build(self, common: CommonAttentionMetadata, into: Any = None, capture: bool = False) -> AttentionMetadata:
+        BUILT.append(common)
+        return super().build(common, into, capture)
 
 
 class AgainImpl(TorchBackend.impl):
@@ -41,6 +59,7 @@ class Again(TorchBackend):
     """Wants blocks of 32."""
 
     name = "AGAIN"
+    builder = AgainBuilder
     impl = AgainImpl
 
     @classmethod
@@ -53,6 +72,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     register_backend("AGAIN", f"{__name__}:Again")
     CALLS.clear()
+    BUILT.clear()
 
 
 def problem(layer: Attention, query_lens: list[int]) -> tuple[torch.Tensor, LayerCache, CommonAttentionMetadata]:
@@ -88,6 +108,62 @@ def test_a_step_of_one_backend_alone_is_made_again(query_lens: list[int], calls:
         wanted = Attention(4, 8, 2, backend="TORCH")(query, None, None, cache, common)
         assert torch.equal(layer(query, None, None, cache, metadata), wanted), turn
     assert calls == CALLS and len(metadata.calls) == bool(calls)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4)], ids=["decodes", "the rest"])
+def test_a_part_is_the_step_of_its_sequences(first: int, last: int) -> None:
+    queries, lens, table = [1, 1, 5, 3], [20, 9, 30, 3], torch.arange(8, dtype=torch.int32).view(4, 2)
+    part = slice_sequences(CommonAttentionMetadata.from_lengths(queries, lens, table), first, last)
+    rows, decodes = slice(first, last), 2 if first == 0 else 0
+    alone = CommonAttentionMetadata.from_lengths(queries[rows], lens[rows], table[rows], num_decodes=decodes)
+    for name in {field.name for field in fields(alone)} - {"max_seq_len"}:
+        got, want = getattr(part, name), getattr(alone, name)
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want, name
+    assert part.max_seq_len >= alone.max_seq_len
+
+
+def test_a_captured_step_of_both_writes_where_the_next_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpMetadataBuilder, "graph_level", GraphLevel.ALWAYS)
+    layer = Attention(4, 8, 2, backend=TOGETHER)
+    query, cache, common = problem(layer, [1, 1, 5])
+    static = plan_step([layer], common, capture=True)
+    lens, table = [9, 37, 21], common.block_table.flip(0)
+    step = CommonAttentionMetadata.from_lengths([1, 1, 5], lens, table, block_size=32)
+    plan_step([layer], step, into=static)
+    other = LayerCache(cache.key.clone(), cache.value.clone())
+    rows = query[:, :2], query[:, 2:]
+    wanted = Attention(4, 8, 2, backend="TORCH")(query, *rows, other, step)
+    assert torch.equal(layer(query, *rows, cache, static), wanted)
+    assert torch.equal(cache.key, other.key) and torch.equal(cache.value, other.value)
+
+
+def test_padding_of_captured_decodes_counts_as_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a backend that has no lengths on the host would take it for something else."""
+    monkeypatch.setattr(OpMetadataBuilder, "graph_level", GraphLevel.ALWAYS)
+    layer, table = Attention(4, 8, 2, backend=TOGETHER), torch.zeros(3, 2, dtype=torch.int32)
+    static = plan_step([layer], CommonAttentionMetadata.from_lengths([1, 1, 1], [9, 9, 9], table), capture=True)
+    padded = CommonAttentionMetadata.from_lengths([1, 1, 0], [9, 8, 0], table)
+    assert padded.num_decodes == 2
+    plan_step([layer], padded, into=static)
+    assert [(one.num_decodes, one.num_seqs) for one in BUILT] == [(3, 3), (3, 3)]
+
+
+def test_the_lse_of_both_is_that_of_one() -> None:
+    query, cache, common = problem(Attention(4, 8, 2, backend=TOGETHER), [1, 1, 5])
+    call = (query, None, None, cache, common)
+    got, lse = paged_attention(*call, backend=TOGETHER, return_lse=True)
+    wanted, wanted_lse = paged_attention(*call, backend="TORCH", return_lse=True)
+    assert torch.equal(got, wanted) and lse is not None and wanted_lse is not None and torch.equal(lse, wanted_lse)
+
+
+def test_a_step_of_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpMetadataBuilder, "graph_level", GraphLevel.ALWAYS)
+    layer = Attention(4, 8, 2, backend=TOGETHER)
+    _, cache, _ = problem(layer, [1])
+    nobody = CommonAttentionMetadata.from_lengths([], [], torch.zeros(0, 2, dtype=torch.int32), block_size=32)
+    static = plan_step([layer], nobody, capture=True)
+    for step in (nobody, plan_step([layer], nobody, into=static)):
+        assert layer(torch.zeros(0, 4, 8), None, None, cache, step).shape == (0, 4, 8)
 
 
 def test_metadata_of_one_backend_are_refused() -> None:
