@@ -106,12 +106,12 @@ def test_what_the_decode_kernel_is_tuned_over(
 
     file, every = tmp_path / "out.json", [*tune_decode.CASES]
     given = ("--variants", "deep=64/4/5/1,in_flight=64,ahead=0", "free=32/2/4/4,max_registers=0,lead=2")
-    plans = tuned(monkeypatch, file, "--cases", f"{every[1]},{every[0]}", *given, "--groups", "short", "--rounds", "2")
+    plans = tuned(monkeypatch, file, "--cases", f"nobody,{every[1]}", *given, "--groups", "short", "--rounds", "2")
     deep = DecodeTuning(64, 4, 5, 1)._replace(in_flight=64, ahead=False)
     free = DecodeTuning(32, 2, 4, 4)._replace(max_registers=None, lead=2)
-    assert plans == {name: {"default": None, "deep": deep, "free": free} for name in every[:2]}
+    assert plans == {every[1]: {"default": None, "deep": deep, "free": free}}
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 2 * 2 * 3 and {row["case"] for row in rows} == {*every[:2]}
+    assert len(rows) == 2 * 3 and {row["case"] for row in rows} == {every[1]}
     assert "10.00*" in capsys.readouterr().out
 
     group = dict(map(tune_decode.variant_of, tune_decode.GROUPS["tokens"].variants))

@@ -22,7 +22,7 @@ from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.capabilities import Capabilities
-from pagedattn.composite import slice_sequences
+from pagedattn.composite import CompositeMetadata, Part, slice_sequences
 from pagedattn.errors import InvalidInputError
 from pagedattn.spec import GraphLevel
 
@@ -164,6 +164,20 @@ def test_a_step_of_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     static = plan_step([layer], nobody, capture=True)
     for step in (nobody, plan_step([layer], nobody, into=static)):
         assert layer(torch.zeros(0, 4, 8), None, None, cache, step).shape == (0, 4, 8)
+
+
+class Sharing(AttentionMetadata):
+    shares_prefix = True
+
+
+@pytest.mark.parametrize("at", [None, 0, 1], ids=str)
+def test_a_prefix_is_shared_where_either_part_shares_it(at: int | None) -> None:
+    common = CommonAttentionMetadata.from_lengths([1, 5], [4, 5])
+    kinds = [Sharing if one == at else AttentionMetadata for one in range(2)]
+    parts = tuple(Part(name, slice(0), kind(common)) for name, kind in zip(("decode", "prefill"), kinds, strict=True))
+    metadata = CompositeMetadata(common, parts, lambda: AttentionMetadata(common))
+    assert metadata.shares_prefix == (at is not None)
+    assert metadata.describe() == f"decode: {kinds[0].__name__}, prefill: {kinds[1].__name__}"
 
 
 def test_metadata_of_one_backend_are_refused() -> None:
