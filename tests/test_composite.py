@@ -43,16 +43,14 @@ class AgainImpl(TorchBackend.impl):
     records = True
 
     def record(self, query: Any, kv_cache: Any, metadata: Any, out: Any, *extras: Any) -> Any:
-        CALLS.append("with care")
-        self.forward(query, None, None, kv_cache, metadata, out, *extras[:2], None, *extras[2:])
-
-        def again(query: Any, key: Any, value: Any, out: Any, *extras: Any) -> bool:
-            CALLS.append("again")
-            cache = LayerCache(key, value)
-            self.forward(query, None, None, cache, metadata, out, *extras[:2], None, *extras[2:])
+        def attend(what: str, query: Any, cache: LayerCache, out: Any, *extras: Any) -> bool:
+            CALLS.append(what)
+            sinks, slopes, k_scale, v_scale = extras
+            self.forward(query, None, None, cache, metadata, out, sinks, slopes, None, k_scale, v_scale)
             return True
 
-        return again
+        attend("with care", query, kv_cache, out, *extras)
+        return lambda query, key, value, *rest: attend("again", query, LayerCache(key, value), *rest)
 
 
 class Again(TorchBackend):
@@ -167,7 +165,9 @@ def test_a_step_of_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sharing(AttentionMetadata):
-    shares_prefix = True
+    @property
+    def shares_prefix(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("at", [None, 0, 1], ids=str)

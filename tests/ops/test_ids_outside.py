@@ -40,9 +40,10 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.mark.parametrize("bad", IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_gather_kv(device, any_path, bad: int, dtype: torch.dtype) -> None:
-    caches = [guarded(device, dtype=dtype)[0] for _ in range(2)]
+    keys, values = (guarded(device, dtype=dtype)[0] for _ in range(2))
     table, lens = i32([[2, bad, 1], [bad, P - 1, bad]], device), i32([0, 11, 23], device)
-    for cache, got in zip(caches, ops.gather_kv(*caches, table, lens, 23, path=any_path), strict=True):
+    gathered = ops.gather_kv(keys, values, table, lens, 23, path=any_path)
+    for cache, got in zip((keys, values), gathered, strict=True):
         none = torch.zeros_like(cache[0])
         want = torch.cat([x.view(torch.uint8) for x in (cache[2], none, cache[1, :3], none, cache[P - 1], none)])
         assert got is not None and torch.equal(got.view(torch.uint8), want)
