@@ -8,9 +8,12 @@ JOBS ?= 2
 COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 HAS_NVCC := $(if $(shell command -v nvcc $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc 2>/dev/null),1)
 HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
+HAS_NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),1)
 PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+PIP = $(BIN)/python -m pip install -q
 
-.PHONY: demo csrc test test-all test-mutants gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
+.PHONY: demo csrc peers test test-all test-oldest test-newest test-portable test-mutants resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -19,8 +22,28 @@ demo: $(VENV)/.installed
 csrc: $(VENV)/.installed
 	$(BIN)/python setup.py -q build_ext --inplace
 
-test: $(VENV)/.installed lint csrc
-	EXPECT_CSRC=$(HAS_CXX) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+# What the adapters' calls are compared with; without an index only those tests fail.
+peers: $(VENV)/.installed
+	-$(BIN)/python tests/peer_sources.py $(VENV)/peers
+
+test: $(VENV)/.installed lint csrc peers
+	EXPECT_PEERS=1 EXPECT_CSRC=$(HAS_CXX) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# The suite with other versions, each in an environment of its own. Kernels are interpreted or compiled only, so that it
+# does not matter to pip's complaint that torch requires another triton.
+test-oldest:
+	$(MAKE) VENV=.venv-oldest .venv-oldest/.installed
+	.venv-oldest/bin/python -m pip install -q 'triton==3.6.*'
+	.venv-oldest/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
+
+test-newest:
+	$(MAKE) VENV=.venv-newest .venv-newest/.installed
+	.venv-newest/bin/python -m pip install -q -U triton numpy transformers tokenizers
+	.venv-newest/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
+
+# Whether the constraints can be installed from the package index alone, by each Python that is here.
+resolve:
+	$(PYTHON) tests/resolve.py
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --grid
@@ -44,8 +67,11 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	  echo "using the torch and the GPU that $(PYTHON) has"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && $(BIN)/python -m pip install -q -e '.[dev]'; \
 	else \
-	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(PIP_INDEX) -c constraints.txt torch && \
-	  $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'; \
+	  $(PYTHON) -m venv $(VENV) && \
+	  { { [ -z "$(HAS_NVIDIA)" ] && $(PIP) $(PIP_INDEX) -c constraints.txt 'torch==$(TORCH)+cpu' 2>/dev/null; } || \
+	    { echo "torch $(TORCH) for CUDA: up to 3 GB to download (TORCH_INDEX=<index of CPU builds> needs 0.2)"; \
+	      $(PIP) $(PIP_INDEX) -c constraints.txt torch; }; } && \
+	  $(PIP) -c constraints.txt -e '.[dev]'; \
 	fi || { echo "installing failed: is the package index reachable? (TORCH_INDEX names another wheel index)"; exit 1; }
 	@touch $@
 
@@ -75,4 +101,4 @@ gpu-sanitize: gpu-csrc
 	$(SANITIZE) --tool racecheck $(PYTHON) bench/sanitize.py --paths csrc
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info pagedattn/_csrc.*
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info pagedattn/_csrc.*

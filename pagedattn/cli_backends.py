@@ -59,9 +59,10 @@ def probe(name: str) -> tuple[Availability, Capabilities | None]:
 
 def state_of(state: Availability) -> str:
     """The version that is here, or why there is none."""
-    if state.ok:
-        return state.version
-    return f"no: {state.reason}" + (f" ({state.hint})" if state.hint else "")
+    said = f"{state.reason} ({state.hint})" if state.hint else state.reason
+    if not state.ok:
+        return f"no: {said}"
+    return f"{state.version}; {said}" if said else state.version
 
 
 def why(args: argparse.Namespace) -> int:
@@ -79,6 +80,8 @@ def why(args: argparse.Namespace) -> int:
         print(_told(spec))
         if selection is not None:
             show_rows((name, str(value)) for name, value in facts.items() if value)
+            for drawback in _drawbacks(selection):
+                print(display.wrapped(drawback, 4))
             print(_losers(selection.rejections))
         else:
             able = [name for name, reasons in rejections.items() if not reasons]
@@ -95,6 +98,13 @@ def _winners(selection: Selection) -> dict[str, object]:
         "block_size": selection.block_size,
         "chosen_by": selection.source,
     }
+
+
+def _drawbacks(selection: Selection) -> list[str]:
+    """A line for each backend that serves, but less well than it could, with the remedy."""
+    found = {one.name: one.availability() for one in (selection.prefill, selection.decode)}
+    kept = {name: state for name, state in found.items() if state.reason and state.hint}
+    return [f"{name}: {state.reason} ({state.hint})" for name, state in kept.items()]
 
 
 def _losers(rejections: Mapping[str, Sequence[Rejection]]) -> str:

@@ -144,6 +144,11 @@ def select_backend(spec: AttentionSpec, backend: str | Request | None = None) ->
     losers = {name: reasons for name, reasons in rejections.items() if name not in (prefill.name, decode.name)}
     selection = Selection(spec, prefill, decode, size, request.source, losers)
     _log_once(selection)
+    if spec.device_type != "cpu":
+        for served in dict.fromkeys((prefill, decode)):
+            state = served.availability()
+            if state.reason and state.hint:
+                _warn_once(f"{served.name}: {state.reason}; {state.hint}")
     return selection
 
 

@@ -68,7 +68,7 @@ def toys() -> dict[str, Any]:
     launcher, found = Launcher(_toy, ("x", "y", "scale")), {}
     toy: Any = _toy
     for name, args in TOY.items():
-        want = toy[(2,)](*args, WIDTH=16, num_warps=4).function
+        want = toy[(2,)](*args, WIDTH=16, num_warps=4, enable_fp_fusion=True).function
         lines = []
         for _ in range(2):
             launched.clear()
@@ -151,7 +151,7 @@ ONCE = {name: LAYERS[name] for name in ("plain", *(name for name in LAYERS if "f
 
 def layers(options: dict[str, Any], flat: bool, queries: list[int], writer: str, shared: int = 0) -> dict[str, Any]:
     """Three layers of a kind: whether what the second and third repeat is what a call with all checks does."""
-    reshape.choose = lambda *args: writer
+    reshape.choose = lambda *args, **rows: writer
     models = [_model(options, index) for index in range(3)]
     caches = [_cache(options) for _ in models]
     table = torch.arange(SEQS * 2, dtype=torch.int32).view(SEQS, 2)

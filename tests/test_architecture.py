@@ -37,6 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
             "ops.launch",
             "ops.library",
             "ops.kernels",
+            "ops.triton_versions",
         ),
     ),
     "metadata": (*LEAVES, "ops"),

@@ -12,9 +12,10 @@ import pagedattn
 from pagedattn import AttentionSpec, register_backend, select_backend, selector, use_backend
 from pagedattn.backends import registry
 from pagedattn.backends.torch_native import TorchBackend
+from pagedattn.backends.triton import TritonBackend
 from pagedattn.capabilities import Capabilities, IntRange
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.ops import hopper
+from pagedattn.ops import hopper, triton_versions
 from pagedattn.ops.library import interpreted
 from pagedattn.spec import ContextParallel
 
@@ -69,6 +70,30 @@ def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.Mon
     assert selector._order("prefill", spec.replace(capability=(8, 0)))[0] == "FLASH_ATTN"
     for other in ({"has_alibi": True}, {"head_dim": 96}, {"kv_cache_dtype": "fp8_e4m3"}, {"deterministic": True}):
         assert selector._order("prefill", spec.replace(**other))[0] == "FLASH_ATTN", other
+
+
+@pytest.mark.parametrize("found", ["3.5.1", "3.10.0", "4.0"])
+def test_a_triton_that_was_not_tried_says_so_once(
+    found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton_versions, "installed", lambda: found)
+    monkeypatch.setattr(TritonBackend, "availability", classmethod(TritonBackend.availability.__func__.__wrapped__))
+    monkeypatch.setattr(hopper, "why_not_on", hopper.why_not_on.__wrapped__)
+    selector._warn_once.cache_clear()
+    spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.float16, head_dim=128)
+    assert not TritonBackend.leads("prefill", spec) and found in hopper.why_not_on((9, 0))
+    for _ in range(2):
+        assert select_backend(spec, "TRITON").name == "TRITON"
+    said = [record.getMessage() for record in caplog.records if "was not tried" in record.getMessage()]
+    assert len(said) == 1 and f"triton {found}" in said[0] and "install" in said[0]
+
+
+def test_versions_of_triton_that_were_tried_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in ("3.6.0", "3.7.1+git1234", "3.8.0", "3.9.2"):
+        monkeypatch.setattr(triton_versions, "installed", lambda found=found: found)
+        assert triton_versions.why_untried() == ""
+    monkeypatch.setattr(triton_versions, "installed", lambda: None)
+    assert triton_versions.why_untried() == "triton is not installed"
 
 
 def test_each_phase_has_its_own_priority(monkeypatch: pytest.MonkeyPatch) -> None:

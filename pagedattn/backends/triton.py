@@ -11,7 +11,7 @@ import torch
 
 from .. import env
 from ..capabilities import Capabilities, IntRange, Rejection
-from ..ops import hopper
+from ..ops import hopper, triton_versions
 from ..ops.library import interpreted
 from ..spec import AttentionSpec, AttentionType, GraphLevel
 from .base import AttentionBackend, AttentionMetadata, Availability
@@ -44,7 +44,8 @@ class TritonBackend(AttentionBackend):
     @cache
     def availability(cls) -> Availability:
         try:
-            return Availability(ok=True, version=version("triton"))
+            reason = triton_versions.why_untried()
+            return Availability(True, version("triton"), reason, triton_versions.REMEDY if reason else "")
         except PackageNotFoundError:
             return Availability(ok=False, reason="triton is not installed", hint="pip install triton")
 

@@ -6,12 +6,11 @@ kernel for Hopper and the launches past Triton's dispatcher are off, and everyth
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 TRIED = ("3.6", "3.7", "3.8", "3.9")
-_log = logging.getLogger("pagedattn")
+REMEDY = f"install a newer pagedattn, or triton {TRIED[-1]} with the torch that requires it"
 
 
 @cache
@@ -36,17 +35,7 @@ def why_untried() -> str:
         return "triton is not installed"
     if ".".join(map(str, series(found))) in TRIED:
         return ""
-    return f"triton {found} was not tried, only {', '.join(TRIED)}"
-
-
-@cache
-def warn_if_untried() -> None:
-    """Say once per process what an untried version costs, and the remedy."""
-    reason = why_untried()
-    if reason and installed():
-        _log.warning(
-            "%s: the prefill kernel for Hopper and launches past Triton's dispatcher are off; install a newer "
-            "pagedattn, or triton %s with the torch that requires it",
-            reason,
-            TRIED[-1],
-        )
+    return (
+        f"triton {found} was not tried, only {', '.join(TRIED)}: the prefill kernel for Hopper and launches past "
+        "Triton's dispatcher are off"
+    )

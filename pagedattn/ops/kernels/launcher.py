@@ -170,4 +170,3 @@ class Replay:
 def _is_descriptor(arg: Any) -> bool:
     """Whether it is a TensorDescriptor, Triton's or Gluon's; its base stands where the varying tensor starts."""
     return hasattr(arg, "block_shape")
-

@@ -1,0 +1,86 @@
+"""Whether constraints.txt can be installed: pip's dry run, from the package index alone, by each supported Python here.
+
+    python tests/resolve.py [--python 3.12]
+
+Find-links, extra indexes and installed packages are left out, since what they offer nobody else has. A Python that is
+not on this machine is named; none at all, or one that cannot resolve, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def supported() -> list[str]:
+    """The Pythons that pyproject.toml names."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return re.findall(r"Programming Language :: Python :: (3\.\d+)", text)
+
+
+def candidates(version: str) -> Iterator[Path]:
+    """Where an interpreter of this version may be: this one, on the PATH, or below pyenv."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        yield Path(sys.executable)
+    root = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    yield from sorted(root.glob(f"versions/{version}.*/bin/python"), reverse=True)
+    found = shutil.which(f"python{version}")
+    if found:
+        yield Path(found)
+
+
+def interpreter(version: str) -> Path | None:
+    """The first that runs and has pip."""
+    for one in candidates(version):
+        if subprocess.run([one, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+            return one
+    return None
+
+
+def resolve(python: Path) -> subprocess.CompletedProcess[str]:
+    """Pip's dry run of what `make demo` installs."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    own = {
+        name: os.environ[name] for name in ("PIP_CERT", "PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT") if name in os.environ
+    }
+    command = [str(python), "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+    return subprocess.run(
+        [*command, "-c", "constraints.txt", "torch", ".[dev]"],
+        cwd=ROOT,
+        env={**inherited, **own, "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--python", action="append", help="versions to try instead of all")
+    tried, failed = 0, []
+    for version in parser.parse_args().python or supported():
+        python = interpreter(version)
+        if python is None:
+            print(f"Python {version} is not here", flush=True)
+            continue
+        done, tried = resolve(python), tried + 1
+        last = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("Would install")), "")
+        chosen = [one for one in last.split() if one.startswith(("torch-", "triton-", "numpy-", "transformers-"))]
+        print(f"Python {version}: {' '.join(chosen) if done.returncode == 0 else 'FAILED'}", flush=True)
+        if done.returncode:
+            failed.append(version)
+            print(done.stderr[-3000:], flush=True)
+    return 1 if failed or not tried else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
