@@ -13,6 +13,11 @@ from pagedattn import checkout  # noqa: E402
 for part in ("engine", "bench"):
     checkout.load(part)
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreter
+
+    interpreter.make_order_stable()
+
 
 def pytest_addoption(parser):  # type: ignore[no-untyped-def]
     parser.addoption("--grid", action="store_true", help="run full grids too, not only their covers")

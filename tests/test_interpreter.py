@@ -1,0 +1,64 @@
+"""The interpreter's `tl.dot` in these tests: a row's bits do not depend on its tile, its values are numpy's."""
+
+from __future__ import annotations
+
+import os
+
+import interpreter
+import numpy as np
+import pytest
+import torch
+from triton import language as tl
+from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
+
+
+def handle(data: interpreter.Array, dtype: tl.dtype) -> TensorHandle:
+    return TensorHandle(data, dtype)
+
+
+def dot(a: TensorHandle, b: TensorHandle, d: TensorHandle) -> interpreter.Array:
+    return interpreter_builder.create_dot(a, b, d, tl.core.constexpr("ieee"), 0).data
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 64, 128), (64, 16, 32), (3, 5, 7), (128, 128, 16)])
+def test_a_row_and_a_column_have_the_same_bits_alone_and_in_a_tile(m: int, n: int, k: int) -> None:
+    random = np.random.default_rng(0)
+    a, b = random.standard_normal((m, k), np.float32), random.standard_normal((k, n), np.float32)
+    d = random.standard_normal((m, n), np.float32)
+
+    def tile(rows: slice, columns: slice) -> interpreter.Array:
+        parts = (a[rows], b[:, columns], d[rows, columns])
+        return dot(*(handle(x, tl.float32) for x in parts))
+
+    whole = tile(slice(None), slice(None))
+    assert np.allclose(whole, a.astype(np.float64) @ b + d, rtol=1e-5, atol=1e-4)
+    for row in range(m):
+        assert np.array_equal(tile(slice(row, row + 1), slice(None)), whole[row : row + 1])
+        assert np.array_equal(tile(slice(row, row + 1), slice(row % n, row % n + 1))[0, 0], whole[row, row % n])
+    assert np.array_equal(tile(slice(m // 2, None), slice(n // 2, None)), whole[m // 2 :, n // 2 :])
+    transposed = np.ascontiguousarray(b.T).T
+    assert np.array_equal(dot(handle(a, tl.float32), handle(transposed, tl.float32), handle(d, tl.float32)), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64, torch.int8])
+def test_operands_are_converted_as_the_interpreter_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(2, *shape).mul(4).to(dtype) for shape in ((8, 16), (16, 4)))
+    names = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.float16: tl.float16}
+    kind = {**names, torch.float64: tl.float64, torch.int8: tl.int8}[dtype]
+    of = {torch.float64: (np.float64, tl.float64), torch.int8: (np.int32, tl.int32)}.get(
+        dtype, (np.float32, tl.float32)
+    )
+    stored = [x.view(torch.uint8).numpy() if x.dtype in list(names)[:2] else x.numpy() for x in (a, b)]
+    d = np.ones((2, 8, 4), of[0])
+    got = dot(*(handle(x, kind) for x in stored), handle(d, of[1]))
+    assert got.dtype == of[0] and got.shape == (2, 8, 4)
+    assert np.allclose(got, (a.double() @ b.double() + 1).numpy(), rtol=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_a_result_in_float16_is_summed_in_float32() -> None:
+    a = np.full((1, 4096), 0.1, np.float16)
+    got = dot(handle(a, tl.float16), handle(a.T, tl.float16), handle(np.zeros((1, 1), np.float16), tl.float16))
+    assert got.dtype == np.float16 and got.item() == np.float16(4096 * float(a[0, 0]) ** 2)
