@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -72,8 +73,8 @@ def check(backend: type[AttentionBackend], problem: Problem, name: str = "") -> 
     case, rows = problem.case, sum(problem.case.query_lens)
     before = _bytes(problem)
     out, lse = problem.run(backend)
-    softcap = case.softcap is not None
-    assert_close(name or case.id, out[:rows], problem.expected, problem.naive, softcap=softcap)
+    gates: dict[str, Any] = {"softcap": case.softcap is not None, "condition": problem.condition}
+    assert_close(name or case.id, out[:rows], problem.expected, problem.naive, **gates)
     if case.lse:
         if lse is None or lse.dtype not in (torch.float32, torch.float64):
             raise AssertionError(f"{name}: return_lse gave {lse}")

@@ -25,6 +25,56 @@ def attention_oracle(
     Query row i stands at position k - q + i. `dtype` other than float64 makes the naive low-precision implementation
     that tolerances are measured against.
     """
+    rows, heads, length = *query.shape[:2], len(key)
+    logits, v = _logits(query, key, value, scale, causal, sliding_window, softcap, alibi_slopes, dtype)
+    extra = [] if sinks is None else [sinks.to(dtype)[:, None, None].expand(heads, rows, 1)]
+    joined = torch.cat([logits, *extra], -1)
+    if joined.shape[-1] == 0:
+        empty = torch.full((rows, heads), -math.inf, dtype=dtype, device=query.device)
+        return torch.zeros(rows, heads, value.shape[2], dtype=dtype, device=query.device), empty
+    weights = joined.softmax(-1)[..., :length].nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v), joined.logsumexp(-1).T
+
+
+def logit_condition(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[q, Hq, Dv]: how far `out` moves, to first order, per relative error of every logit, the signs being the worst.
+
+    `out` and `lse` are the oracle's. A logit l_j that is off by e_j moves the output by p_j (v_j - out) e_j, so that
+    this is the sum of p_j |l_j| |v_j - out|: next to nothing where one key has all the weight, and much where two large
+    logits are nearly equal.
+    """
+    logits, v = _logits(query, key, value, scale, causal, sliding_window, softcap, alibi_slopes, torch.float64)
+    weighted = (logits - lse.T[:, :, None]).exp() * logits.masked_fill(logits == -math.inf, 0.0).abs()
+    weighted = weighted.nan_to_num(0.0)  # a row without keys
+    columns = zip(v.unbind(-1), out.unbind(-1), strict=True)
+    sums = [torch.einsum("hqk,hqk->qh", weighted, (x.T[:, None] - o.T[:, :, None]).abs()) for x, o in columns]
+    return torch.stack(sums, -1)
+
+
+def _logits(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [Hq, q, k], -inf where a key is masked, and values [k, Hq, Dv] of each query head."""
     (rows, heads, _), (length, kv_heads, _) = query.shape, key.shape
     q, k, v = (x.to(dtype) for x in (query, key, value))
     k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
@@ -42,11 +92,4 @@ def attention_oracle(
         keep &= j <= i
     if sliding_window is not None:
         keep &= (i - j).abs() < sliding_window
-    logits = logits.masked_fill(~keep, -math.inf)
-    extra = [] if sinks is None else [sinks.to(dtype)[:, None, None].expand(heads, rows, 1)]
-    joined = torch.cat([logits, *extra], -1)
-    if joined.shape[-1] == 0:
-        empty = torch.full((rows, heads), -math.inf, dtype=dtype, device=query.device)
-        return torch.zeros(rows, heads, value.shape[2], dtype=dtype, device=query.device), empty
-    weights = joined.softmax(-1)[..., :length].nan_to_num(0.0)
-    return torch.einsum("hqk,khd->qhd", weights, v), joined.logsumexp(-1).T
+    return logits.masked_fill(~keep, -math.inf), v

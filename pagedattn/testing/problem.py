@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,16 +12,21 @@ from ..kv_cache import LayerCache
 from ..metadata import CommonAttentionMetadata
 from ..spec import AttentionSpec
 from .case import Case
-from .oracle import attention_oracle
+from .oracle import attention_oracle, logit_condition
 from .stored import Stored, stored_as
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
 _SEED = 20260
+# Of the largest LSE: above it, a row of two nearly equal logits is decided by how those were rounded.
+_HUGE = 100.0
 
 
 @dataclass(slots=True)
 class Problem:
-    """Tensors of a case, the answer, and what the cache must look like afterwards."""
+    """Tensors of a case, the answer, and what the cache must look like afterwards.
+
+    `condition` is `logit_condition` [T, Hq, Dv], where there are logits large enough to need it.
+    """
 
     case: Case
     spec: AttentionSpec
@@ -33,6 +39,7 @@ class Problem:
     expected_lse: torch.Tensor
     naive: torch.Tensor
     stored: Stored
+    condition: torch.Tensor | None = None
     cache_after: tuple[torch.Tensor, torch.Tensor] | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
@@ -94,13 +101,14 @@ def make_problem(
     parts = [[x.to(where) for x in one] for one in (queries, *read)]
     extras = [None if x is None else x.to(where) for x in (sinks, slopes)]
     answers = [_answers(case, spec, q, k, v, *extras) for q, k, v in zip(*parts, strict=True)]
-    expected, lse, naive = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    expected, lse, naive, condition = (torch.cat(parts) for parts in zip(*answers, strict=True))
     new_key, new_value = _given(case, keys, values)
     after = None
     if cache is not None:
         after = _written(case, stored, cache, common.slot_mapping, new_key, new_value)
     parts = _strided(case, torch.cat(queries), new_key, new_value)
     facts = {"expected": expected, "expected_lse": lse, "naive": naive, "stored": stored}
+    facts["condition"] = condition if condition.any() else None
     problem = Problem(case, spec, *parts, cache=None, common=common, **facts)
     problem.cache_after, problem.sinks, problem.alibi_slopes = after, sinks, slopes
     _move(problem, cache, device)
@@ -177,23 +185,20 @@ def _answers(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def run(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return attention_oracle(
-            q,
-            k,
-            v,
-            scale=spec.softmax_scale,
-            causal=bool(spec.causal),
-            sliding_window=spec.sliding_window,
-            softcap=spec.softcap,
-            alibi_slopes=slopes,
-            sinks=sinks,
-            dtype=dtype,
-        )
-
-    out, lse = run(torch.float64)
-    return out, lse, run(case.dtype)[0]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, LSE, the naive output, and the condition: zeros where it is not needed."""
+    options: dict[str, Any] = {
+        "scale": spec.softmax_scale,
+        "causal": bool(spec.causal),
+        "sliding_window": spec.sliding_window,
+        "softcap": spec.softcap,
+        "alibi_slopes": slopes,
+    }
+    out, lse = attention_oracle(q, k, v, sinks=sinks, **options)
+    naive, _ = attention_oracle(q, k, v, sinks=sinks, dtype=case.dtype, **options)
+    needed = case.dtype.itemsize > 2 and bool((lse[lse.isfinite()].abs() > _HUGE).any())
+    condition = logit_condition(q, k, v, out, lse, **options) if needed else torch.zeros_like(out)
+    return out, lse, naive, condition
 
 
 def _given(
@@ -259,7 +264,7 @@ def _move(problem: Problem, cache: tuple[torch.Tensor, torch.Tensor] | None, dev
         x = x.to(device)
         return x if problem.case.layout == "NHD" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    for name in ("query", "key", "value", "expected", "expected_lse", "naive", "sinks", "alibi_slopes"):
+    for name in ("query", "key", "value", "expected", "expected_lse", "naive", "condition", "sinks", "alibi_slopes"):
         tensor = getattr(problem, name)
         setattr(problem, name, None if tensor is None else tensor.to(device))
     problem.cache = None if cache is None else LayerCache(place(cache[0]), place(cache[1]))
