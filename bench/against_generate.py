@@ -44,7 +44,7 @@ def main() -> int:
         speeds = f"engine {row['engine_tok_s']:.0f} tokens/s, generate {row['generate_tok_s']:.0f}"
         print(f"prompts of {SHORTEST} to {longest} tokens: {speeds}, {row['ratio']:.2f} times as fast", flush=True)
     if args.json is not None:
-        args.json.write_text(json.dumps({"meta": meta([]), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"meta": meta([]), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -62,7 +62,7 @@ class EngineCase:
 
     def write(self, folder: Path) -> Path:
         """The model's folder: a config, no weights and no tokenizer."""
-        (folder / "config.json").write_text(json.dumps(dict(self.shape)))
+        (folder / "config.json").write_text(json.dumps(dict(self.shape)), encoding="utf-8")
         return folder
 
 

@@ -59,7 +59,7 @@ def main() -> int:
         status = max(_run(suites, report, how) for suites, report, how in runs if suites)
         record = _record([report for report in reports if report.exists()], args.commit, time.perf_counter() - begun)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record["rows"], indent=1))
     return status
 

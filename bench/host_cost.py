@@ -194,7 +194,7 @@ def main() -> None:
             "commit": os.environ.get("COMMIT", "unknown"),
             "date": datetime.date.today().isoformat(),
         }
-        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class ResultFile:
     def _write(self) -> None:
         if self.path is not None:
             partial = _partial(self.path)
-            partial.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n")
+            partial.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
             partial.replace(self.path)
 
 

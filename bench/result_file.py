@@ -85,7 +85,7 @@ def load(paths: Sequence[Path]) -> Result:
 
 def _read(path: Path) -> Result:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         suites = {*(family.suite for family in FAMILIES), SWEEP}
         rows = [row for row in content["rows"] if row["suite"] in suites]
         result = Result(content["meta"], [{**row, "backend": row.get("backend") or OWN} for row in rows])

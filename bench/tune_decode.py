@@ -280,7 +280,9 @@ def main() -> None:
             continue
         rows += tune(name, variants, args.rounds)
         release()
-        args.out.write_text(json.dumps({"meta": meta(), "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"meta": meta(), "rows": [row._asdict() for row in rows]}, indent=1) + "\n", encoding="utf-8"
+        )
     for group in (GROUPS[name] for name in args.groups):
         print("\n".join(table([row for row in rows if row.case in group.cases] or rows)), flush=True)
     print(f"done in {time.perf_counter() - started:.0f} s", flush=True)

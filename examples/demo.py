@@ -23,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
 
     llm = LLM(args.model, backend=args.backend)
-    lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [_question(llm, line) if line.endswith("?") else line for line in lines]
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
 

@@ -68,7 +68,7 @@ def package_version(package: str) -> str | None:
 
 def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     try:
-        match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text())
+        match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
     except OSError:
         return None
     return match[0] if match else None

@@ -1,22 +1,31 @@
 """Triton runs interpreted where there is no GPU; that must be decided before its kernels are imported."""
 
 import os
+from importlib.util import find_spec
 
+import pytest
 import torch
 
 torch.set_num_threads(1)  # the problems are tiny: a second thread only waits
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import interpreter  # noqa: E402
+import uninterpreted  # noqa: E402
+
 from pagedattn import checkout  # noqa: E402
 
 for part in ("engine", "bench"):
     checkout.load(part)
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    import interpreter
-
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     interpreter.make_order_stable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder_of_the_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    uninterpreted.folder = own.parent if hasattr(request.config, "workerinput") else own
 
 
 def pytest_addoption(parser):  # type: ignore[no-untyped-def]

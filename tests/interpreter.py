@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from triton import language as tl
-from triton.runtime import interpreter
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,13 +30,15 @@ def product(a: Array, b: Array, dtype: np.dtype[Any]) -> Array:
     return terms[0].astype(dtype)
 
 
-def _create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    operands = [a.data, b.data]
-    if any(one.dtype.is_floating() and one.dtype.primitive_bitwidth == 8 for one in (a, b)):
-        operands = [interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16) for x in (a, b)]
-    return interpreter.TensorHandle(product(*operands, d.data.dtype) + d.data, d.dtype.scalar)
-
-
 def make_order_stable() -> None:
     """For all kernels of this process."""
-    interpreter.InterpreterBuilder.create_dot = _create_dot
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        operands = [a.data, b.data]
+        if any(one.dtype.is_floating() and one.dtype.primitive_bitwidth == 8 for one in (a, b)):
+            operands = [interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16) for x in (a, b)]
+        return interpreter.TensorHandle(product(*operands, d.data.dtype) + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot

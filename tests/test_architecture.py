@@ -127,7 +127,7 @@ UNSAFE_CALLS = {"eval", "exec", "__import__", "torch.load", "yaml.load", "os.sys
 
 @cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def sources(*folders: Path) -> list[Path]:
@@ -254,7 +254,7 @@ def test_nothing_unsafe_is_imported_or_called() -> None:
 
 def test_files_are_short() -> None:
     for path in sources(LIBRARY, ENGINE, ROOT / "tests", ROOT / "bench"):
-        lines = len(path.read_text().splitlines())
+        lines = len(path.read_text(encoding="utf-8").splitlines())
         limit = 400 if path.is_relative_to(LIBRARY / "ops/kernels") else 300
         assert lines <= limit, f"{path}: {lines} lines"
 

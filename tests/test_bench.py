@@ -108,7 +108,7 @@ def test_a_run_that_ends_early_leaves_its_rows(tmp_path: Path) -> None:
     result = ResultFile(tmp_path / "r.json", {"copy_gb_s": 4000.0}, contenders("FA3,FlashInfer,TRITON"))
     result.add([row("TRITON", 10.0)])
     result.add([row("TRITON", 20.0, case="b")])
-    content = json.loads((tmp_path / "r.json").read_text())
+    content = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert [one["us"] for one in content["rows"]] == [10.0, 20.0] and content["meta"]["copy_gb_s"] == 4000.0
     assert [*content["meta"]["peers"]] == ["FA3", "FlashInfer"]
 
@@ -141,7 +141,7 @@ def test_it_is_found_in_a_checkout_and_in_an_installation(tmp_path: Path) -> Non
         with pytest.raises(ModuleNotFoundError):
             checkout.load(name, library)
     (tmp_path / "bench_part").mkdir()
-    (tmp_path / "bench_part" / "__init__.py").write_text("HERE = 1\n")
+    (tmp_path / "bench_part" / "__init__.py").write_text("HERE = 1\n", encoding="utf-8")
     with pytest.raises(ModuleNotFoundError):  # beside an installed library lie other people's packages
         checkout.load("bench_part", library)
     (tmp_path / "setup.py").touch()

@@ -32,7 +32,7 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
         and out[1].startswith("mixed 8/2/64 1q64s128+2q1s100")
         and "\r" not in out[1]
     )
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert {*content} == {"meta", "rows"} and [*file.parent.iterdir()] == [file]
     meta, (only,) = content["meta"], content["rows"]
     facts = {"gpu", "cpu", "torch", "triton", "pagedattn", "backends", "peers", "commit", "date", "summary"}

@@ -29,7 +29,7 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
     file = tmp_path / "engine.json"
     assert cli.main(["bench", "engine", "--json", str(file)]) == 0
     out = capsys.readouterr().out
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     assert content["meta"]["gpu"] is None
     rows = {row["workload"]: row for row in content["rows"]}
     assert [*rows] == [case.name for case in engine_cases(gpus=0)]

@@ -19,7 +19,7 @@ def test_a_run_from_the_command_to_the_file(
     file = tmp_path / "hf.json"
     arguments = ["--json", str(file), "--batch", "3", "--prompts", "4", "90", "--tokens", "5", "--runs", "1"]
     assert hf_generate.main([*arguments, "--shape", "one layer"]) == 0
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     (row,) = content["rows"]
     assert content["meta"]["transformers"] and row["workload"] == "3 prompts of 4..90"
     assert row["shape"] == "one layer"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import environment
 
 from pagedattn import AttentionSpec, AttentionType, cli, cli_env, env, selector
 from pagedattn.backends import registry
@@ -269,7 +270,9 @@ def test_env_shows_gpus_and_driver(
     assert json.loads(run(capsys, "env", "--json"))["gpus"] == ["NVIDIA H200 (9.0)"] * 2
     file = tmp_path / "version"
     for kind, driver in (("x86_64 Kernel Module", "570.86.15"), ("Open Kernel Module for x86_64", "580.95")):
-        file.write_text(f"NVRM version: NVIDIA UNIX {kind}  {driver}  Thu Jan 23 2025\nGCC version:  gcc 12.3.0\n")
+        file.write_text(
+            f"NVRM version: NVIDIA UNIX {kind}  {driver}  Thu Jan 23 2025\nGCC version:  gcc 12.3.0\n", encoding="utf-8"
+        )
         assert cli_env._driver(file) == driver
     assert cli_env._driver(tmp_path / "absent") is None
 
@@ -283,8 +286,8 @@ def test_importing_and_starting_is_cheap() -> None:
         "heavy = {'triton', 'flash_attn', 'flashinfer', 'transformers', 'rich', 'tokenizers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     assert (lines[0], lines[-1], done.stderr) == ("False", "[]", "")
 

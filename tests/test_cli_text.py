@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from threading import Timer
 
 import pytest
 import torch
+from processes import environment
 
 from pagedattn import cli, cli_generate
 from pagedattn.engine import LLM, SamplingParams
@@ -67,7 +69,7 @@ def test_several_prompts_keep_their_order(llm: LLM, capsys: pytest.CaptureFixtur
     spread = ("generate", "--max-tokens", "12", MODEL, texts[0], "--device", "cpu", texts[1])
     assert run(capsys, *spread)[0] == out == run(capsys, "generate", MODEL, *FEW, *texts)[0]
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join([texts[1], "", ""]))
+    file.write_text("\n".join([texts[1], "", ""]), encoding="utf-8")
     told = json.loads(run(capsys, "generate", MODEL, texts[0], "--file", str(file), *FEW, "--json")[0])
     assert [one["prompt"] for one in told["outputs"]] == texts and told["model"] == MODEL
     assert [one["text"] for one in told["outputs"]] == expected
@@ -104,9 +106,10 @@ def test_a_dtype_has_two_names(name: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("redirect", ["", ">&-"])
 def test_output_that_cannot_be_encoded_or_goes_nowhere(redirect: str) -> None:
-    command = f"{sys.executable} -m pagedattn generate {MODEL} über x --max-tokens 2 --device cpu {redirect}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "pagedattn", "generate", MODEL, "über", "x", "--max-tokens", "2", "--device", "cpu"]
+    command = f"{shlex.join(words)} {redirect}".encode()  # whatever the locale of the tests is
+    variables = environment(PYTHONUTF8="1", PYTHONIOENCODING="ascii")
+    done = subprocess.run(["sh", "-c", command], env=variables, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("> ?ber\n") != bool(redirect)
 
@@ -181,7 +184,7 @@ def test_a_signal_stops_an_answer_and_the_program_goes_on() -> None:
     command = [sys.executable, "-m", "pagedattn", "chat", MODEL, "--device", "cpu", "--ignore-eos"]
     with subprocess.Popen(
         [*command, "--max-tokens", "1900"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -204,21 +207,21 @@ def test_a_signal_stops_an_answer_and_the_program_goes_on() -> None:
 
 BAD = {
     "generate": "the following arguments are required: MODEL",
-    f"generate {MODEL}": "a PROMPT is needed",
-    f"generate {MODEL} x --topp 1 y": "unrecognized arguments: --topp 1 y",
-    f"chat {MODEL} x": "unrecognized arguments: x",
-    f"generate {MODEL} x --top-p 0": "top_p must be in (0, 1]",
-    f"generate {MODEL} x --max-tokens 0": "max_tokens must be an integer from 1",
-    f"generate {MODEL} x --set backend": "--set must be NAME=VALUE",
-    f"generate {MODEL} x --set bakend=TORCH": "did you mean backend?",
-    f"generate {MODEL} x --set enable_prefix_caching=False": "a value as in JSON, false, got False",
-    f"generate {MODEL} x --set model=other": "give its folder as MODEL",
-    f"generate {MODEL} x --dtype float7": "expected one of bf16, fp16, fp32, fp64, bfloat16",
-    f"generate {MODEL} x --device hpu": "expected a device that is here, got 'hpu'",
-    f"generate {MODEL} --topp -- x": "unrecognized arguments: --topp -- x",
+    "generate MODEL": "a PROMPT is needed",
+    "generate MODEL x --topp 1 y": "unrecognized arguments: --topp 1 y",
+    "chat MODEL x": "unrecognized arguments: x",
+    "generate MODEL x --top-p 0": "top_p must be in (0, 1]",
+    "generate MODEL x --max-tokens 0": "max_tokens must be an integer from 1",
+    "generate MODEL x --set backend": "--set must be NAME=VALUE",
+    "generate MODEL x --set bakend=TORCH": "did you mean backend?",
+    "generate MODEL x --set enable_prefix_caching=False": "a value as in JSON, false, got False",
+    "generate MODEL x --set model=other": "give its folder as MODEL",
+    "generate MODEL x --dtype float7": "expected one of bf16, fp16, fp32, fp64, bfloat16",
+    "generate MODEL x --device hpu": "expected a device that is here, got 'hpu'",
+    "generate MODEL --topp -- x": "unrecognized arguments: --topp -- x",
     "env -- x": "unrecognized arguments: ",
-    f"generate {MODEL} x --file /nowhere": "--file /nowhere cannot be read",
-    f"generate {MODEL} x --backend TORHC --set seed=1": "did you mean TORCH?",
+    "generate MODEL x --file /nowhere": "--file /nowhere cannot be read",
+    "generate MODEL x --backend TORHC --set seed=1": "did you mean TORCH?",
     "chat": "the following arguments are required: MODEL",
     "conformance TORCH --device gpu": "expected a device such as cuda or cpu, got 'gpu'",
     "conformance TORCH --device hpu": "expected a device that is here, got 'hpu'",
@@ -229,7 +232,7 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD)
 def test_a_bad_value_is_one_line_and_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, *line.split(), status=2)
+    out, err = run(capsys, *(MODEL if word == "MODEL" else word for word in line.split()), status=2)
     assert not out and BAD[line] in err and err.count("\n") == 1
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from processes import environment
 
 from pagedattn.ops import library
 
@@ -30,6 +31,17 @@ def _setup() -> ModuleType:
 
 
 SETUP = _setup()
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kept between runs, where the checkout can be written: the same text is not compiled again by the same command."""
+    kept = ROOT / "build" / "test"
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        pass
+    return kept if os.access(kept, os.W_OK) else tmp_path_factory.mktemp("objects")
 
 
 @pytest.fixture
@@ -51,14 +63,11 @@ def test_it_uses_nothing_but_the_stable_interface() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CUDA_SOURCES))
-def test_a_cuda_source_compiles_without_a_spill(nvcc: str, name: str) -> None:
+def test_a_cuda_source_compiles_without_a_spill(nvcc: str, objects: Path, name: str) -> None:
     include = str(Path(torch.__file__).parent / "include")
     flags = [*SETUP.gencode(nvcc, "9.0"), "-Xptxas=-warn-spills,-Werror"]
     command = SETUP.compile_command(nvcc, ROOT / "csrc" / f"{name}.cu", include, flags)
-    folder = ROOT / "build" / "nvcc"
-    folder.mkdir(parents=True, exist_ok=True)
-    # The same text compiled by the same command before is not compiled again.
-    assert SETUP.compiled(command, folder).stat().st_size > 1000
+    assert SETUP.compiled(command, objects).stat().st_size > 1000
 
 
 def test_every_cuda_source_is_compiled_and_has_a_cpu_twin() -> None:
@@ -95,24 +104,24 @@ def test_a_build_that_cannot_be_says_why(monkeypatch, tmp_path, compiler, match)
     assert not (tmp_path / "_csrc.so").exists()
 
 
-def test_a_cuda_build_that_fails_leaves_the_cpu_build(monkeypatch, tmp_path) -> None:
+def test_a_cuda_build_that_fails_leaves_the_cpu_build(monkeypatch, tmp_path, objects) -> None:
     if SETUP.find_cxx() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(SETUP, "find_nvcc", lambda: shutil.which("false"))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    text = SETUP.build(tmp_path / "_csrc.so", ROOT / "build" / "test")
+    text = SETUP.build(tmp_path / "_csrc.so", objects)
     assert "for the CPU only: the CUDA build failed: false failed" in text and (tmp_path / "_csrc.so").exists()
 
 
 @pytest.mark.parametrize("raised", ["ImportError", "RuntimeError"])
 def test_without_torch_the_installation_goes_on_and_the_reason_is_kept(tmp_path: Path, raised: str) -> None:
-    (tmp_path / "torch.py").write_text(f"raise {raised}('there is none here')\n")
+    (tmp_path / "torch.py").write_text(f"raise {raised}('there is none here')\n", encoding="utf-8")
     command = ["setup.py", "-q", "build_ext", f"--build-lib={tmp_path / 'lib'}", f"--build-temp={tmp_path / 'temp'}"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    variables = environment(tmp_path)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    note = (tmp_path / "lib/pagedattn/_csrc.txt").read_text()
+    note = (tmp_path / "lib/pagedattn/_csrc.txt").read_text(encoding="utf-8")
     assert note.startswith("not built: torch could not be imported (there is none here); install it")
     assert "pip install --no-build-isolation" in note
     assert not (tmp_path / "lib/pagedattn/_csrc.so").exists()
@@ -126,10 +135,10 @@ def test_a_folder_named_torch_is_no_torch(monkeypatch, tmp_path: Path) -> None:
 
 def test_a_note_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('\u00fc')\n", encoding="utf-8")
-    (tmp_path / "lib").write_text("a file where a folder should be")
+    (tmp_path / "lib").write_text("a file where a folder should be", encoding="utf-8")
     command = ["setup.py", "-q", "build_ext", f"--build-lib={tmp_path / 'lib'}", f"--build-temp={tmp_path / 'temp'}"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    variables = environment(tmp_path, PYTHONIOENCODING="ascii")
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "the note could not be written" in done.stdout
 
@@ -144,7 +153,7 @@ def test_max_jobs_that_is_no_number_is_one_per_core(monkeypatch: pytest.MonkeyPa
 
 def _compiler(path: Path, version: str, body: str) -> str:
     """A script that says a version, and otherwise does what `body` says with the output file ($last)."""
-    path.write_text(f"#!/bin/sh\nif [ $1 = --version ]; then echo {version}; exit; fi\n{body}\n")
+    path.write_text(f"#!/bin/sh\nif [ $1 = --version ]; then echo {version}; exit; fi\n{body}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -19,7 +19,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def prose(page: Path) -> str:
-    return FENCED.sub("", page.read_text())
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -51,13 +51,13 @@ def test_relative_links_and_their_anchors_are_there() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = set(re.findall(r"\b(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"\b(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {page.name for page in DOCS} and len(listed) >= 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_compile(page: Path) -> None:
-    for number, (language, code) in enumerate(FENCED.findall(page.read_text())):
+    for number, (language, code) in enumerate(FENCED.findall(page.read_text(encoding="utf-8"))):
         if language == "python":
             compile(code, f"{page.name}, block {number}", "exec")
 
@@ -65,7 +65,11 @@ def test_python_blocks_compile(page: Path) -> None:
 @pytest.mark.parametrize("name", ["concepts", "selection", "backend", "engine"])
 def test_python_blocks_of_a_page_run_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = [code for language, code in FENCED.findall((ROOT / f"docs/{name}.md").read_text()) if language == "python"]
+    blocks = [
+        code
+        for language, code in FENCED.findall((ROOT / f"docs/{name}.md").read_text(encoding="utf-8"))
+        if language == "python"
+    ]
     names: dict[str, object] = {}
     for code in blocks:
         exec(compile(code, f"{name}.md", "exec"), names)
@@ -73,14 +77,13 @@ def test_python_blocks_of_a_page_run_in_order(name: str, monkeypatch: pytest.Mon
 
 
 def test_the_support_matrix_is_what_backends_declare() -> None:
-    text = (ROOT / "docs/support.md").read_text()
+    text = (ROOT / "docs/support.md").read_text(encoding="utf-8")
     match = re.search(r"<!-- pagedattn backends --matrix -->\n(.*)<!-- end -->", text, re.DOTALL)
     assert match is not None
     # Without the interpreter, in which TRITON serves a CPU too, and without other packages' backends.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "PAGEDATTN_PLUGINS": "0"}
+    variables = environment(without=["TRITON_INTERPRET"], PAGEDATTN_PLUGINS="0")
     command = [sys.executable, "-m", "pagedattn", "backends", "--matrix"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert match[1] == done.stdout, "write the output of `pagedattn backends --matrix` into docs/support.md"
     header = match[1].splitlines()[0]
     assert all(f"`{name}`" in header for name in ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN (FA2)"))
@@ -88,7 +91,7 @@ def test_the_support_matrix_is_what_backends_declare() -> None:
 
 def test_numbers_have_a_file() -> None:
     """Every result file that a page names is there, and no page quotes a time or a speed without naming one."""
-    text = (ROOT / "docs/performance.md").read_text()
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(\w+\.json)\b", text)) - {"result.json"}
     assert named and all((ROOT / "bench/results/h200" / name).exists() for name in named)
     measured = re.compile(r"\d (?:us|GB/s|TFLOP/s)\b")

@@ -29,7 +29,7 @@ from pagedattn.integrations.transformers import PackedModel, disable, enable, ne
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
-HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
 SPEC = AttentionSpec(num_heads=8, head_dim=64, num_kv_heads=2)
 
 
@@ -78,12 +78,14 @@ def load(folder: Path, change: Callable[[Path], None] = lambda folder: None, **o
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     listed = {"weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
 def own_code(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}), encoding="utf-8"
+    )
 
 
 def without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,6 @@ def test_a_value_that_is_none_of_them_is_refused(name: str, text: str, monkeypat
 def test_no_other_module_reads_the_environment_for_one() -> None:
     found = []
     for path in sorted(ROOT.rglob("*.py")):
-        if path.name != "env.py" and re.search(r"(environ|getenv)[^\n]*PAGEDATTN_", path.read_text()):
+        if path.name != "env.py" and re.search(r"(environ|getenv)[^\n]*PAGEDATTN_", path.read_text(encoding="utf-8")):
             found.append(path)
     assert not found

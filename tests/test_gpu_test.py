@@ -24,7 +24,7 @@ def test_every_test_that_a_gpu_can_run_is_named_once() -> None:
     assert together == [*gpu_test.SUITES] and sorted(alone) == sorted(gpu_test.ALONE)
     assert all((ROOT / suite).exists() for suite in (*together, *alone))
     for file in (ROOT / "tests").rglob("test_*.py"):
-        if "pytest.mark.gpu" in file.read_text() and file.name != Path(__file__).name:
+        if "pytest.mark.gpu" in file.read_text(encoding="utf-8") and file.name != Path(__file__).name:
             assert str(file.relative_to(ROOT)).startswith((*gpu_test.SUITES, *gpu_test.ALONE)), file
 
 
@@ -78,7 +78,9 @@ def test_the_record_counts_tests_seconds_and_problems(tmp_path: Path, monkeypatc
         f'<testcase classname="a" name="3" time="1.0">{property_}<failure/></testcase>',
         '<testcase classname="b" name="1" time="0.1"><skipped/></testcase>',
     ]
-    (tmp_path / "r.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    (tmp_path / "r.xml").write_text(
+        f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>", encoding="utf-8"
+    )
     record = gpu_test._record([tmp_path / "r.xml"], "abc1234", 61.2)
     meta = record["meta"]
     assert isinstance(meta, dict) and (meta["random_problems"], meta["seconds"], meta["commit"]) == (100, 61, "abc1234")

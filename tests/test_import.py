@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+from processes import environment
 
 import pagedattn
 
@@ -26,11 +27,10 @@ print(json.dumps([took, sorted({name.partition(".")[0] for name in sys.modules})
 
 @cache
 def runs() -> list[tuple[float, set[str], bool]]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     out = []
     for _ in range(5):
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+            [sys.executable, "-c", SCRIPT], env=environment(), cwd=ROOT, capture_output=True, text=True, check=True
         )
         took, modules, touched = json.loads(done.stdout)
         out.append((took, set(modules), touched))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 ROOT = Path(__file__).parent.parent
 LAYER = "import pagedattn; pagedattn.Attention(8, 64, 2, backend='TORCH')"
 
 
 def said(code: str, level: str | None) -> tuple[str, str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEDATTN_")}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({} if level is None else {"PAGEDATTN_LOG": level})
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    variables = environment(without=["PAGEDATTN_"]) | ({} if level is None else {"PAGEDATTN_LOG": level})
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     return done.stdout, done.stderr
 
 

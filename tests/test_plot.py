@@ -24,13 +24,13 @@ def row(backend: str | None, workload: str = "64q1s4k", suite: str = "decode", *
 
 
 def write(path: Path, *rows: dict[str, Any], **meta: Any) -> Path:
-    path.write_text(json.dumps({"meta": {**META, **meta}, "rows": rows}))
+    path.write_text(json.dumps({"meta": {**META, **meta}, "rows": rows}), encoding="utf-8")
     return path
 
 
 def test_the_committed_result_is_grouped_as_it_was_measured() -> None:
     result = load([COMMITTED])
-    content = json.loads(COMMITTED.read_text())
+    content = json.loads(COMMITTED.read_text(encoding="utf-8"))
     assert {row["suite"] for row in content["rows"]} >= {"decode", "prefill", "mixed"}
     for suite, family in (("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED), ("cache", CACHE)):
         timed = [row for row in content["rows"] if row["suite"] == suite and row["us"] is not None]
@@ -90,7 +90,7 @@ def test_what_cannot_be_drawn_is_refused_with_the_file(tmp_path: Path) -> None:
         load([good, write(tmp_path / "b.json", row("TRITON"), gpu="NVIDIA A100")])
     with pytest.raises(ValueError, match=r"c\.json has no row of cache, decode"):
         load([write(tmp_path / "c.json", {"suite": "tests.gpu", "passed": 4})])
-    (tmp_path / "d.json").write_text("[1]")
+    (tmp_path / "d.json").write_text("[1]", encoding="utf-8")
     for name in ("d.json", "absent.json"):
         with pytest.raises(ValueError, match=f"{name} is no result file"):
             load([tmp_path / name])
@@ -170,7 +170,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert set(made) == {f"{family.suite}.{kind}" for family in FAMILIES for kind in ("png", "svg")}
     assert set(map(str, made.values())) == set(capsys.readouterr().out.split())
     assert all(made[name].read_bytes().startswith(b"\x89PNG") for name in made if name.endswith("png"))
-    decode, prefill = made["decode.svg"].read_text(), made["prefill.svg"].read_text()
+    decode, prefill = made["decode.svg"].read_text(encoding="utf-8"), made["prefill.svg"].read_text(encoding="utf-8")
     for text in ("4333  (248 µs)", "64q1s4k", "copy 4000", "read 4468", "decode on NVIDIA H200", "host µs", "5.0 (5.0"):
         assert text in decode, text
     assert "matrix product 748" in prefill and "copy" not in prefill and "host" not in prefill
@@ -182,7 +182,13 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         str(tmp_path / f"{name}.{kind}") for name in ("decode", "sweep", "ratios") for kind in ("png", "svg")
     }
     curves, ratios = (tmp_path / f"{name}.svg" for name in ("sweep", "ratios"))
-    assert all(text in curves.read_text() for text in ("decode, batch 4", "prefill, one prompt", "copy 4000", "TRITON"))
-    assert all(text in ratios.read_text() for text in ("1.25", "decode 64q1s4k", "auto", "ratios on NVIDIA H200"))
+    assert all(
+        text in curves.read_text(encoding="utf-8")
+        for text in ("decode, batch 4", "prefill, one prompt", "copy 4000", "TRITON")
+    )
+    assert all(
+        text in ratios.read_text(encoding="utf-8")
+        for text in ("1.25", "decode 64q1s4k", "auto", "ratios on NVIDIA H200")
+    )
     assert plot.main([str(tmp_path / "absent.json"), "--out", str(tmp_path)]) == 2
     assert "absent.json is no result file" in capsys.readouterr().err

@@ -60,11 +60,13 @@ def test_a_backend_that_raises_is_in_nobodys_way(target: str, said: str, monkeyp
 
 def _plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """An installed package with an entry point, as pip would leave it."""
-    (tmp_path / "acme_attention.py").write_text(body)
+    (tmp_path / "acme_attention.py").write_text(body, encoding="utf-8")
     info = tmp_path / "acme_attention-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-attention\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[pagedattn.backends]\nACME = acme_attention:AcmeBackend\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-attention\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(
+        "[pagedattn.backends]\nACME = acme_attention:AcmeBackend\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "acme_attention", raising=False)
     registry._installed.cache_clear()

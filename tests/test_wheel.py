@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
@@ -33,9 +34,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=left_out)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
-    environment = {**os.environ, "PATH": str(out), "CXX": "none"}
+    variables = {**os.environ, "PATH": str(out), "CXX": "none"}
     build = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out), str(source)]
-    subprocess.run(build, env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(build, env=variables, check=True, capture_output=True, timeout=300)
     (found,) = out.glob("*.whl")
     return found
 
@@ -79,11 +80,11 @@ def test_the_source_distribution_has_no_piece_of_the_tests(tmp_path: Path) -> No
 def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     subprocess.run([*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)], check=True)
-    environment = {**os.environ, "PYTHONPATH": str(target)}
+    variables = environment(target)
 
     def run(*argv: str) -> str:
         command = [sys.executable, "-m", "pagedattn", *argv]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
         return done.stdout
 
     facts = json.loads(run("env", "--json"))
@@ -93,5 +94,5 @@ def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     told = json.loads(run("generate", str(MODEL), "A block table", "--max-tokens", "4", "--device", "cpu", "--json"))
     assert len(told["outputs"][0]["token_ids"]) == 4
     where = "import pagedattn, pagedattn.engine as e; print(pagedattn.__file__, e.__file__)"
-    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert all(Path(file).is_relative_to(target) for file in done.stdout.split()) and done.stdout

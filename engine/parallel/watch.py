@@ -186,7 +186,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 def _state(pid: int) -> str:
     """A process's state where it explains silence."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return ""
     return {"T": ", it is stopped", "t": ", it is held by a debugger", "D": ", it waits in the kernel"}.get(letter, "")

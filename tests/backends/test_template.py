@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import CHECKOUT, environment
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "examples" / "backend_template"
@@ -43,15 +43,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(TEMPLATE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(folder), str(source)], check=True, capture_output=True, timeout=120)
-    (folder / "wrong.py").write_text(WRONG)
+    (folder / "wrong.py").write_text(WRONG, encoding="utf-8")
     return folder
 
 
 def run(installed: Path, *argv: str, status: int = 0, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEDATTN_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}", **variables}
+    given = environment(installed, CHECKOUT, without=["PAGEDATTN_"], OMP_NUM_THREADS="1") | variables
     command = [sys.executable, *(argv if argv[0] == "-c" else ("-m", "pagedattn", *argv))]
-    done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=installed, env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -84,10 +83,10 @@ def test_it_is_benchmarked_by_name(installed: Path) -> None:
     file = installed / "result.json"
     names = ("--backends", "MINE,TORCH", "--workload", "2q7_3q1s9", "--json", str(file))
     run(installed, "bench", *names, CUDA_VISIBLE_DEVICES="")
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["backend"] for row in rows] == ["TORCH", "MINE"] and not any(row["refused"] for row in rows)
     assert all(row["us"] > 0 and row["error"] < 1e-5 for row in rows)
 
 
 def test_it_is_short() -> None:
-    assert len((TEMPLATE / "my_attention.py").read_text().splitlines()) <= 120
+    assert len((TEMPLATE / "my_attention.py").read_text(encoding="utf-8").splitlines()) <= 120

@@ -23,7 +23,7 @@ SEQS, PREFILLED, LENGTH, BLOCK = 2, 280, 300, 16
 
 
 def tokens(backend: str, version: str | None = None) -> list[tuple[int, ...]]:
-    prompts = (TRAINED / "prompts.txt").read_text().splitlines()
+    prompts = (TRAINED / "prompts.txt").read_text(encoding="utf-8").splitlines()
     llm = LLM(TRAINED, backend=backend, block_size=256, num_kv_blocks=64, clean_cache=True, max_num_seqs=16)
     if version is not None:
         assert version in llm.describe_attention()

@@ -112,25 +112,27 @@ class TestChatTemplate:
         folder = tmp_path / "model"
         folder.mkdir()
         assert ChatTemplate.from_folder(ModelFolder(folder)) is None
-        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old {{ bos_token }}"}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": "old {{ bos_token }}"}), encoding="utf-8"
+        )
         old = ChatTemplate.from_folder(ModelFolder(folder), {"bos_token": "B"})
         assert old is not None
         assert old.render([]) == "old B"
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
         default = ChatTemplate.from_folder(ModelFolder(folder))
         assert default is not None
         assert default.source == "d"
         assert [default.render([]), default.render([], tools=[{"type": "function"}])] == ["d", "t"]
-        (folder / "chat_template.jinja").write_text("new")
+        (folder / "chat_template.jinja").write_text("new", encoding="utf-8")
         new = ChatTemplate.from_folder(ModelFolder(folder))
         assert new is not None
         assert new.source == "new"
-        (folder / "chat_template.jinja").write_text("x" * (64 << 10) + "x")
+        (folder / "chat_template.jinja").write_text("x" * (64 << 10) + "x", encoding="utf-8")
         with pytest.raises(SecurityError, match="bytes"):
             ChatTemplate.from_folder(ModelFolder(folder))
         (folder / "chat_template.jinja").unlink()
-        (tmp_path / "t.jinja").write_text("leak")
+        (tmp_path / "t.jinja").write_text("leak", encoding="utf-8")
         (folder / "chat_template.jinja").symlink_to(tmp_path / "t.jinja")
         with pytest.raises(SecurityError):
             ChatTemplate.from_folder(ModelFolder(folder))

@@ -142,7 +142,9 @@ def test_from_folder(tmp_path: Path) -> None:
     backend = byte_level()
     backend.enable_truncation(2)
     backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<|im_end|>"}, "bos_token": null}', encoding="utf-8"
+    )
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
@@ -153,6 +155,6 @@ def test_from_folder(tmp_path: Path) -> None:
 def test_bad_input_is_typed(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="Unicode"):
         TOKENIZER.encode("\ud800")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(WeightsError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(ModelFolder(tmp_path))

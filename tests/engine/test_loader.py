@@ -69,7 +69,9 @@ def split_in_two(folder: Path) -> dict[str, str]:
 
 
 def write_index(folder: Path, weight_map: object) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

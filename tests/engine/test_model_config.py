@@ -175,7 +175,7 @@ def test_bad_values_are_refused_by_name(key: str, value: object, named: str) -> 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"a": "\\ud8'])
 def test_broken_json(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(WeightsError, match=r"config\.json"):
         load_model_config(ModelFolder(tmp_path))
 
@@ -188,6 +188,6 @@ def test_missing_config(tmp_path: Path) -> None:
 
 
 def test_generation_config_of_a_folder_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(BASE))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
+    (tmp_path / "config.json").write_text(json.dumps(BASE), encoding="utf-8")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}', encoding="utf-8")
     assert load_model_config(ModelFolder(tmp_path)).eos_token_ids == (151645, 151643)

@@ -196,7 +196,7 @@ def test_the_client_of_the_readme(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert snippet.count("http://127.0.0.1:8000/v1") == 1
     exec(compile(snippet.replace("http://127.0.0.1:8000", served.url), "README.md", "exec"), {})
     assert served.direct["chat"].text in capsys.readouterr().out

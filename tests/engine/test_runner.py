@@ -209,11 +209,11 @@ def test_the_tokenizer_and_its_eos(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     byte_level().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}', encoding="utf-8")
     assert make_runner(tmp_path).eos_token_ids == (2,)
     for name in ("config.json", "generation_config.json"):
-        text = (tmp_path / name).read_text().replace('"eos_token_id": 2', '"eos_token_id": null')
-        (tmp_path / name).write_text(text)
+        text = (tmp_path / name).read_text(encoding="utf-8").replace('"eos_token_id": 2', '"eos_token_id": null')
+        (tmp_path / name).write_text(text, encoding="utf-8")
     runner = make_runner(tmp_path)
     assert runner.tokenizer is not None
     assert runner.eos_token_ids == (runner.tokenizer.control_tokens["<|im_end|>"],)

@@ -44,7 +44,7 @@ CONFIG = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with wide logits."""
     path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     runner = ModelRunner(EngineConfig(model=str(path), load_format="dummy", device="cpu", num_kv_blocks=2))
     views = runner.model.checkpoint_views(dict(runner.model.named_parameters()))
     tensors = {key: view if "norm" in key else view * 10 for key, view in views.items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import environment
 from safetensors.torch import save_file
 from test_loader import empty_model, load, refused, split_in_two, write_index
 from tiny_models import hf_model, save
@@ -107,7 +108,7 @@ class TestPaths:
         assert time.monotonic() - start < 1
         (folder / name).unlink()
         secret = tmp_path / "secret.json"
-        secret.write_text("{}")
+        secret.write_text("{}", encoding="utf-8")
         (folder / name).symlink_to(secret)
         with pytest.raises(UnsafePathError, match="inside"):
             load(folder)
@@ -179,18 +180,20 @@ class TestPickles:
 class TestRemoteCode:
     def test_auto_map_is_refused_before_any_import(self, folder: Path, tmp_path: Path) -> None:
         marker = tmp_path / "marker"
-        (folder / "modeling_x.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
-        config = json.loads((folder / "config.json").read_text())
+        (folder / "modeling_x.py").write_text(
+            f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n", encoding="utf-8"
+        )
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for model_type in ("qwen2", "x"):
             config.update(model_type=model_type, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
-            (folder / "config.json").write_text(json.dumps(config))
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
             with pytest.raises(SecurityError, match="auto_map"):
                 empty_model(folder)
         assert not marker.exists()
         assert "modeling_x" not in sys.modules
 
     def test_an_unknown_model_type_lists_the_supported(self, folder: Path) -> None:
-        (folder / "config.json").write_text('{"model_type": "mamba"}')
+        (folder / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
         with pytest.raises(UnsupportedError, match=r"mamba.*llama, mistral, qwen2, qwen3"):
             empty_model(folder)
 
@@ -203,8 +206,8 @@ class TestRemoteCode:
             f"ModelRunner(EngineConfig(model={str(folder)!r}, device='cpu', num_kv_blocks=4))\n"
             "print('transformers' in sys.modules)"
         )
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
         assert done.stdout.strip() == "False", done.stderr
 
 

@@ -124,7 +124,10 @@ def test_only_the_share_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_checkpoint_of_a_wrong_shape_is_refused_by_its_whole_shape(tmp_path: Path) -> None:
     folder = save(hf_model("qwen3", torch.float32), tmp_path)
     config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 128', '"intermediate_size": 256'))
+    config.write_text(
+        config.read_text(encoding="utf-8").replace('"intermediate_size": 128', '"intermediate_size": 256'),
+        encoding="utf-8",
+    )
     with pytest.raises(WeightsError, match=r"down_proj.weight' must have shape \[64, 256\], got \[64, 128\]"):
         build(folder, ThreadRanks(0, 2, None, []))  # type: ignore[arg-type]
 

@@ -149,7 +149,7 @@ def test_ranks_listen_on_loopback_only(pair: Callable[[str], Pair]) -> None:
             inodes.add(os.readlink(f"/proc/{pid}/fd/{one}").removeprefix("socket:[").rstrip("]"))
     addresses = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
+        for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
             words = line.split()
             if words[9] in inodes and words[3] == "0A":  # listens
                 addresses.append(words[1].partition(":")[0])
@@ -220,7 +220,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def _is_dead(pid: int) -> bool:
     """Gone, or a zombie that whoever adopts orphans here has not reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 

@@ -147,8 +147,10 @@ def altered(folder: Path, target: Path, **changes: Any) -> Path:
     """A copy of a model folder with other values in its config; ... removes one."""
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changes
+    (target / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...}), encoding="utf-8"
+    )
     return target
 
 
@@ -180,7 +182,7 @@ def test_keys_that_choose_code_are_not_followed(folders: Any, tmp_path: Path) ->
     """A config may name kernels of the Hub, pickles, or patches; none of these is a model's shape."""
     keys = ("_attn_implementation", "attn_implementation", "_experts_implementation", "transformers_weights")
     folder = altered(folders("mixtral"), tmp_path, **dict.fromkeys(keys, "someone/kernels"), fusion_config={"x": True})
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/else"}')
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/else"}', encoding="utf-8")
     assert tokens_of(make_llm(folder)) == generated("mixtral")
 
 

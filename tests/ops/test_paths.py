@@ -47,14 +47,16 @@ def test_without_the_extension_torch_serves_and_csrc_says_how_to_build_it(extens
 
 
 def test_the_reason_that_the_build_left_is_told(extension: Path) -> None:
-    extension.with_suffix(".txt").write_text("not built: no C++ compiler was found\nand pages of detail\n")
+    extension.with_suffix(".txt").write_text(
+        "not built: no C++ compiler was found\nand pages of detail\n", encoding="utf-8"
+    )
     assert library.csrc_status() == "not built: no C++ compiler was found"
     with pytest.raises(UnsupportedError, match="no C\\+\\+ compiler was found"):
         call("csrc")
 
 
 def test_a_note_of_a_file_that_is_gone_is_not_believed(extension: Path) -> None:
-    extension.with_suffix(".txt").write_text("built with torch 2.13\n")
+    extension.with_suffix(".txt").write_text("built with torch 2.13\n", encoding="utf-8")
     assert library.csrc_status().startswith("not built: python setup.py")
 
 
