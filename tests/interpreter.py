@@ -35,10 +35,11 @@ def make_order_stable() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        operands = [a.data, b.data]
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        rows, columns = a.data, b.data
         if any(one.dtype.is_floating() and one.dtype.primitive_bitwidth == 8 for one in (a, b)):
-            operands = [interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16) for x in (a, b)]
-        return interpreter.TensorHandle(product(*operands, d.data.dtype) + d.data, d.dtype.scalar)
+            rows = interpreter._convert_float(rows, a.dtype, tl.float16, None).view(np.float16)
+            columns = interpreter._convert_float(columns, b.dtype, tl.float16, None).view(np.float16)
+        return interpreter.TensorHandle(product(rows, columns, d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot

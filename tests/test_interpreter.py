@@ -44,19 +44,24 @@ def test_a_row_and_a_column_have_the_same_bits_alone_and_in_a_tile(m: int, n: in
     assert np.array_equal(dot(handle(a, tl.float32), handle(transposed, tl.float32), handle(d, tl.float32)), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64, torch.int8])
+KINDS = {
+    torch.float8_e4m3fn: (tl.float8e4nv, tl.float32, np.float32),
+    torch.float8_e5m2: (tl.float8e5, tl.float32, np.float32),
+    torch.float16: (tl.float16, tl.float32, np.float32),
+    torch.float64: (tl.float64, tl.float64, np.float64),
+    torch.int8: (tl.int8, tl.int32, np.int32),
+}
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_operands_are_converted_as_the_interpreter_does(dtype: torch.dtype) -> None:
+    kind, result, stored = KINDS[dtype]
     torch.manual_seed(0)
     a, b = (torch.randn(2, *shape).mul(4).to(dtype) for shape in ((8, 16), (16, 4)))
-    names = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.float16: tl.float16}
-    kind = {**names, torch.float64: tl.float64, torch.int8: tl.int8}[dtype]
-    of = {torch.float64: (np.float64, tl.float64), torch.int8: (np.int32, tl.int32)}.get(
-        dtype, (np.float32, tl.float32)
-    )
-    stored = [x.view(torch.uint8).numpy() if x.dtype in list(names)[:2] else x.numpy() for x in (a, b)]
-    d = np.ones((2, 8, 4), of[0])
-    got = dot(*(handle(x, kind) for x in stored), handle(d, of[1]))
-    assert got.dtype == of[0] and got.shape == (2, 8, 4)
+    fp8 = dtype.is_floating_point and dtype.itemsize == 1
+    rows, columns = (handle((x.view(torch.uint8) if fp8 else x).numpy(), kind) for x in (a, b))
+    got = dot(rows, columns, handle(np.ones((2, 8, 4), stored), result))
+    assert got.dtype == stored and got.shape == (2, 8, 4)
     assert np.allclose(got, (a.double() @ b.double() + 1).numpy(), rtol=1e-12 if dtype == torch.float64 else 1e-5)
 
 
