@@ -136,6 +136,13 @@ def test_tied_logits_do_not_depend_on_the_batch_either() -> None:
     assert together == [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
 
 
+def test_top_p_is_of_what_each_rows_own_top_k_left() -> None:
+    """A neighbour with a larger top_k must not add to the whole that top_p is a share of."""
+    logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(8)) * 0.5
+    rows = [request(seed=i, top_k=3 if i % 2 else 40, top_p=0.7) for i in range(64)]
+    assert sample(logits, rows) == [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+
+
 def test_seed_and_position_decide() -> None:
     def draw(seed: int, length: int, tokens: int = 1) -> list[int]:
         rows = [request([tokens] * (length + i), seed=seed) for i in range(64)]
@@ -198,6 +205,23 @@ def test_a_penalty_touches_its_own_row_only() -> None:
     before = logits.clone()
     assert sample(logits, rows) == [7, 8, 7]
     assert torch.equal(logits, before), "the model's logits are not written to"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [({"repetition_penalty": 9.0}, 8), ({"min_tokens": 9}, 8), ({"logprobs": 1}, 20), ({}, 20)],
+    ids=str,
+)
+def test_what_a_graph_drew_counts_unless_the_scores_differ_from_the_logits(case: dict[str, Any], expected: int) -> None:
+    """A graph draws from the logits alone: 7 is likeliest there, 8 with penalties or stops, and 20 only a graph draws."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 8] = 5.0, 4.0
+    rows = [request([7, 7], 1, stop_ids=(7,), temperature=0, **case)]
+    sampler = Sampler(VOCAB, "cpu")
+    drawn = torch.tensor([20], dtype=torch.int32)
+    (token,) = sampler.draw(logits, rows, sampler._own_state(rows), drawn=drawn, special=bool(case)).read()
+    assert token.token_id == expected
+    assert ("logprobs" in case) == (token.logprob is not None)
 
 
 def test_min_tokens_masks_stop_ids_until_reached() -> None:
