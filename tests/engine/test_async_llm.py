@@ -13,7 +13,7 @@ import pytest
 from fake_runner import FakeDetokenizer, FakeRunner, FakeTokenizer, LaunchingRunner, expected, fake_llm, greedy
 from invariants import check_idle
 
-from pagedattn.engine import LLM, AsyncLLM, SamplingParams, TokenStream
+from pagedattn.engine import LLM, AsyncLLM, SamplingParams, TokenDelta, TokenStream
 from pagedattn.engine.step import Step
 from pagedattn.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
 
@@ -202,6 +202,25 @@ def test_bad_requests_run_nothing() -> None:
     assert llm.stats().counters.generated_tokens == 0
 
 
+def test_nothing_of_a_refused_stream_stays_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first prompt was queued when the second was refused; the delta that says so is taken out, with no step left."""
+    llm, taken = fake_llm(max_waiting=1), list[TokenDelta]()
+    take = llm.take_deltas
+
+    def note() -> list[TokenDelta]:
+        taken.extend(deltas := take())
+        return deltas
+
+    monkeypatch.setattr(llm, "take_deltas", note)
+
+    async def use(engine: AsyncLLM) -> None:
+        with pytest.raises(QueueFullError):
+            await engine.stream(PROMPTS[:2], greedy(3))
+        await until(lambda: [delta.finish_reason for delta in taken] == ["abort"])
+
+    run(llm, use)
+
+
 def test_a_failing_step_ends_the_youngest_request() -> None:
     """One prompt makes each step fail that has it: that request gets the error, whoever came before goes on."""
     runner = FakeRunner()
@@ -246,6 +265,31 @@ def test_an_output_of_the_turn_that_failed_is_delivered() -> None:
 
     run(fake_llm(runner), use)
     assert any(len(step.scheduled) == 2 for step in runner.steps)
+
+
+def test_what_the_repair_after_a_failed_step_ends_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older of two streams has its last token when a step cannot be counted; the younger ends with the error."""
+    llm, queued = fake_llm(), threading.Event()
+    llm.runner.before = lambda step: queued.wait(10)  # type: ignore[attr-defined]
+    update, failures = llm._scheduler.update, [ZeroDivisionError("while a step was counted")]
+
+    def fail_once(*args: Any) -> Any:
+        advanced = update(*args)
+        if failures and any(request.finished for request, _ in advanced):
+            raise failures.pop()
+        return advanced
+
+    monkeypatch.setattr(llm._scheduler, "update", fail_once)
+
+    async def use(engine: AsyncLLM) -> None:
+        older, younger = await engine.stream(PROMPTS[3], greedy(4)), await engine.stream(PROMPTS[4], LONG)
+        queued.set()
+        good, error = await asyncio.gather(tokens_of(older), tokens_of(younger), return_exceptions=True)
+        assert isinstance(error, ZeroDivisionError) and not isinstance(good, BaseException)
+        assert good == {(0, 0): expected(PROMPTS[3], greedy(4))}
+
+    run(llm, use)
+    assert not failures
 
 
 def test_a_dead_engine_ends_everybody_with_its_error() -> None:

@@ -113,6 +113,18 @@ def test_watermark_keeps_admissions_from_causing_preemptions() -> None:
     assert without > 0 and preemptions(True) < without
 
 
+def test_a_large_cache_keeps_a_hundredth_free_for_those_that_run() -> None:
+    """A request that would fill the cache to its last blocks waits, rather than enter and be preempted soon after."""
+    bench = Bench(1001, seqs=2, budget=4096)
+    bench.add(prompt(40), 30)
+    bench.step()
+    large = bench.add(prompt(4 * 985, 1), 30)
+    bench.step()
+    assert bench.scheduler.running == bench.requests[:1] and bench.kv.pool.num_free == 1000 - 11
+    bench.finish()
+    assert large.num_generated == 30 and bench.scheduler.stats.preemptions == 0
+
+
 def test_every_token_is_accounted_for() -> None:
     """Scheduled + cached = computed by the end + recomputed."""
     bench = Bench(16, seqs=6, budget=24)
