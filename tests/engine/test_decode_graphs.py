@@ -10,9 +10,11 @@ import torch
 from test_runner import Driver, greedy, make_runner
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, SamplingParams
+from pagedattn import StepMetadata, plan_step
+from pagedattn.engine import LLM, SamplingParams, decode_graphs
 from pagedattn.engine.decode_graphs import default_sizes
-from pagedattn.errors import InvalidInputError
+from pagedattn.engine.runner import ModelRunner
+from pagedattn.errors import InvalidInputError, UnsupportedError
 
 PROMPTS = [[5, 9, 200, 17, 3], list(range(40, 77)), [11], [400, 401] * 10, [7, 8, 9]]
 
@@ -72,6 +74,72 @@ def test_larger_batches_and_mixed_steps_run_eagerly(folder: Path) -> None:
     assert graphs.replays == 0
     driver.run([(one, 1), (four, 1)])
     assert graphs.replays == 1
+
+
+def calls_of(runner: ModelRunner) -> list[tuple[int, StepMetadata]]:
+    """A list that gets the number of rows and the metadata of each run of the model."""
+    calls: list[tuple[int, StepMetadata]] = []
+    runner.model.register_forward_pre_hook(lambda _, args: calls.append((len(args[0]), args[3])))
+    return calls
+
+
+def test_a_batch_runs_in_the_smallest_size_that_holds_it(folder: Path) -> None:
+    runner = make_runner(folder, graph_sizes=(1, 8, 2, 4))
+    driver, calls = Driver(runner), calls_of(runner)
+    requests = [driver.request(list(prompt)) for prompt in PROMPTS]
+    driver.run([(one, len(one.token_ids)) for one in requests])
+    calls.clear()
+    for count in (1, 2, 3, 4, 5):
+        driver.run([(one, 1) for one in requests[:count]])
+    assert [size for size, _ in calls] == [1, 2, 4, 4, 8]
+
+
+def test_a_prefix_is_read_once_where_that_saves_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks that three sequences share save 2 * 8 reads of a token; with two sequences it is half of that."""
+
+    def reads_once(step: StepMetadata) -> bool:
+        return any(metadata.common.shared_prefix_len > 0 for metadata in step.by_key.values())
+
+    monkeypatch.setattr(StepMetadata, "shares_prefix", property(reads_once))  # as if every backend made use of it
+    monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 16)
+    runner = make_runner(folder, graph_sizes=(2, 4), block_size=4)
+    driver, graphs, calls = Driver(runner), runner._graphs, calls_of(runner)
+    assert graphs is not None and {*graphs._sharing} == {4}
+    first, *others = (driver.request([*range(40, 48), end]) for end in (7, 8, 9))
+    driver.run([(first, 9)])
+    for other in others:
+        other.block_ids = [table[:2] for table in first.block_ids]
+        other.num_computed_tokens = 8
+    driver.run([(other, 1) for other in others])
+    calls.clear()
+    for count in (3, 2, 1):
+        driver.run([(one, 1) for one in (first, *others)[:count]])
+    ran = [metadata for _, metadata in calls]
+    assert ran[0] is graphs._sharing[4].metadata
+    assert ran[1] is ran[2] is graphs._steps[2].metadata
+
+
+def test_a_refusal_leaves_nothing_captured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two sizes the second is refused: steps of the first size run eagerly too."""
+
+    def refuse_two(layers: Any, commons: Any, **options: Any) -> StepMetadata:
+        if commons[0].num_seqs == 2 and "into" not in options:
+            raise UnsupportedError("no graph of two")
+        return plan_step(layers, commons, **options)
+
+    monkeypatch.setattr(decode_graphs, "plan_step", refuse_two)
+    with caplog.at_level("WARNING", "pagedattn.engine"):
+        runner = make_runner(folder, graph_sizes=(4, 2))
+    assert "no graph of two" in caplog.text
+    driver, graphs = Driver(runner), runner._graphs
+    assert graphs is not None
+    requests = [driver.request(list(prompt)) for prompt in PROMPTS[:4]]
+    driver.run([(one, len(one.token_ids)) for one in requests])
+    for count in (4, 2):
+        driver.run([(one, 1) for one in requests[:count]])
+    assert graphs.replays == 0 and [one.num_generated for one in requests] == [3, 3, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_a_penalty_touches_its_own_row_only() -> None:
     ids=str,
 )
 def test_what_a_graph_drew_counts_unless_the_scores_differ_from_the_logits(case: dict[str, Any], expected: int) -> None:
-    """A graph draws from the logits: 7 is likeliest there, 8 with penalties or stops, and 20 comes from a graph only."""
+    """A graph draws from the logits: 7 is likeliest there, 8 with penalties or stops; only a graph would draw 20."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 5.0, 4.0
     rows = [request([7, 7], 1, stop_ids=(7,), temperature=0, **case)]
