@@ -8,11 +8,13 @@ it runs in a child process, started once and killed when its time is over.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ MAX_SOURCE_BYTES = 64 << 10
 MAX_RENDERED_CHARS = 4 << 20
 _MAX_REPLY_BYTES = 12 * MAX_RENDERED_CHARS + 4096  # a character takes at most 12 bytes of JSON
 _WORKER = Path(__file__).with_name("chat_worker.py")
+_PACKAGES = ("jinja2", "markupsafe")  # what the worker imports beyond the standard library
 
 
 class ChatTemplate:
@@ -122,11 +125,27 @@ class ChatTemplate:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        worker = subprocess.Popen([sys.executable, "-I", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        folders = _folders()
+        # No environment variable, working directory, site folder or .pth file decides what the worker imports.
+        command = [sys.executable, "-I", "-S", str(_WORKER), *folders]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         weakref.finalize(self, _stop, worker)
         if worker.stdout.readline() != b"ready\n":  # type: ignore[union-attr]
-            raise UnsupportedError("chat templates need jinja2 3.1.6 or newer: pip install 'pagedattn[engine]'")
+            raise UnsupportedError(
+                f"chat templates need jinja2 3.1.6 or newer, which {' and '.join(folders)} do not have: "
+                "pip install 'pagedattn[engine]'"
+            )
         return worker
+
+
+def _folders() -> list[str]:
+    """The folders from which this process would import what the worker needs, the working directory left out."""
+    path = [entry for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
+    specs = [PathFinder.find_spec(name, path) for name in _PACKAGES]
+    found = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin is not None]
+    if len(found) < len(_PACKAGES):
+        raise UnsupportedError("chat templates need jinja2 3.1.6 or newer: pip install 'pagedattn[engine]'")
+    return [*dict.fromkeys(found)]
 
 
 def to_json(value: object) -> str:

@@ -1,6 +1,7 @@
 """The process that renders chat templates: one JSON request per line of stdin, one JSON reply per line of stdout.
 
-Started by path (`python -I chat_worker.py`), so it imports the standard library and jinja2 only.
+Started by path (`python -I -S chat_worker.py FOLDER ...`), so it imports the standard library only, and jinja2 from the
+folders that it is given.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
+
+sys.path.extend(sys.argv[1:])
 
 import jinja2
 from jinja2 import ext, nodes

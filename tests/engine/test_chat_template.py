@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import markupsafe
 import pytest
 from test_detokenizer import byte_level
 
@@ -14,7 +19,7 @@ from pagedattn.engine.chat_encoding import encode_chat
 from pagedattn.engine.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from pagedattn.engine.paths import ModelFolder
 from pagedattn.engine.tokenizer import Tokenizer
-from pagedattn.errors import RequestError, SecurityError
+from pagedattn.errors import RequestError, SecurityError, UnsupportedError
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -94,6 +99,38 @@ class TestChatTemplate:
             template.render([{"boom": True}])
         assert time.monotonic() - start < 5
         assert template.render([{"boom": False}]) == "fine"
+
+    @pytest.mark.parametrize("version", ["3.1.6", "3.1.5"])
+    def test_jinja2_comes_from_where_this_process_has_it(
+        self, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as a folder of PYTHONPATH, which the isolated interpreter of the worker does not read."""
+        for package in (jinja2, markupsafe):
+            shutil.copytree(Path(package.__file__ or "").parent, tmp_path / package.__name__)
+        with (tmp_path / "jinja2/__init__.py").open("a") as file:
+            file.write(f"\n__version__ = {version!r}\n")
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        if version == "3.1.6":
+            assert ChatTemplate("{{ 1 + 1 }}").render([]) == "2"
+        else:
+            with pytest.raises(UnsupportedError, match=re.escape(f"3.1.6 or newer, which {tmp_path} do not have")):
+                ChatTemplate("x").render([])
+
+    def test_nothing_of_the_working_directory_or_the_environment_is_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("jinja2", "markupsafe", "json", "sitecustomize", "usercustomize"):
+            (tmp_path / f"{name}.py").write_text("raise SystemExit")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        for entry in ("", ".", str(tmp_path)):
+            monkeypatch.setattr(sys, "path", [entry, *sys.path])
+            assert ChatTemplate("{{ 1 + 1 }}").render([]) == "2"
+
+    def test_without_jinja2_the_remedy_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", [])
+        with pytest.raises(UnsupportedError, match=r"jinja2 3\.1\.6 or newer: pip install"):
+            ChatTemplate("x").render([])
 
     def test_memory_is_limited(self) -> None:
         with pytest.raises(SecurityError, match="MemoryError"):
