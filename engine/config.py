@@ -38,6 +38,8 @@ class EngineConfig:
             collecting it stalls steps. None does so on a GPU.
         tensor_parallel_size: processes that share the model, each on a GPU of its own from `device` on (or on the CPU).
         step_timeout: seconds after which a step of several processes counts as hung although all of them live.
+        heartbeat_timeout: seconds without a sign of life, of which each of several processes gives two a second, after
+            which it counts as hung. One that ends or fails is noticed at once, whatever this is.
         backend: attention backend by name; None chooses.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.
@@ -72,6 +74,7 @@ class EngineConfig:
     freeze_gc: bool | None = None
     tensor_parallel_size: int = 1
     step_timeout: float = 300.0
+    heartbeat_timeout: float = 60.0
     backend: str | None = None
     model_impl: str = "auto"
     load_format: str = "auto"
@@ -107,18 +110,16 @@ class EngineConfig:
                 raise InvalidInputError(name, "a number in (0, 1]", repr(value))
         if self.graph_sizes is not None:
             object.__setattr__(self, "graph_sizes", _checked_sizes(self.graph_sizes))
-        seconds = self.log_interval
-        if seconds is not None and (
-            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0
-        ):
-            raise InvalidInputError("log_interval", "a positive number of seconds, or None", repr(seconds))
+        if self.log_interval is not None and not _is_positive(self.log_interval):
+            raise InvalidInputError("log_interval", "a positive number of seconds, or None", repr(self.log_interval))
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("model_impl", self.model_impl, _MODEL_IMPLS)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
         _check_choice("preemption", self.preemption, _PREEMPTIONS)
-        limit = self.step_timeout
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise InvalidInputError("step_timeout", "a positive number of seconds", repr(limit))
+        if not _is_positive(self.step_timeout):
+            raise InvalidInputError("step_timeout", "a positive number of seconds", repr(self.step_timeout))
+        if not _is_positive(self.heartbeat_timeout) or self.heartbeat_timeout < 1:
+            raise InvalidInputError("heartbeat_timeout", "at least 1 second", repr(self.heartbeat_timeout))
 
     def longest_sequence(self, positions: int) -> int:
         """`max_model_len`, or what a model with `positions` positions allows; InvalidInputError where that is less."""
@@ -151,6 +152,10 @@ _LOWEST = {
     "swap_space": 0,
 }
 _OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _checked_sizes(sizes: object) -> tuple[int, ...]:

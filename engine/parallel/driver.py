@@ -27,11 +27,9 @@ from .channel import Kind
 from .launcher import Workers
 from .sharding import Share
 from .step_wire import StepEncoder, decode_tokens
-from .watch import RankFailed, Watch
+from .watch import Limits, RankFailed, Watch
 
-_SILENCE = 3.5  # seconds in which a rank gives seven signs of life
-_SILENCE_AT_START = 120.0  # loading libraries may hold the interpreter for long
-_SECONDS_TO_START = 3600.0
+_AT_START = Limits(silence=120.0, total=3600.0)  # loading libraries may hold the interpreter for long
 _AS_IT_WAS = (CapacityError, SecurityError, UnsupportedError, WeightsError)
 
 
@@ -53,7 +51,7 @@ class ParallelRunner:
         devices = _devices(config.device, size)
         self.prefers_overlap = devices[0] != "cpu"
         self.tokenizer = Tokenizer.from_folder(self.folder)
-        self._limit = config.step_timeout
+        self._limits = Limits(config.heartbeat_timeout, config.step_timeout)
         self._steps, self._in_doubt = StepEncoder(), False
         self._workers = Workers(size)
         try:
@@ -90,9 +88,9 @@ class ParallelRunner:
         if self._in_doubt:  # an interrupt may have kept the step before from being sent
             self._steps.forget()
         self._in_doubt = True
-        number = self._watch.send(Kind.STEP, [self._steps.encode(step)])
+        number = self._watch.send(Kind.STEP, [self._steps.encode(step)], self._limits)
         self._in_doubt = False
-        return SentStep(step, number, self._watch, self._limit)
+        return SentStep(step, number, self._watch, self._limits)
 
     def close(self) -> None:
         """End all ranks; nothing runs afterwards."""
@@ -109,8 +107,9 @@ class ParallelRunner:
             for rank, device in enumerate(devices)
         ]
         try:
-            number = self._watch.send(Kind.START, bodies)
-            answers = self._watch.answers(number, len(devices), _SILENCE_AT_START, _SECONDS_TO_START)
+            limits = Limits(*map(max, _AT_START, self._limits))
+            number = self._watch.send(Kind.START, bodies, limits)
+            answers = self._watch.answers(number, len(devices), limits)
         except RankFailed as error:
             raise _as_it_was(error) from error.__cause__
         self._workers.have_met()
@@ -132,12 +131,12 @@ class ParallelRunner:
 class SentStep:
     """A step that the ranks have, or will have before any other."""
 
-    def __init__(self, step: Step, number: int, watch: Watch, limit: float) -> None:
-        self._step, self._number, self._watch, self._limit = step, number, watch, limit
+    def __init__(self, step: Step, number: int, watch: Watch, limits: Limits) -> None:
+        self._step, self._number, self._watch, self._limits = step, number, watch, limits
 
     def read(self) -> list[SampledToken | None]:
         """Wait for its tokens; as `ParallelRunner.execute`."""
-        (answer,) = self._watch.answers(self._number, 1, _SILENCE, self._limit)
+        (answer,) = self._watch.answers(self._number, 1, self._limits)
         return decode_tokens(answer, self._step)
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedattn.errors import EngineDeadError, PagedAttnError
 
@@ -17,6 +17,18 @@ from .launcher import Workers
 
 _TICK = 0.25
 _GRACE = 0.3  # what follows from a failure elsewhere arrives within this of it
+
+
+class Limits(NamedTuple):
+    """Seconds after which a rank counts as hung.
+
+    Attributes:
+        silence: without any sign of life.
+        total: for taking a message, or answering it, although there are signs of life.
+    """
+
+    silence: float
+    total: float
 
 
 class RankFailed(EngineDeadError):
@@ -51,78 +63,81 @@ class Watch:
         self._failures: dict[int, dict[str, Any]] = {}
         self.dead: RankFailed | None = None
 
-    def send(self, kind: Kind, bodies: list[bytes]) -> int:
-        """Send each rank its body (one for all where there is one); returns the number by which they answer."""
+    def send(self, kind: Kind, bodies: list[bytes], limits: Limits) -> int:
+        """Send each rank its body (one for all where there is one); returns the number by which they answer.
+
+        Raises:
+            RankFailed: a rank is lost, or does not take what it is sent; all of them have been ended.
+        """
         self._check()
-        self._flush()
+        self._silent = [0.0] * self._size
+        self._flush(limits)
         number = self._number = self._number + 1
         whole = [packets(kind, number, body) for body in bodies]
-        self._silent = [0.0] * self._size
         self._unsent = [list(reversed(whole[rank % len(whole)])) for rank in range(self._size)]
-        self._flush()
+        self._flush(limits)
         return number
 
-    def answers(self, number: int, ranks: int, silence: float, limit: float) -> list[bytes]:
+    def answers(self, number: int, ranks: int, limits: Limits) -> list[bytes]:
         """What the first `ranks` ranks answer to a message.
-
-        Args:
-            silence: seconds without any sign of life after which a rank counts as hung.
-            limit: seconds after which it does although there are signs of life.
 
         Raises:
             RankFailed: a rank is lost; all of them have been ended.
         """
         self._check()
-        left = limit
+        left = limits.total
         while any(self._latest[rank] < number for rank in range(ranks)):
-            left -= self._listen(_TICK)
-            for rank, seconds in enumerate(self._silent):
-                if seconds > silence:
-                    state = _state(self._processes[rank].pid)
-                    raise self._lost(rank, f"hangs: no sign of life for {silence:g} s{state}")
+            left -= self._listen(_TICK, limits.silence)
             if left < 0:
                 late = next(rank for rank in range(self._size) if self._latest[rank] < number)
-                raise self._lost(late, f"hangs: a step is not done after {limit:g} s")
+                raise self._lost(late, f"hangs: a step is not done after {limits.total:g} s")
         found = [self._answers[rank].pop(number, b"") for rank in range(ranks)]
         for kept in self._answers:
             for old in [key for key in kept if key < number]:
                 del kept[old]
         return found
 
-    def _flush(self) -> None:
+    def _flush(self, limits: Limits) -> None:
         """Send what is unsent. A packet is taken off the list after it went: one sent twice is passed over."""
-        for rank, left in enumerate(self._unsent):
+        left = limits.total
+        for rank, unsent in enumerate(self._unsent):
             channel = self._channels[rank]
-            while left:
+            while unsent:
                 try:
-                    sent = channel.offer(left[-1])
+                    sent = channel.offer(unsent[-1])
                 except OSError:
                     self._gone.add(rank)
                     raise self._diagnosed() from None
                 if sent:
-                    left.pop()
-                else:
-                    self._wait_for_room(rank)
+                    unsent.pop()
+                    continue
+                left -= self._wait_for_room(rank, limits.silence)
+                if left < 0:
+                    raise self._lost(rank, f"hangs: it does not take what it is sent after {limits.total:g} s")
 
-    def _wait_for_room(self, rank: int) -> None:
-        """Listen until a rank's channel may take a packet; a rank that never reads is silent too long."""
+    def _wait_for_room(self, rank: int, silence: float) -> float:
+        """As `_listen`, until a rank's channel may take a packet."""
         descriptor = self._channels[rank].fileno()
         self._poll.modify(descriptor, select.POLLIN | select.POLLOUT)
         try:
-            self._listen(_TICK)
+            return self._listen(_TICK, silence)
         finally:
             if descriptor in self._rank_of:
                 self._poll.modify(descriptor, select.POLLIN)
 
-    def _listen(self, seconds: float) -> float:
+    def _listen(self, seconds: float, silence: float) -> float:
         """Take in what comes within `seconds`; returns for how long this process listened, were it not stopped.
 
         Raises:
-            RankFailed: a rank is lost.
+            RankFailed: a rank is lost, or gave no sign of life for `silence` seconds.
         """
         waited = self._take_in(seconds)
         if self._gone or self._failures:
             raise self._diagnosed()
+        for rank, quiet in enumerate(self._silent):
+            if quiet > silence:
+                state = _state(self._processes[rank].pid)
+                raise self._lost(rank, f"hangs: no sign of life for {silence:g} s{state}")
         return waited
 
     def _take_in(self, seconds: float) -> float:

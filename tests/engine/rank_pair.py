@@ -52,7 +52,7 @@ def left_behind() -> set[str]:
 class Pair:
     """An engine of one rank and one of two, over the same folder with the same settings."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **changed: Any) -> None:
         kind, changes, extra = MODELS[name]
         save(hf_model(kind, torch.float32, **changes), folder)
         options: dict[str, Any] = {
@@ -63,7 +63,9 @@ class Pair:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 24,
             "max_prefill_share": 0.5,
+            "step_timeout": 60.0,  # so that ranks that wait for each other fail a test rather than hold it up
             **extra,
+            **changed,
         }
         self.one = LLM(folder, **options)
         self.files = left_behind()
@@ -71,12 +73,21 @@ class Pair:
         self.workers: Workers = self.two.runner._workers  # type: ignore[attr-defined]
         self.pids = [process.pid for process in self.workers.processes]
 
+    @property
+    def lives(self) -> bool:
+        """Whether no rank was lost."""
+        try:
+            self.two.step()
+        except EngineDeadError:
+            return False
+        return True
+
     def check_nothing_is_left(self) -> None:
         assert all(map(has_ended, self.pids))
         assert all(channel.fileno() == -1 for channel in self.workers.channels) and not self.workers._meeting
         assert left_behind() <= self.files
 
-    def lose(self, number: int) -> str:
+    def lose(self, number: int, limit: float = LIMIT) -> str:
         """Send rank 1 a signal in the middle of a generation; returns what every pending request ends with."""
         stream = self.two.stream(prompts(), GREEDY)
         for _ in range(9):
@@ -85,7 +96,7 @@ class Pair:
         start = time.monotonic()
         with pytest.raises(EngineDeadError) as caught:
             list(stream)
-        assert time.monotonic() - start < LIMIT
+        assert time.monotonic() - start < limit
         for call in (self.two.step, lambda: self.two.generate([1, 2])):
             with pytest.raises(EngineDeadError, match="rank 1 of 2"):
                 call()

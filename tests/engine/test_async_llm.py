@@ -203,7 +203,7 @@ def test_bad_requests_run_nothing() -> None:
 
 
 def test_nothing_of_a_refused_stream_stays_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first prompt was queued when the second was refused; the delta of its abort is taken without a step to run."""
+    """Its first prompt was queued when the second was refused; the delta of its abort is taken with no step to run."""
     llm, taken = fake_llm(max_waiting=1), list[TokenDelta]()
     take = llm.take_deltas
 

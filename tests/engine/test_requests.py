@@ -192,6 +192,9 @@ def test_huge_values_are_refused_quickly_and_in_little_memory() -> None:
         ("tensor_parallel_size", 0),
         ("step_timeout", 0),
         ("step_timeout", "long"),
+        ("heartbeat_timeout", 0.5),
+        ("heartbeat_timeout", True),
+        ("heartbeat_timeout", float("nan")),
     ],
 )
 def test_bad_settings_are_refused(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,18 +34,25 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
-    made: dict[str, Pair] = {}
+def made() -> Iterator[dict[str, Pair]]:
+    """The pairs of this module, by name."""
+    pairs: dict[str, Pair] = {}
+    yield pairs
+    for one in pairs.values():
+        one.two.close()
+        one.check_nothing_is_left()
+
+
+@pytest.fixture
+def pair(made: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Pairs by name, made anew where an earlier test has lost a rank."""
 
     def get(name: str) -> Pair:
-        if name not in made:
+        if name not in made or not made[name].lives:
             made[name] = Pair(name, tmp_path_factory.mktemp(name))
         return made[name]
 
-    yield get
-    for one in made.values():
-        one.two.close()
-        one.check_nothing_is_left()
+    return get
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -160,8 +168,22 @@ def test_a_killed_rank(pair: Callable[[str], Pair]) -> None:
     assert "was killed by SIGKILL" in pair("qwen3").lose(signal.SIGKILL)
 
 
-def test_a_stopped_rank(pair: Callable[[str], Pair]) -> None:
-    assert "hangs: no sign of life for 3.5 s, it is stopped" in pair("llama").lose(signal.SIGSTOP)
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    pair = Pair("llama", tmp_path, heartbeat_timeout=8)
+    assert "hangs: no sign of life for 8 s, it is stopped" in pair.lose(signal.SIGSTOP, 8 + LIMIT)
+
+
+def test_ranks_that_were_suspended_for_seconds_go_on(pair: Callable[[str], Pair]) -> None:
+    """As on a host that was paused, or that had too much else to do."""
+    both, outputs = pair("qwen3"), []
+    for output in both.two.stream(prompts(), GREEDY):
+        if not outputs:
+            for pid in both.pids:
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
+        outputs.append(output)
+    ended = sorted((delta.prompt_index, delta.completion.token_ids) for delta in outputs if delta.completion)
+    assert [[ids] for _, ids in ended] == tokens(both.one, GREEDY)
 
 
 def test_an_error_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

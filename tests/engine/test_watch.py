@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import signal
@@ -18,15 +19,27 @@ from typing import Any
 import fake_rank
 import pytest
 import torch
-from tiny_models import hf_model, save
+from tiny_models import hf_config, hf_model, save
 
 from pagedattn.engine import LLM
 from pagedattn.engine.parallel.channel import Channel, Kind, packets
 from pagedattn.engine.parallel.launcher import Workers
-from pagedattn.engine.parallel.watch import RankFailed, Watch
+from pagedattn.engine.parallel.watch import Limits, RankFailed, Watch
 from pagedattn.errors import EngineDeadError, InvalidInputError, PagedAttnError, SecurityError, WeightsError
 
 Make = Callable[..., Watch]
+LIMITS = Limits(silence=20.0, total=60.0)
+LARGE = 1_000_000  # bytes; more than the sockets hold
+# What ranks without a model say of it when they are started.
+FACTS = {
+    "num_kv_blocks": 9,
+    "swap_room": [0, 0.0],
+    "kv_groups": [[16, None]],
+    "vocab_size": 512,
+    "max_model_len": 64,
+    "eos_token_ids": [],
+    "description": "none",
+}
 
 
 def has_ended(pid: int) -> bool:
@@ -74,17 +87,17 @@ def make(kept: list[Workers]) -> Iterator[Make]:
     assert open_files() == before
 
 
-def ask(watch: Watch, body: bytes, silence: float = 5.0, limit: float = 20.0) -> list[bytes]:
-    return watch.answers(watch.send(Kind.STEP, [body]), 2, silence, limit)
+def ask(watch: Watch, body: bytes, limits: Limits = LIMITS) -> list[bytes]:
+    return watch.answers(watch.send(Kind.STEP, [body], limits), 2, limits)
 
 
 def test_every_rank_gets_every_message(make: Make) -> None:
     watch = make("echo", "slow")
-    for size in (0, 1, 32 << 10, (32 << 10) + 1, 1_000_000):  # the last is more than the sockets hold
+    for size in (0, 1, 32 << 10, (32 << 10) + 1, LARGE):
         body = random.Random(size).randbytes(size)
         assert ask(watch, body) == [body, body]
-    number = watch.send(Kind.STEP, [b"one", b"other"])
-    assert watch.answers(number, 2, 5, 20) == [b"one", b"other"]
+    number = watch.send(Kind.STEP, [b"one", b"other"], LIMITS)
+    assert watch.answers(number, 2, LIMITS) == [b"one", b"other"]
 
 
 def test_an_interrupt_anywhere_loses_and_doubles_nothing(make: Make) -> None:
@@ -125,11 +138,11 @@ def test_a_message_that_an_interrupt_kept_from_one_rank_reaches_it_before_the_ne
 
     channel.offer = strike  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        watch.send(Kind.STEP, [b"second"])
+        watch.send(Kind.STEP, [b"second"], LIMITS)
     kept_back = watch._number
-    number = watch.send(Kind.STEP, [b"third"])
-    assert watch.answers(kept_back, 2, 5, 20) == [b"second"] * 2
-    assert watch.answers(number, 2, 5, 20) == [b"third"] * 2
+    number = watch.send(Kind.STEP, [b"third"], LIMITS)
+    assert watch.answers(kept_back, 2, LIMITS) == [b"second"] * 2
+    assert watch.answers(number, 2, LIMITS) == [b"third"] * 2
 
 
 @pytest.mark.parametrize(
@@ -146,37 +159,65 @@ def test_a_lost_rank_is_named_with_its_cause(make: Make, roles: tuple[str, str],
     watch = make(*roles)
     ask(watch, b"first")
     start = time.monotonic()
-    silence, limit = (1.0, 10.0) if "silent" in roles else (10.0, 1.0)
+    limits = Limits(1.0, 10.0) if "silent" in roles else Limits(10.0, 1.0)
     with pytest.raises(EngineDeadError, match=why) as caught:
-        ask(watch, b"second", silence, limit)
-        ask(watch, b"third", silence, limit)
+        ask(watch, b"second", limits)
+        ask(watch, b"third", limits)
     assert time.monotonic() - start < 3
     assert all(process.poll() is not None for process in watch._workers.processes)
     with pytest.raises(EngineDeadError, match=why):
-        watch.send(Kind.STEP, [b""])
+        watch.send(Kind.STEP, [b""], LIMITS)
     if "fail" in roles and "exit" not in roles:
         assert "a trace" in str(caught.value.__cause__)
 
 
-def test_a_killed_and_a_stopped_rank(make: Make) -> None:
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_a_killed_and_a_stopped_rank(make: Make, size: int) -> None:
     for number, why in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "for 1 s, it is stopped")):
         watch = make("echo", "echo")
         ask(watch, b"first")
         os.kill(watch._workers.processes[1].pid, number)
         with pytest.raises(RankFailed, match=f"rank 1 .*{why}") as caught:
-            ask(watch, b"second", silence=1.0)
+            ask(watch, bytes(size), Limits(1.0, 20.0))
         assert caught.value.rank == 1
+
+
+def test_a_rank_that_lives_but_takes_no_messages(make: Make) -> None:
+    watch = make("echo", "deaf")
+    ask(watch, b"first")
+    with pytest.raises(RankFailed, match=r"rank 1 .* hangs: it does not take what it is sent after 1 s"):
+        watch.send(Kind.STEP, [bytes(LARGE)], Limits(10.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("roles", "setting", "why"),
+    [
+        (("mute", "mute"), {"step_timeout": 0.5}, "hangs: a step is not done after 0.5 s"),
+        (("mute", "silent"), {"heartbeat_timeout": 1.0}, "rank 1 of 2 .* hangs: no sign of life for 1 s"),
+    ],
+    ids=["step_timeout", "heartbeat_timeout"],
+)
+def test_the_settings_are_the_limits_of_a_step(
+    roles: tuple[str, str], setting: dict[str, float], why: str, tmp_path: Path
+) -> None:
+    hf_config("qwen3", architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    with fake_ranks(roles, json.dumps(FACTS)):
+        llm = LLM(tmp_path, tensor_parallel_size=2, device="cpu", **setting)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=why):
+        llm.generate([1, 2, 3])
+    assert time.monotonic() - start < 5
 
 
 def test_time_in_which_the_driver_was_stopped_is_not_silence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """After ctrl-Z and fg, of driver and ranks, the clock has gone on and nobody has spoken."""
     watch = make("echo", "slow")
     ask(watch, b"first")
-    number = watch.send(Kind.STEP, [b"second"])
+    number = watch.send(Kind.STEP, [b"second"], LIMITS)
     clock = time.monotonic
     jumps = iter([0.0, 3600.0])
     monkeypatch.setattr(time, "monotonic", lambda: clock() + next(jumps, 3600.0))
-    assert watch.answers(number, 2, 2.0, 5.0) == [b"second"] * 2
+    assert watch.answers(number, 2, Limits(2.0, 5.0)) == [b"second"] * 2
 
 
 def test_ranks_end_with_the_last_reference(make: Make, kept: list[Workers]) -> None:
