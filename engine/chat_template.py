@@ -140,7 +140,7 @@ class ChatTemplate:
 
 def _folders() -> list[str]:
     """The folders from which this process would import what the worker needs, the working directory left out."""
-    path = [entry for entry in sys.path if entry and os.path.abspath(entry) != os.getcwd()]
+    path = [entry for entry in sys.path if os.path.exists(entry) and not os.path.samefile(entry, ".")]
     specs = [PathFinder.find_spec(name, path) for name in _PACKAGES]
     found = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin is not None]
     if len(found) < len(_PACKAGES):
