@@ -33,7 +33,7 @@ from .result_file import (
     title,
 )
 
-_LOOK = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
+_LOOK: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
 _HATCHES = ("", "////", "....", "xxxx")
 
 
@@ -84,7 +84,9 @@ def _draw_bars(axes: Any, drawn: Sequence[Group], family: Family, result: Result
     colour = colours(names)
     # Bars of the same backend, of another version or another file, have its colour, hatched.
     hatch = {name: _HATCHES[sum(base(one) == base(name) for one in names[:i]) % 4] for i, name in enumerate(names)}
-    look = {name: {"facecolor": colour[name], "hatch": hatch[name], "edgecolor": "white"} for name in names}
+    look: dict[str, dict[str, Any]] = {
+        name: {"facecolor": colour[name], "hatch": hatch[name], "edgecolor": "white"} for name in names
+    }
     y, ticks = 0.0, []
     for group in drawn:
         ticks.append(y + (len(group.bars) - 1) / 2)

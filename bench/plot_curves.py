@@ -8,9 +8,9 @@ from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 from matplotlib.lines import Line2D  # pyright: ignore[reportMissingImports]
 
 from .curves import Grid, Panel
-from .result_file import CEILINGS, Result, base, colours, series, short
+from .result_file import CEILINGS, LineStyle, Result, base, colours, series, short
 
-_STYLES = ("-", "--", ":", "-.")
+_STYLES: tuple[LineStyle, ...] = ("-", "--", ":", "-.")
 _UNITS = {"gb_s": ("GB/s", "copy_gb_s"), "tflops": ("TFLOP/s", "matmul_tflops")}
 _COLUMNS = 3
 

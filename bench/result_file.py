@@ -8,9 +8,14 @@ import textwrap
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-CEILINGS = {"copy_gb_s": ("copy", "--"), "read_gb_s": ("read", ":"), "matmul_tflops": ("matrix product", "--")}
+LineStyle = Literal["-", "--", ":", "-."]
+CEILINGS: dict[str, tuple[str, LineStyle]] = {
+    "copy_gb_s": ("copy", "--"),
+    "read_gb_s": ("read", ":"),
+    "matmul_tflops": ("matrix product", "--"),
+}
 BANDWIDTH, COMPUTE = ("copy_gb_s", "read_gb_s"), ("matmul_tflops",)
 # Okabe and Ito's colours differ under every kind of colour blindness; their black is left for lines and text.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#332288", "#882255", "#44AA99")

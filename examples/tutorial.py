@@ -148,12 +148,13 @@ def selection() -> None:
 
 def plot(frames: list[tuple[str, list[str]]], file: Path) -> None:
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
 
     figure, axes = plt.subplots(len(frames), 1, figsize=(8, len(frames)), layout="constrained")
     for axis, (title, owners) in zip(axes, frames, strict=True):
         for block, owner in enumerate(owners):
             face = {"": "white", "null": "lightgrey"}.get(owner, "orange" if len(owner) > 1 else "lightblue")
-            axis.add_patch(plt.Rectangle((block, 0), 1, 1, facecolor=face, edgecolor="black"))
+            axis.add_patch(Rectangle((block, 0), 1, 1, facecolor=face, edgecolor="black"))
             axis.text(block + 0.5, 0.5, owner, ha="center", va="center")
         axis.set(xlim=(0, len(owners)), ylim=(0, 1), xticks=[], yticks=[])
         axis.set_title(title, fontsize=6, loc="left")

@@ -68,7 +68,7 @@ def test_paths_take_turns_and_a_failing_one_is_told(
     monkeypatch.setattr(op_paths, "paths_of", lambda case: ["csrc", "triton", "torch"])
     file = tmp_path / "paths.json"
     assert op_paths.main(["--json", str(file), "--seconds", "0.001"]) == 1  # a wrong result
-    rows = {row["backend"]: row for row in json.loads(file.read_text())["rows"]}
+    rows = {row["backend"]: row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]}
     assert rows["triton"]["refused"] == "no kernel for this" and rows["csrc"]["refused"].startswith("wrong: ")
     right = rows["torch"]
     assert right["us"] > 0 and right["host_us"] > 0 and right["stream_us"] > 0 and right["timed"] == "wall"

@@ -45,13 +45,13 @@ op_problems.same, op_problems.close = slow(op_problems.same), slow(op_problems.c
 problem.Problem.error = slow(problem.Problem.error)
 
 def pytest_sessionfinish():
-    Path(__file__).with_name("calls.txt").write_text(" ".join(calls))
+    Path(__file__).with_name("calls.txt").write_text(" ".join(calls), encoding="utf-8")
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
 def test_the_table_has_the_time_of_a_call_and_not_of_its_check(tmp_path: Path) -> None:
-    (tmp_path / "slow_checks.py").write_text(PLUGIN)
+    (tmp_path / "slow_checks.py").write_text(PLUGIN, encoding="utf-8")
     file = tmp_path / "rows.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "slow_checks", "bench", "--benchmark-only", "-k", SMALLEST]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))), "OMP_NUM_THREADS": "1"}
@@ -62,7 +62,7 @@ def test_the_table_has_the_time_of_a_call_and_not_of_its_check(tmp_path: Path) -
         [*command, f"--benchmark-json={file}"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(file.read_text())["benchmarks"]
+    rows = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
     found = {tuple(row["extra_info"][name] for name in ("op", "case", "path")): row for row in rows if row["stats"]}
     expected = {(*one, "torch") for one in TORCH} | {ATTENTION}
     if ops.path_of("copy_blocks", "cpu") == "csrc":
@@ -73,5 +73,5 @@ def test_the_table_has_the_time_of_a_call_and_not_of_its_check(tmp_path: Path) -
         assert row["group"] == f"{op} (wall time)" and row["options"]["timer"] == "now"
         assert stats["rounds"] >= 5 and stats["iterations"] == info["calls_per_round"]
         assert 0 < stats["min"] * stats["iterations"] < 0.1, "a round has a check in it"
-    checks = (tmp_path / "calls.txt").read_text().split()
+    checks = (tmp_path / "calls.txt").read_text(encoding="utf-8").split()
     assert {*checks} == {"same", "close", "error"} and len(checks) >= len(rows)

@@ -48,7 +48,7 @@ def test_host_cost_counts_sequences_and_requests(
     monkeypatch.setattr(sys, "argv", ["host_cost.py", "--seqs", "3", "--requests", "5", "--json", str(file)])
     host_cost.main()
     assert asked == {"seqs": 3} and [one.num_seqs for one in built] == [5]
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert rows["layer call"] == 1.5 and rows["CommonAttentionMetadata.from_lengths"] == rows["build, TORCH"] == 2.0
     assert f"{'layer call':48} {1.5:8.2f} us" in capsys.readouterr().out
 
@@ -110,7 +110,7 @@ def test_what_the_decode_kernel_is_tuned_over(
     deep = DecodeTuning(64, 4, 5, 1)._replace(in_flight=64, ahead=False)
     free = DecodeTuning(32, 2, 4, 4)._replace(max_registers=None, lead=2)
     assert plans == {every[1]: {"default": None, "deep": deep, "free": free}}
-    rows = json.loads(file.read_text())["rows"]
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 2 * 3 and {row["case"] for row in rows} == {every[1]}
     assert "10.00*" in capsys.readouterr().out
 

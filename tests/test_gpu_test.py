@@ -98,7 +98,9 @@ def test_a_run_from_the_command_to_the_record(tmp_path: Path, monkeypatch: pytes
     def run(words: list[str]) -> int:
         asked.append(words)
         (report,) = [word.partition("=")[2] for word in words if word.startswith("--junitxml=")]
-        Path(report).write_text('<testsuites><testcase classname="a" name="1" time="1"/></testsuites>')
+        Path(report).write_text(
+            '<testsuites><testcase classname="a" name="1" time="1"/></testsuites>', encoding="utf-8"
+        )
         return len(asked) - 1
 
     for name, value in {"is_available": lambda: True, "get_device_name": lambda: "a GPU"}.items():
@@ -112,5 +114,5 @@ def test_a_run_from_the_command_to_the_record(tmp_path: Path, monkeypatch: pytes
     assert together[-1] == str(ROOT / "tests/gpu") and alone[-1] == str(ROOT / LARGE)
     assert all(one[one.index("--problems") + 1] == "7" for one in asked) and "-n" not in alone
     assert together[together.index("-n") + 1] == "7" and together[together.index("--dist") + 1] == "worksteal"
-    record: dict[str, Any] = json.loads((tmp_path / "new" / "few.json").read_text())
+    record: dict[str, Any] = json.loads((tmp_path / "new" / "few.json").read_text(encoding="utf-8"))
     assert record["meta"]["commit"] == "abc1234" and record["rows"] == [{"suite": "a", "passed": 2, "seconds": 2.0}]

@@ -77,7 +77,8 @@ def test_a_triton_that_was_not_tried_says_so_once(
     found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton_versions, "installed", lambda: found)
-    monkeypatch.setattr(TritonBackend, "availability", classmethod(TritonBackend.availability.__func__.__wrapped__))
+    uncached = vars(TritonBackend)["availability"].__func__.__wrapped__
+    monkeypatch.setattr(TritonBackend, "availability", classmethod(uncached))
     monkeypatch.setattr(hopper, "why_not_on", hopper.why_not_on.__wrapped__)
     selector._warn_once.cache_clear()
     spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.float16, head_dim=128)

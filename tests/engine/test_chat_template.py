@@ -120,7 +120,7 @@ class TestChatTemplate:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("jinja2", "markupsafe", "json", "sitecustomize", "usercustomize"):
-            (tmp_path / f"{name}.py").write_text("raise SystemExit")
+            (tmp_path / f"{name}.py").write_text("raise SystemExit", encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         for entry in ("", ".", str(tmp_path)):
