@@ -1,0 +1,48 @@
+"""Faults of what a user of the engine sees: text, sampling beside others, captured sizes, ranks, interrupts."""
+
+from __future__ import annotations
+
+from mutant_anchor import Fault
+
+FAULTS = (
+    Fault("top_p over the batch's widest top_k", "Sampler._cutoff",
+          "ordered.masked_fill(~inside, -_INFINITY).softmax(dim=-1)", "ordered.softmax(dim=-1)",
+          "test_sampler.py own_top_k"),
+    Fault("penalties ignored where a graph drew", "Sampler.draw", "if drawn is None or scores is not logits:",
+          "if drawn is None:", "test_sampler.py graph_drew"),
+    Fault("the first listed stop string", "SequenceOutput._cut_at_stop", "self._text[: min(hits)]",
+          "self._text[: hits[0]]", "test_outputs.py earliest_stop_string"),
+    Fault("the shortest overlap held back", "_overlap",
+          "for size in range(min(len(text), len(stop) - 1), 0, -1):",
+          "for size in range(1, min(len(text), len(stop) - 1) + 1):", "test_outputs.py earliest_stop_string"),
+    Fault("time per token of an aborted request", "SequenceOutput.finish",
+          "later > 0 and request.status is not RequestStatus.FINISHED_ABORT", "later > 0",
+          "test_outputs.py no_time_per_token"),
+    Fault("the prefix cache reset under swapped requests", "KVCacheManager.reset_prefix_cache",
+          "if self.swap.num_free < self.swap.num_blocks or not self.pool.reset():", "if not self.pool.reset():",
+          "test_swap.py only_swapped"),
+    Fault("more decodes than tokens of a step", "StepPlanner.__init__", "min(max_num_seqs, max_num_batched_tokens)",
+          "max_num_seqs", "test_scheduler_traps.py no_more_requests"),
+    Fault("no watermark", "StepPlanner._headroom",
+          "plan.reserved + max(int(_WATERMARK * self.kv.pool.num_usable), growth)", "plan.reserved + growth",
+          "test_scheduler.py hundredth"),
+    Fault("always the largest graph", "DecodeGraphs.run", "size = min(size for size in steps if size >= count)",
+          "size = max(steps)", "test_decode_graphs.py smallest_size"),
+    Fault("a shared prefix read once where that saves nothing", "DecodeGraphs.run",
+          "max(packed.shared) * (count - 1) >= _LEAST_READ_AGAIN", "max(packed.shared) > 0",
+          "test_decode_graphs.py saves_enough"),
+    Fault("no repair after a failed turn", "AsyncLLM._turn", "self._go_on(anyway=failure is not None)",
+          "self._go_on()", "test_async_llm_faults.py repair_after"),
+    Fault("no turn after a refused stream", "AsyncLLM._end", "self._go_on(anyway=aborted)", "self._go_on()",
+          "test_async_llm_faults.py refused_stream"),
+    Fault("a stopped rank waited for without end", "Watch._flush", "self._wait_for_room(rank, limits.silence)",
+          'self._wait_for_room(rank, float("inf"))', "test_watch.py stopped_rank"),
+    Fault("limits of ranks that are not the settings", "ParallelRunner.__init__",
+          "Limits(config.heartbeat_timeout, config.step_timeout)", "Limits(3.5, 4.0)", "test_watch.py settings_are"),
+    Fault("a suspended host kills the engine", "EngineConfig", "heartbeat_timeout: float = 60.0",
+          "heartbeat_timeout: float = 3.5", "test_tensor_parallel.py suspended"),
+    Fault("any heartbeat_timeout", "EngineConfig.__post_init__", " or self.heartbeat_timeout < 1", "",
+          "test_requests.py bad_settings"),
+    Fault("the chat template's process sees the user's folders", "ChatTemplate._start", '"-I", "-S", ', "",
+          "test_chat_template.py nothing_of"),
+)  # fmt: skip
