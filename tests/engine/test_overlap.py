@@ -60,18 +60,6 @@ def test_who_overlaps() -> None:
         fake_llm(overlap=1)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_no_more_requests_run_than_a_step_has_tokens(overlap: bool) -> None:
-    """Also while a step is launched ahead, in which requests that are about to end need none of the budget."""
-    runner, llm = overlapped(overlap=overlap, max_num_seqs=8, max_num_batched_tokens=4)
-    running: list[int] = []
-    runner.before = lambda step: running.append(llm.stats().num_running)
-    prompts = [[index] for index in range(16)]
-    outputs = llm.generate(prompts, greedy(3))
-    assert [list(output.token_ids) for output in outputs] == [expected(prompt, greedy(3)) for prompt in prompts]
-    assert max(running) == 4 == max(step.num_tokens for step in runner.steps)
-
-
 def test_a_step_is_launched_before_the_last_is_read() -> None:
     runner, llm = overlapped()
     order: list[tuple[str, Step]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_runner import LaunchingRunner, expected, fake_llm, greedy
 from scheduler_bench import Bench, prompt
 
 from pagedattn.engine.request import RequestStatus
@@ -117,6 +118,18 @@ def test_max_num_seqs_limits_running_not_the_step() -> None:
     bench.step()
     assert len(bench.scheduler.running) == 8 and len(bench.scheduler.waiting) == 56
     bench.finish()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_more_requests_run_than_a_step_has_tokens(overlap: bool) -> None:
+    """Also while a step is launched ahead, in which requests that are about to end need none of the budget."""
+    runner, running = LaunchingRunner(), list[int]()
+    llm = fake_llm(runner, overlap=overlap, max_num_seqs=8, max_num_batched_tokens=4)
+    runner.before = lambda step: running.append(llm.stats().num_running)
+    prompts = [[index] for index in range(16)]
+    outputs = llm.generate(prompts, greedy(3))
+    assert [list(output.token_ids) for output in outputs] == [expected(prompt, greedy(3)) for prompt in prompts]
+    assert max(running) == 4 == max(step.num_tokens for step in runner.steps)
 
 
 def test_long_prefill_leaves_decodes_their_tokens() -> None:

@@ -186,9 +186,6 @@ def test_the_cache_is_not_reset_under_a_request_that_is_only_swapped() -> None:
     bench.scheduler.finish(bench.requests[0], RequestStatus.FINISHED_ABORT)
     assert bench.kv.pool.num_free == bench.kv.pool.num_usable and victim.swapped is not None
     assert not bench.kv.reset_prefix_cache()
-    kept = sum(bench.kv.pool.block_of(node) is not None for node in victim.swapped.contents[0])
-    step = bench.step()
-    assert step is not None and kept > 0 and len(step.swap_in) == -(-step.scheduled[0].start // 4) - kept
     bench.finish()
     assert bench.kv.reset_prefix_cache()
 
