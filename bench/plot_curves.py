@@ -22,7 +22,9 @@ def sweep_figure(panels: list[Panel], result: Result) -> Figure:
     axes = figure.subplots(lines + 1, _COLUMNS, squeeze=False, height_ratios=[*[1] * lines, 0.16]).flat
     names = series({"backend": name} for panel in panels for name in panel.curves)
     colour = colours(names)
-    style = {name: _STYLES[sum(base(one) == base(name) for one in names[:i]) % 4] for i, name in enumerate(names)}
+    style: dict[str, LineStyle] = {
+        name: _STYLES[sum(base(one) == base(name) for one in names[:i]) % 4] for i, name in enumerate(names)
+    }
     for panel, one in zip(panels, axes, strict=False):
         for name, curve in panel.curves.items():
             one.plot(*zip(*curve, strict=True), color=colour[name], linestyle=style[name], marker=".", linewidth=1.2)
