@@ -83,7 +83,7 @@ class Launcher:
             How to do so again with other varying arguments, or None where that cannot be.
         """
         if not self._direct or hooked() or self._kernel.pre_run_hooks:
-            self._kernel[tuple(grid)](*args, **constants, **options, **self._options)
+            self._kernel[tuple(grid)](*args, **constants, **{**self._options, **options})
             return None
         device = (args[0].base if _is_descriptor(args[0]) else args[0]).device.index or 0
         kind: list[Any] = [device, *constants.values(), *options.values()]
@@ -114,7 +114,7 @@ class Launcher:
             else:
                 entry.call(*head, *values)
             return Launch(device, entry, head, values, args, self._varying)
-        compiled = self._kernel[tuple(grid)](*args, **constants, **options, **self._options)
+        compiled = self._kernel[tuple(grid)](*args, **constants, **{**self._options, **options})
         if compiled is None or compiled.metadata.target.backend != "cuda":
             return None
         entry = entry_of(compiled)
