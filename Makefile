@@ -41,6 +41,11 @@ test-newest:
 	.venv-newest/bin/python -m pip install -q -U triton numpy transformers tokenizers
 	.venv-newest/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
 
+# What depended on the processor: interpreted products, and the bits that deterministic attention promises.
+test-portable: $(VENV)/.installed
+	OPENBLAS_CORETYPE=Haswell $(BIN)/python -m pytest -q -n $(JOBS) tests/test_deterministic.py tests/test_interpreter.py
+	OPENBLAS_CORETYPE=Prescott $(BIN)/python -m pytest -q -n $(JOBS) tests/backends/test_conformance.py -k 'huge'
+
 # Whether the constraints can be installed from the package index alone, by each Python that is here.
 resolve:
 	$(PYTHON) tests/resolve.py

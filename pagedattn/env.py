@@ -11,7 +11,7 @@ VARIABLES = {
     "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
     "PAGEDATTN_FLASH_ATTN": "2, 3 or 4: the only FlashAttention version to use (4 is used in no other way)",
     "PAGEDATTN_LOG": "debug, info, warning, error: the log to standard error from this level on (not set: warnings)",
-    "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 only), 0 through it",
+    "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 to 3.9), 0 through it",
     "PAGEDATTN_TRACEBACK": "1: the command line shows tracebacks, as with `--traceback`; 0 (default) does not",
     "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def test_host_cost_counts_sequences_and_requests(
     monkeypatch.setattr(host_cost, "host_us", lambda call, calls=1: (call(), 2.0)[1])
     file = tmp_path / "host.json"
     monkeypatch.setattr(sys, "argv", ["host_cost.py", "--seqs", "3", "--requests", "5", "--json", str(file)])
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))  # main() removes it
     host_cost.main()
     assert asked == {"seqs": 3} and [one.num_seqs for one in built] == [5]
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]

@@ -107,7 +107,7 @@ class TestChatTemplate:
         """Such as a folder of PYTHONPATH, which the isolated interpreter of the worker does not read."""
         for package in (jinja2, markupsafe):
             shutil.copytree(Path(package.__file__ or "").parent, tmp_path / package.__name__)
-        with (tmp_path / "jinja2/__init__.py").open("a") as file:
+        with (tmp_path / "jinja2/__init__.py").open("a", encoding="utf-8") as file:
             file.write(f"\n__version__ = {version!r}\n")
         monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
         if version == "3.1.6":

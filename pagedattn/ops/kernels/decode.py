@@ -214,13 +214,15 @@ def _decode_kernel(
     if CHUNK > 1:
         first = 0
         if MANY_SEQS:
-            while base + here <= at:
-                base += here
-                first += CHUNK
-                work = _tiles_of(
-                    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK
-                )
-                here = tl.sum(work, 0)
+            # Not a while loop: behind one, Triton from 3.7 on no longer sees that rows of keys are contiguous.
+            for _ in range(CHUNK, num_seqs, CHUNK):
+                if base + here <= at:
+                    base += here
+                    first += CHUNK
+                    work = _tiles_of(
+                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK
+                    )
+                    here = tl.sum(work, 0)
         before = tl.cumsum(work, 0) + base <= at
         seq = first + tl.sum(before.to(tl.int32), 0)
         base += tl.sum(tl.where(before, work, 0), 0)

@@ -66,8 +66,6 @@ class Launcher:
         self._direct = KNOWN and env.replay() and isinstance(kernel, JITFunction)
         self._any_value = {param.num for param in kernel.params if param.do_not_specialize} if self._direct else set()
         self._entries: dict[tuple[Any, ...], Entry] = {}
-        # Triton 3.10 rounds products before it adds them unless it is asked not to, and 3.9 warns of that.
-        self._options = {"enable_fp_fusion": True} if isinstance(kernel, JITFunction) else {}
 
     def __call__(
         self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], **options: Any
@@ -83,7 +81,7 @@ class Launcher:
             How to do so again with other varying arguments, or None where that cannot be.
         """
         if not self._direct or hooked() or self._kernel.pre_run_hooks:
-            self._kernel[tuple(grid)](*args, **constants, **{**self._options, **options})
+            self._dispatch(grid, args, constants, options)
             return None
         device = (args[0].base if _is_descriptor(args[0]) else args[0]).device.index or 0
         kind: list[Any] = [device, *constants.values(), *options.values()]
@@ -114,7 +112,7 @@ class Launcher:
             else:
                 entry.call(*head, *values)
             return Launch(device, entry, head, values, args, self._varying)
-        compiled = self._kernel[tuple(grid)](*args, **constants, **{**self._options, **options})
+        compiled = self._dispatch(grid, args, constants, options)
         if compiled is None or compiled.metadata.target.backend != "cuda":
             return None
         entry = entry_of(compiled)
@@ -122,6 +120,15 @@ class Launcher:
             self._entries.clear()
         self._entries[key] = entry
         return Launch(device, entry, [*sizes, stream, *entry.head], values, args, self._varying)
+
+    def _dispatch(
+        self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+    ) -> Any:
+        """Launch by Triton itself; returns the compiled kernel."""
+        if isinstance(self._kernel, JITFunction):
+            # Triton 3.10 rounds products before it adds them unless it is asked not to, and 3.9 warns of that.
+            options.setdefault("enable_fp_fusion", True)
+        return self._kernel[tuple(grid)](*args, **constants, **options)
 
 
 class Replay:
