@@ -43,8 +43,8 @@ test-newest:
 
 # What depended on the processor: interpreted products, and the bits that deterministic attention promises.
 test-portable: $(VENV)/.installed
-	OPENBLAS_CORETYPE=Haswell $(BIN)/python -m pytest -q -n $(JOBS) tests/test_deterministic.py tests/test_interpreter.py
-	OPENBLAS_CORETYPE=Prescott $(BIN)/python -m pytest -q -n $(JOBS) tests/backends/test_conformance.py -k 'huge'
+	OPENBLAS_CORETYPE=$(or $(CORETYPE),Prescott) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_interpreter.py \
+	  tests/test_deterministic.py tests/test_huge_logits.py tests/backends/test_conformance.py -k 'interpreter or deterministic or huge'
 
 # Whether the constraints can be installed from the package index alone, by each Python that is here.
 resolve:

@@ -19,6 +19,6 @@ def test_every_kernel_compiles_with_hardly_a_spill() -> None:
     for name, line in found.items():
         assert line["entry"] and line["ptx"] > 50, name
         # The search for a cutoff holds 16 scores a thread; with more warps or fewer scores at a time it is slower.
-        spills, registers = (32, 168) if name.startswith("cutoff") else (16, 128)
+        spills, registers = (40, 168) if name.startswith("cutoff") else (16, 128)
         assert line["spills"] and max(line["spills"]) <= spills, name
         assert line["registers"] and max(line["registers"]) <= registers, name

@@ -201,7 +201,8 @@ class TestRemoteCode:
         import subprocess
 
         code = (
-            "import sys, torch\nfrom pagedattn.engine.runner import ModelRunner\n"
+            "import sys, torch\nfrom pagedattn import checkout\ncheckout.load('engine')\n"
+            "from pagedattn.engine.runner import ModelRunner\n"
             "from pagedattn.engine.config import EngineConfig\n"
             f"ModelRunner(EngineConfig(model={str(folder)!r}, device='cpu', num_kv_blocks=4))\n"
             "print('transformers' in sys.modules)"
