@@ -13,8 +13,8 @@ from uninterpreted import output_of
 from pagedattn.ops.triton_versions import series
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-# Bytes, by the assembler of Triton 3.6 to 3.8 (ptxas 12.8 and 12.9) and of 3.9 (13.4, told to allocate registers another
-# way, see bench/NOTES.md): of D 256, where a loader of values zeroes rows, and where states are added up.
+# Bytes, by the assembler of Triton 3.6 to 3.8 (ptxas 12.8 and 12.9) and of 3.9 (13.4, told to allocate registers in
+# another way, see bench/NOTES.md): of D 256, where a loader of values zeroes rows, and where states are added up.
 SPILLS = {
     "bf16-D128-G4-S16": (88, 1016),
     "fp16-D64-G1-S64-softcap": (32, 132),

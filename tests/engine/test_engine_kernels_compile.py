@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 from uninterpreted import output_of
+
+from pagedattn.ops.triton_versions import series
 
 FUSED = {"rms_norm-sm90-bf16", "silu_mul-sm90-bf16", "turn_and_write-sm90-bf16-D128"}
 OLDER = {"rms_norm-sm80-fp16", "silu_mul-sm80-fp16", "turn_and_write-sm80-fp16-D64"}
@@ -19,6 +22,8 @@ def test_every_kernel_compiles_with_hardly_a_spill() -> None:
     for name, line in found.items():
         assert line["entry"] and line["ptx"] > 50, name
         # The search for a cutoff holds 16 scores a thread; with more warps or fewer scores at a time it is slower.
-        spills, registers = (40, 168) if name.startswith("cutoff") else (16, 128)
+        spills, registers = (
+            (40 if series(version("triton")) >= (3, 7) else 32, 168) if name.startswith("cutoff") else (16, 128)
+        )
         assert line["spills"] and max(line["spills"]) <= spills, name
         assert line["registers"] and max(line["registers"]) <= registers, name
