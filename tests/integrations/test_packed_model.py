@@ -19,6 +19,9 @@ STEPS = ((41, 0, 0), (0, 7, 20), (0, 10, 1), (0, 1, 1), (0, 0, 10), (0, 0, 1))
 DECODES_FIRST = ((5, 3, 9), (1, 1, 1), (1, 1, 20), (30, 11, 1), (1, 1, 1), (3, 1, 1))
 # Exact attention leaves the rounding of float64; eager attention has its softmax in float32.
 EXACT, EAGER = 1e-11, 2e-5
+# The router's matrix product is in float32 whatever the model is in: how it rounds depends on the rows that come together
+# and on the processor. Logits move by a few units of that rounding.
+ROUTED = {"deepseek_v3": 8 * torch.finfo(torch.float32).eps}
 
 
 @cache
@@ -39,7 +42,7 @@ def test_logits_equal_transformers(name: str, steps: tuple[tuple[int, ...], ...]
     for ours, exact, eager in zip(got, expected(name, "exact"), expected(name, "eager"), strict=True):
         assert ours.dtype == exact.dtype == torch.float64
         largest = float(exact.abs().max())
-        torch.testing.assert_close(ours, exact, rtol=0, atol=EXACT * largest)
+        torch.testing.assert_close(ours, exact, rtol=0, atol=ROUTED.get(name, EXACT) * largest)
         torch.testing.assert_close(ours, eager, rtol=0, atol=EAGER * largest)
     assert len(got[0].argmax(-1).unique()) > 10, "the model must not be degenerate"
 
