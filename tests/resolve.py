@@ -1,6 +1,6 @@
 """Whether constraints.txt can be installed: pip's dry run, from the package index alone, by each supported Python here.
 
-    python tests/resolve.py [--python 3.12]
+    python3.11 tests/resolve.py [--python 3.12]
 
 Find-links, extra indexes and installed packages are left out, since what they offer nobody else has. A Python that is
 not on this machine is named; none at all, or one that cannot resolve, is an error.
@@ -16,6 +16,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,6 +47,19 @@ def interpreter(version: str) -> Path | None:
     return None
 
 
+def requirements(extra: str) -> list[str]:
+    """What pyproject.toml asks for with an extra, those that this names included; nothing is built for it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = [*project["dependencies"]]
+    names = [extra]
+    for name in names:
+        for one in project["optional-dependencies"][name]:
+            inner = re.fullmatch(r"pagedattn\[(.*)\]", one)
+            names.extend(inner[1].split(",") if inner else ())
+            found.extend(() if inner else (one,))
+    return found
+
+
 def resolve(python: Path) -> subprocess.CompletedProcess[str]:
     """Pip's dry run of what `make demo` installs."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
@@ -53,7 +68,7 @@ def resolve(python: Path) -> subprocess.CompletedProcess[str]:
     }
     command = [str(python), "-m", "pip", "install", "--dry-run", "--ignore-installed"]
     return subprocess.run(
-        [*command, "-c", "constraints.txt", "torch", ".[dev]"],
+        [*command, "-c", "constraints.txt", *requirements("dev")],
         cwd=ROOT,
         env={**inherited, **own, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,

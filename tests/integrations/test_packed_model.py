@@ -19,8 +19,8 @@ STEPS = ((41, 0, 0), (0, 7, 20), (0, 10, 1), (0, 1, 1), (0, 0, 10), (0, 0, 1))
 DECODES_FIRST = ((5, 3, 9), (1, 1, 1), (1, 1, 20), (30, 11, 1), (1, 1, 1), (3, 1, 1))
 # Exact attention leaves the rounding of float64; eager attention has its softmax in float32.
 EXACT, EAGER = 1e-11, 2e-5
-# The router's matrix product is in float32 whatever the model is in: how it rounds depends on the rows that come together
-# and on the processor. Logits move by a few units of that rounding.
+# The router's matrix product is in float32 whatever the model is in: how it rounds depends on the rows that come
+# together and on the processor. Logits move by a few units of that rounding.
 ROUTED = {"deepseek_v3": 8 * torch.finfo(torch.float32).eps}
 
 
