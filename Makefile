@@ -29,8 +29,8 @@ peers: $(VENV)/.installed
 test: $(VENV)/.installed lint csrc peers
 	EXPECT_PEERS=1 EXPECT_CSRC=$(HAS_CXX) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-# The suite with other versions, each in an environment of its own. Kernels are interpreted or compiled only, so that it
-# does not matter to pip's complaint that torch requires another triton.
+# The suite with other versions, each in an environment of its own. Kernels are interpreted or compiled only, so that what
+# pip says, that torch requires another triton, does not matter.
 test-oldest:
 	$(MAKE) VENV=.venv-oldest .venv-oldest/.installed
 	.venv-oldest/bin/python -m pip install -q 'triton==3.6.*'
