@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pagedattn import checkout
+from pagedattn.cli import checkout
 
 checkout.load("engine")
 checkout.load("bench")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from pagedattn import ops
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 from . import op_problems as problems
 from .measure import empty_row, percent, reason
@@ -144,8 +144,8 @@ OPS = (writes, copies, swaps, gathers)
 
 def _paths(*names: str) -> list[str]:
     """Those of the paths that can run here; the interpreter is not timed."""
-    there = {"torch", *(["triton"] if GPU and library.has_triton() else [])}
-    if library.path_of("copy_blocks", DEVICE) == "csrc":
+    there = {"torch", *(["triton"] if GPU and op_registry.has_triton() else [])}
+    if op_registry.path_of("copy_blocks", DEVICE) == "csrc":
         there.add("csrc")
     return [name for name in names if name.split()[0] in there]
 

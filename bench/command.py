@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pagedattn import checkout
+from pagedattn.cli import checkout
 from pagedattn.errors import InvalidInputError
 
 from . import cache_ops

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pagedattn import Attention, StepMetadata, plan_step
-from pagedattn.backends.flash_attn_versions import VERSIONS
+from pagedattn.backends.flash_attn.versions import VERSIONS
 from pagedattn.backends.registry import backend_names, get_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 

@@ -24,9 +24,9 @@ import torch
 
 import pagedattn
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
-from pagedattn.checks import check_call
 from pagedattn.errors import PagedAttnError
-from pagedattn.layer_call import layout_of
+from pagedattn.layers.layer_call import layout_of
+from pagedattn.layers.validation import check_call
 from pagedattn.ops import paged_attention, reshape_and_cache
 
 GPU = torch.cuda.is_available()
@@ -123,8 +123,8 @@ def _with_gradients(call: Callable[[], object]) -> float:
 
 def launches() -> dict[str, float]:
     """One launch of the cache write's kernel, by Triton, by our launcher, and repeated."""
-    from pagedattn.ops.kernels import reshape_and_cache as module
-    from pagedattn.ops.kernels.launcher import Replay
+    from pagedattn.kernels.cache_write import kernel as module
+    from pagedattn.runtime.launcher import Replay
 
     rows, slots = (
         torch.zeros(1, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE),

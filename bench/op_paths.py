@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pagedattn import checkout
+from pagedattn.cli import checkout
 
 checkout.load("bench")
 

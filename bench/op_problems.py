@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pagedattn import ops
-from pagedattn.ops import attention_cpu
+from pagedattn.kernels.reference import cpu
 
 from .contenders import contenders
 from .problem import DEVICE, Problem, make_problem
@@ -207,12 +207,12 @@ def _problem(workload: str) -> Problem:
 @contextmanager
 def _decodes_by(path: str) -> Iterator[None]:
     """Which path the CPU's attention takes for decodes; its op has no argument for that."""
-    before = attention_cpu.choose
-    attention_cpu.choose = lambda *args: path
+    before = cpu.choose
+    cpu.choose = lambda *args: path
     try:
         yield
     finally:
-        attention_cpu.choose = before
+        cpu.choose = before
 
 
 def _layers(bytes_of_layer: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 from . import op_problems as problems
 from .op_problems import BLOCK_BYTES, DEVICE, DIM, DTYPE, GPU, HEADS, LAYERS, QUERY_HEADS, OpCalls
@@ -37,11 +37,11 @@ def op_cases() -> list[OpCase]:
 
 def paths_of(case: OpCase) -> list[str]:
     """The paths that can run here: not Triton's interpreter, which nobody times."""
-    csrc = library.path_of("copy_blocks", DEVICE) == "csrc"
+    csrc = op_registry.path_of("copy_blocks", DEVICE) == "csrc"
     decodes = not GPU and case.op == "paged_attention decode"
     there = {
         "csrc": csrc and (case.name in _HAS_CSRC or decodes),
-        "triton": GPU and library.has_triton() and case.name != "reshape_and_cache_classic",
+        "triton": GPU and op_registry.has_triton() and case.name != "reshape_and_cache_classic",
         "torch": True,
     }
     return [path for path, runs in there.items() if runs]
@@ -50,8 +50,8 @@ def paths_of(case: OpCase) -> list[str]:
 def default_of(case: OpCase) -> str:
     """The path that a call takes when it names none."""
     if not GPU and case.op == "paged_attention decode":
-        return library.choose("auto", DEVICE, "decode_attention")
-    return library.path_of(case.name, DEVICE)
+        return op_registry.choose("auto", DEVICE, "decode_attention")
+    return op_registry.path_of(case.name, DEVICE)
 
 
 def _writes() -> list[OpCase]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagedattn.backends.flash_attn_versions import FA3, library
+from pagedattn.backends.flash_attn.versions import FA3, library
 from pagedattn.errors import UnsupportedError
-from pagedattn.ops.packing import offsets
+from pagedattn.kernels.packing import offsets
 
 from .problem import DEVICE, Problem
 from .run import Run

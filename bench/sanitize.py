@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from pagedattn import ops
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 from pagedattn.testing.case import Case
 from pagedattn.testing.cases import CASES
 from pagedattn.testing.conformance import check, load
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--paths", default="csrc,triton")
     paths = parser.parse_args().paths.split(",")
-    assert library.path_of("copy_blocks", DEVICE) == "csrc", library.csrc_status()
+    assert op_registry.path_of("copy_blocks", DEVICE) == "csrc", op_registry.csrc_status()
     done = sum(run(path) for path in paths for run in (writes, copies, gathers))
     done += attention() if "triton" in paths else 0
     torch.cuda.synchronize()

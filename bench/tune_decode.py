@@ -24,10 +24,12 @@ from typing import NamedTuple
 
 import torch
 
-from pagedattn.ops.attention_inputs import AttentionInputs
-from pagedattn.ops.kernels import attention, decode
-from pagedattn.ops.launch import FULL, LATENCY, DecodeTuning
-from pagedattn.ops.paged_attention import decode_config_of, new_workspace, prefill_config_of
+from pagedattn.kernels.decode import kernel
+from pagedattn.kernels.decode.plan import FULL, LATENCY, DecodeTuning
+from pagedattn.kernels.inputs import AttentionInputs
+from pagedattn.kernels.prefill import kernel as prefill
+from pagedattn.ops.paged_attention import decode_config_of, prefill_config_of
+from pagedattn.runtime.workspace import new_workspace
 
 from .measure import release
 from .problem import DEVICE, Problem, make_problem
@@ -150,7 +152,7 @@ def inputs_of(problem: Problem, index: int) -> AttentionInputs:
 
 def reference(inputs: AttentionInputs) -> torch.Tensor:
     """The prefill kernel's result, which shares no loop with the decode kernel."""
-    attention.launch(prefill_config_of(inputs), inputs, None)
+    prefill.launch(prefill_config_of(inputs), inputs, None)
     return inputs.out.float()
 
 
@@ -169,7 +171,7 @@ def compile_one(job: tuple[Case, int, DecodeTuning | None]) -> str:
             reference(inputs)
         else:
             config = decode_config_of(inputs, tuning)
-            decode.launch(config, inputs, new_workspace(config.workspace, DEVICE))
+            kernel.launch(config, inputs, new_workspace(config.workspace, DEVICE))
         torch.cuda.synchronize()
     except Exception as error:
         return f"{tuning}: {type(error).__name__}: {str(error)[:200]}"
@@ -199,9 +201,9 @@ def replay_of(
     every = [inputs_of(problem, i) for i in range(problem.layers)]
     config = decode_config_of(every[0], tuning)
     workspace = new_workspace(config.workspace, DEVICE)
-    decode.launch(config, every[0], workspace)
+    kernel.launch(config, every[0], workspace)
     differs = float((every[0].out.float() - want).norm() / want.norm())
-    replay = capture([partial(decode.launch, config, one, workspace) for one in every])
+    replay = capture([partial(kernel.launch, config, one, workspace) for one in every])
     return replay, differs, "/".join(str(int(x or 0)) for x in (*config.tuning, config.programs))
 
 

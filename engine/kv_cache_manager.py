@@ -19,7 +19,7 @@ from .step import KVGroup
 from .swap import SwapSpace, contents_of, found_tables
 
 if TYPE_CHECKING:
-    from pagedattn.block_contents import ContentNode
+    from pagedattn.cache.prefix_tree import ContentNode
 
 
 class KVCacheManager:

@@ -15,7 +15,7 @@ from .request import Request
 from .step import KVGroup
 
 if TYPE_CHECKING:
-    from pagedattn.block_contents import ContentNode
+    from pagedattn.cache.prefix_tree import ContentNode
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedattn.block_contents import ContentNode
+    from pagedattn.cache.prefix_tree import ContentNode
 
     from .swap import SwappedRequest
 

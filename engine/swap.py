@@ -18,7 +18,7 @@ from .request import Request
 from .step import KVGroup
 
 if TYPE_CHECKING:
-    from pagedattn.block_contents import ContentNode
+    from pagedattn.cache.prefix_tree import ContentNode
 
 Pairs = list[tuple[int, int]]
 

@@ -6,16 +6,17 @@ from importlib.metadata import PackageNotFoundError, version
 from . import env, errors, ops
 from .backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
 from .backends.registry import register_backend
-from .block_pool import BlockPool
-from .block_table import BlockTable
-from .cache_spec import FullAttentionSpec, SlidingWindowSpec
-from .functional import paged_attention
-from .kv_cache import LayerCache, PagedKVCache
-from .layer import Attention
-from .metadata import CommonAttentionMetadata
-from .selector import list_backends, select_backend, use_backend
+from .backends.selector import list_backends, select_backend, use_backend
+from .cache.block_pool import BlockPool
+from .cache.block_table import BlockTable
+from .cache.kv_cache import PagedKVCache
+from .cache.specs import FullAttentionSpec, SlidingWindowSpec
+from .formats.base import LayerCache
+from .layers.attention import Attention
+from .layers.functional import paged_attention
+from .layers.plan_step import StepMetadata, plan_step
 from .spec import AttentionSpec, AttentionType
-from .step import StepMetadata, plan_step
+from .step.metadata import CommonAttentionMetadata
 
 try:
     __version__ = version("pagedattn")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from block_pool_model import BLOCKS, GROUPS, SALTS, Chain, CheckedPool, Extra, PoolModel, pack, require
 
-from pagedattn.block_pool import BlockPool, ContentNode
+from pagedattn.cache.block_pool import BlockPool, ContentNode
 from pagedattn.errors import InvalidInputError
 
 BLOCK_SIZE, MAX_TOKENS, MAX_TABLES = 2, 14, 6

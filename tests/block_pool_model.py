@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pagedattn.block_pool import BlockPool, ContentNode
+from pagedattn.cache.block_pool import BlockPool, ContentNode
 from pagedattn.errors import CapacityError
 
 GROUPS = 2

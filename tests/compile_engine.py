@@ -6,7 +6,7 @@ from typing import Any
 
 from compile_kernels import report
 
-from pagedattn import checkout
+from pagedattn.cli import checkout
 
 checkout.load("engine")
 

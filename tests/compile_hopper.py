@@ -16,8 +16,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
-from pagedattn.ops.hopper_list import FIELDS, PART_FIELDS
-from pagedattn.ops.kernels.prefill_hopper import LOADERS, _prefill_kernel, constants_of
+from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
+from pagedattn.kernels.prefill_sm90.tile_schedule import FIELDS, PART_FIELDS
 
 POINTERS = {  # and numbers that are no int32
     "table": "*i32",

@@ -15,8 +15,13 @@ from assembler import assemble
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagedattn.ops.kernels import attention, decode, merge_states, reshape_and_cache
-from pagedattn.ops.launch import Target, attention_config, decode_config
+from pagedattn.kernels.cache_write import kernel as reshape_and_cache
+from pagedattn.kernels.decode import kernel as decode
+from pagedattn.kernels.decode.plan import decode_config
+from pagedattn.kernels.merge import kernel as merge_states
+from pagedattn.kernels.prefill import kernel as attention
+from pagedattn.kernels.prefill.plan import attention_config
+from pagedattn.runtime.target import Target
 
 TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, chained=True)}
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 import interpreter  # noqa: E402
 import uninterpreted  # noqa: E402
 
-from pagedattn import checkout  # noqa: E402
+from pagedattn.cli import checkout  # noqa: E402
 
 for part in ("engine", "bench"):
     checkout.load(part)

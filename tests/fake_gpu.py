@@ -15,12 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
-from pagedattn.backends import triton as backend
-from pagedattn.capabilities import Capabilities
-from pagedattn.ops import launch, library
-from pagedattn.ops.kernels import launcher
+from pagedattn.backends.triton import backend
+from pagedattn.runtime import launcher, op_registry
+from pagedattn.runtime.target import Target, target_of
+from pagedattn.spec import Capabilities
 
-HOPPER = launch.Target(num_sms=132, shared_bytes=232448, chained=True)
+HOPPER = Target(num_sms=132, shared_bytes=232448, chained=True)
 
 
 _PACKED = hasattr(driver, "annotate_arguments")  # from Triton 3.7 on, a kernel's arguments are one sequence
@@ -79,10 +79,11 @@ def install() -> None:
     """Make Triton and the library believe that CPU tensors can be launched on."""
     triton.runtime.driver.set_active(_Driver())  # type: ignore[arg-type]
     launcher.current_device = lambda: 0
-    for name in ("ops.paged_attention", "backends.triton_metadata"):
-        vars(sys.modules[f"pagedattn.{name}"])["target_of"] = lambda device: HOPPER
-    refusal = library._refusal
-    library._refusal = lambda path, *rest: "" if path == "triton" else refusal(path, *rest)
+    users = [vars(module) for name, module in sys.modules.items() if name.startswith("pagedattn.")]
+    for names in [names for names in users if names.get("target_of") is target_of]:
+        names["target_of"] = lambda device: HOPPER
+    refusal = op_registry._refusal
+    op_registry._refusal = lambda path, *rest: "" if path == "triton" else refusal(path, *rest)
     known = backend.TritonBackend.capabilities()
     values = {name: getattr(known, name) for name in Capabilities.__dataclass_fields__}
     facts = Capabilities(**{**values, "devices": ("cuda", "cpu")})

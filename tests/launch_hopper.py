@@ -14,8 +14,7 @@ import torch
 from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
-from pagedattn.ops import hopper
-from pagedattn.ops.kernels import prefill_hopper
+from pagedattn.kernels.prefill_sm90 import kernel, support
 
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
@@ -70,14 +69,14 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     layer(query, None, None, caches.layer(0), plan, out)
     kept = dict(metadata.calls)
     for calls, direct in ((kept, True), ({}, True), ({}, False)):
-        prefill_hopper._launch._direct = direct
+        kernel._launch._direct = direct
         metadata.calls.clear()
         metadata.calls.update(calls)
         launched.clear()
         layer(query[:, :], None, None, caches.layer(1), plan, out)
         lines.append([line for call in launched for line in call])
     again, careful, own = lines
-    prefill_hopper._launch._direct = True
+    kernel._launch._direct = True
     # What is compiled in, and hooks that nobody listens to, Triton passes too.
     pairs = [(x.data_ptr() if isinstance(x, torch.Tensor) else x, y) for x, y in zip(own, again, strict=True)]
     same = all(y is None or x == y for x, y in pairs)
@@ -86,8 +85,8 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
 
 def main() -> None:
     fake_gpu.install()
-    hopper.why_not_here = lambda device: ""  # type: ignore[assignment]
-    prefill_hopper.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
+    support.why_not_here = lambda device: ""  # type: ignore[assignment]
+    kernel.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
     with torch.no_grad():
         print(json.dumps({name: run(**case) for name, case in CASES.items()}))
 

@@ -18,13 +18,13 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, StepMetadata, plan_step
-from pagedattn.ops import library, shared_prefix
-from pagedattn.ops.kernels import decode
-from pagedattn.ops.kernels.launcher import Launch, Launcher, Replay
+from pagedattn.kernels.decode import cascade, kernel
+from pagedattn.runtime import op_registry
+from pagedattn.runtime.launcher import Launch, Launcher, Replay
 
 FUNCTION, CHAINED, ARGUMENTS = 4, 6, 13  # positions in a launch's line
 WRITTEN, READ = (
-    [ARGUMENTS + decode._decode_kernel.arg_names.index(name) for name in names]
+    [ARGUMENTS + kernel._decode_kernel.arg_names.index(name) for name in names]
     for names in (("out", "lse_out"), ("prior", "prior_lse"))
 )
 launched = fake_gpu.launched
@@ -269,7 +269,7 @@ def lines_of(call: Callable[[], object], once: bool = False) -> list[list[Any]]:
 
 def main() -> None:
     fake_gpu.install()
-    writers = ("csrc", "triton") if library.path_of("reshape_and_cache", "cpu") == "csrc" else ("triton",)
+    writers = ("csrc", "triton") if op_registry.path_of("reshape_and_cache", "cpu") == "csrc" else ("triton",)
     steps = {"decodes": [1] * SEQS, "mixed": [1, 1, 5, 20]}
     found = {
         f"{name}, {'flat' if flat else 'heads'}, {kind}, {writer}": layers(options, flat, queries, writer)
@@ -278,7 +278,7 @@ def main() -> None:
         for kind, queries in steps.items()
         for writer in writers
     }
-    shared_prefix.SAVED_BYTES = -(1 << 62)
+    cascade.SAVED_BYTES = -(1 << 62)
     found |= {f"{name}, once": layers(options, False, [1] * SEQS, writers[0], SIZE) for name, options in ONCE.items()}
     print(
         json.dumps({"toys": toys(), "replays": replays(), "described": described(), "layers": found, "wrong": wrong()})

@@ -11,7 +11,7 @@ FAULTS: tuple[Fault, ...] = (
           "test_attention_cpu.py whatever_the_scale"),
     Fault("slots of another cache's block size", "check_call", "common.block_size not in (None, kv_cache.block_size)",
           "False", "test_layer_checks.py argument_is_named"),
-    Fault("decodes of several tokens", "_within_bounds", "if not single or", "if",
+    Fault("decodes of several tokens", "check_lengths_within_bounds", "if not single or", "if",
           "test_layer_checks.py argument_is_named"),
     Fault("alignment not part of a launch's kind", "Launcher.__call__", "(arg.dtype, not address & 15)",
           "(arg.dtype, True)", "test_launcher.py triton_takes"),

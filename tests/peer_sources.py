@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pagedattn.backends import flash_attn_versions as versions
-from pagedattn.backends.flashinfer import RELEASES
+from pagedattn.backends.flash_attn import versions as versions
+from pagedattn.backends.flashinfer.backend import RELEASES
 from pagedattn.backends.releases import Releases
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import checkout
 from pagedattn.bench import problem, report
 from pagedattn.bench.contenders import contenders
 from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.ratios import add_ratios, geometric_mean, summarise
 from pagedattn.bench.report import ResultFile, header, line, summary_lines
 from pagedattn.bench.table import SUITES, Case, cases
+from pagedattn.cli import checkout
 from pagedattn.errors import InvalidInputError
 
 ROOT = Path(__file__).parent.parent

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import cli
 from pagedattn.bench import command as bench_command
 from pagedattn.bench import timing
 from pagedattn.bench.measure import FIELDS, empty_row
 from pagedattn.bench.report import header
 from pagedattn.bench.table import cases
+from pagedattn.cli import command
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
 
@@ -24,7 +24,7 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
     monkeypatch.setenv("COMMIT", "abc1234")
     monkeypatch.setattr(timing, "_SECONDS", 0)
     file = tmp_path / "new" / "result.json"
-    assert cli.main(["bench", "mixed", "--backends", "TORCH", "--json", str(file)]) == 0
+    assert command.main(["bench", "mixed", "--backends", "TORCH", "--json", str(file)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert (
         out[0] == header()
@@ -39,13 +39,13 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
     assert {*meta} == facts and meta["commit"] == "abc1234" and meta["gpu"] is None
     assert tuple(only) == FIELDS and (only["suite"], only["dtype"], only["backend"]) == ("mixed", "float32", "TORCH")
     assert only["us"] > 0 and 0 < only["error"] < 1e-5 and only["refused"] is only["ratio"] is None
-    assert cli.main(["bench", "--workload", "2q7_3q1s9", "--workload", "1q1s5..9", "--backends", "TORCH"]) == 0
+    assert command.main(["bench", "--workload", "2q7_3q1s9", "--workload", "1q1s5..9", "--backends", "TORCH"]) == 0
     assert [text.split()[2] for text in capsys.readouterr().out.splitlines()[1:]] == ["2q7+3q1s9", "1q1s5..9"]
 
 
 @CPU_ONLY
 def test_cache_operations_are_rows_too(capsys: Any) -> None:
-    assert cli.main(["bench", "cache"]) == 0
+    assert command.main(["bench", "cache"]) == 0
     out = capsys.readouterr().out
     assert all(text in out for text in ("write 16 tokens fp8", "copy_blocks 16 pairs", "gather 4 x 64 keys"))
     assert "refused" not in out and "wrong" not in out
@@ -55,7 +55,7 @@ def test_cache_operations_are_rows_too(capsys: Any) -> None:
 def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["bench", "decode", "--backends", "FlashInfer (wrappers)"]) == 1
+    assert command.main(["bench", "decode", "--backends", "FlashInfer (wrappers)"]) == 1
     assert capsys.readouterr().out.count("refused: ") == len(cases("decode", gpu=False))
     monkeypatch.setattr(bench_command, "ceilings", lambda: pytest.fail("measured before the arguments were checked"))
     for argv, text in {
@@ -65,7 +65,7 @@ def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
         ("bench", "--workload", "x"): "workload must be parts like",
         ("bench", "--backends", "ALL"): "--backends must be of TRITON",
     }.items():
-        assert cli.main(argv) == 2
+        assert command.main(argv) == 2
         err = capsys.readouterr().err
         assert text in err and err.count("\n") == 1
 
@@ -90,7 +90,7 @@ def test_whose_wrong_result_makes_the_status_1(
     ]
     monkeypatch.setattr(bench_command, "measure", lambda *args: rows)
     monkeypatch.setattr(bench_command, "ceilings", dict)
-    assert cli.main(["bench", "--workload", "1q1s5"]) == status
+    assert command.main(["bench", "--workload", "1q1s5"]) == status
     out = capsys.readouterr().out
     assert all(f"  {why}" in out for why in found.values() if why.startswith("wrong"))
 
@@ -101,10 +101,10 @@ def test_pictures_need_matplotlib_before_anything_is_measured(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(bench_command, "find_spec", lambda name: None)
-        assert cli.main(["bench", "decode", "--plot"]) == 2
+        assert command.main(["bench", "decode", "--plot"]) == 2
         assert "pip install pagedattn[bench]" in capsys.readouterr().err
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
     monkeypatch.setattr(timing, "_SECONDS", 0)
-    assert cli.main(["bench", "sweep", "--plot", "--json", str(tmp_path / "r.json")]) == 0
+    assert command.main(["bench", "sweep", "--plot", "--json", str(tmp_path / "r.json")]) == 0
     made = [str(tmp_path / "plots" / f"sweep.{kind}") for kind in ("png", "svg")]
     assert capsys.readouterr().out.splitlines()[-2:] == made and all(Path(one).exists() for one in made)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import cli
 from pagedattn.bench import engine_bench
 from pagedattn.bench.engine_cases import common, engine_cases
 from pagedattn.bench.engine_clock import PARTS, _covered
+from pagedattn.cli import command
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
 
@@ -27,7 +27,7 @@ def test_the_common_workload_is_the_one_that_others_publish() -> None:
 def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_bench, "_RUNS", 1)
     file = tmp_path / "engine.json"
-    assert cli.main(["bench", "engine", "--json", str(file)]) == 0
+    assert command.main(["bench", "engine", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     content = json.loads(file.read_text(encoding="utf-8"))
     assert content["meta"]["gpu"] is None
@@ -50,9 +50,9 @@ def out_tokens(name: str) -> list[range]:
 
 @CPU_ONLY
 def test_one_workload_by_name_and_a_backend_that_cannot(capsys: Any) -> None:
-    assert cli.main(["bench", "engine", "--workload", "latency", "--backends", "FLASHINFER"]) == 1
+    assert command.main(["bench", "engine", "--workload", "latency", "--backends", "FLASHINFER"]) == 1
     assert "latency (FLASHINFER): refused: " in capsys.readouterr().out
-    assert cli.main(["bench", "engine", "--workload", "huge"]) == 2
+    assert command.main(["bench", "engine", "--workload", "huge"]) == 2
     assert "--workload must be one of common" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import torch
 from pagedattn.bench import op_paths, op_problems, op_table
 from pagedattn.bench.op_problems import OpCalls
 from pagedattn.bench.op_table import OpCase, op_cases
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
 BUILDERS = {
@@ -74,7 +74,7 @@ def test_paths_take_turns_and_a_failing_one_is_told(
     assert right["us"] > 0 and right["host_us"] > 0 and right["stream_us"] > 0 and right["timed"] == "wall"
     assert right["gb_s"] == pytest.approx(4.096 / right["us"], abs=0.1)
     assert (right["suite"], right["op"], right["case"]) == ("ops", "gather_kv", "gather_kv, 2 x 32 tokens")
-    assert right["default"] == library.path_of("gather_kv", "cpu")
+    assert right["default"] == op_registry.path_of("gather_kv", "cpu")
     out = capsys.readouterr().out
     assert "triton: no kernel for this" in out and "torch us" in out
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from block_pool_model import get, pack, put
 
-from pagedattn.block_pool import BlockPool
+from pagedattn.cache.block_pool import BlockPool
 from pagedattn.errors import CapacityError, InvalidInputError
 
 A, B, C, D = (pack((i, i + 1)) for i in range(4))

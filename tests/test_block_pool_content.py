@@ -10,8 +10,8 @@ import pytest
 import xxhash
 from block_pool_model import get, pack, put
 
-from pagedattn.block_contents import ContentNode, ContentTrie
-from pagedattn.block_pool import BlockPool
+from pagedattn.cache.block_pool import BlockPool
+from pagedattn.cache.prefix_tree import ContentNode, ContentTrie
 from pagedattn.errors import InvalidInputError
 
 A, B, C, D = (pack((i, i + 1)) for i in range(4))

@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from pagedattn.block_contents import ContentNode, ContentTrie
-from pagedattn.block_pool import BlockPool
+from pagedattn.cache.block_pool import BlockPool
+from pagedattn.cache.prefix_tree import ContentNode, ContentTrie
 from pagedattn.errors import CapacityError
 
 NUM_BLOCKS = 33

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn.cache_spec import FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec, group_layers
+from pagedattn.cache.specs import FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec, group_layers
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=8)

@@ -14,15 +14,16 @@ import pytest
 import torch
 from processes import environment
 
-from pagedattn import AttentionSpec, AttentionType, cli, cli_env, env, selector
-from pagedattn.backends import registry
+from pagedattn import AttentionSpec, AttentionType, env
+from pagedattn.backends import registry, selector
 from pagedattn.backends.base import Availability
 from pagedattn.backends.registry import register_backend
 from pagedattn.backends.torch_native import TorchBackend
-from pagedattn.capabilities import Capabilities, IntRange
-from pagedattn.display import WIDTH
-from pagedattn.ops.library import csrc_status
-from pagedattn.spec import GraphLevel
+from pagedattn.cli import command as cli
+from pagedattn.cli import environment as cli_env
+from pagedattn.cli.display import WIDTH
+from pagedattn.runtime.op_registry import csrc_status
+from pagedattn.spec import Capabilities, GraphLevel, IntRange
 
 ROOT = Path(__file__).parent.parent
 LAYER = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--device", "cpu")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pagedattn import cli
 from pagedattn.backends.base import Availability
 from pagedattn.backends.torch_native import TorchBackend
+from pagedattn.cli import command as cli
 
 LAYER = ("--heads", "8", "--head-dim", "64", "--dtype", "fp32", "--device", "cpu")
 

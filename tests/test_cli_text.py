@@ -17,7 +17,8 @@ import pytest
 import torch
 from processes import environment
 
-from pagedattn import cli, cli_generate
+from pagedattn.cli import command as cli
+from pagedattn.cli import generate
 from pagedattn.engine import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -34,9 +35,9 @@ def llm() -> LLM:
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The engine of the module in place of one per command, where a command asks for no other settings."""
-    real = cli_generate._llm
+    real = generate._llm
     monkeypatch.setattr(
-        cli_generate, "_llm", lambda engine, args: real(engine, args) if args.set or args.model != MODEL else llm
+        generate, "_llm", lambda engine, args: real(engine, args) if args.set or args.model != MODEL else llm
     )
 
 
@@ -248,7 +249,7 @@ def test_tracebacks_only_where_asked_for(capsys: pytest.CaptureFixture[str], mon
     def broken(args: object) -> int:
         raise KeyError("seven")
 
-    monkeypatch.setattr(cli.cli_env, "run", broken)
+    monkeypatch.setattr(cli.environment, "run", broken)
     assert run(capsys, "env", status=1)[1] == "pagedattn: KeyError: 'seven' (--traceback shows where)\n"
     assert "in broken" in run(capsys, "env", "--traceback", status=1)[1]
     monkeypatch.setenv("PAGEDATTN_TRACEBACK", "1")
@@ -263,5 +264,5 @@ def test_an_interrupted_command_has_status_130(
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.cli_env, "run", interrupted)
+    monkeypatch.setattr(cli.environment, "run", interrupted)
     assert run(capsys, "env", status=130) == ("", "")

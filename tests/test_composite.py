@@ -19,12 +19,11 @@ from pagedattn import (
 )
 from pagedattn.backends import registry
 from pagedattn.backends.base import AttentionMetadata
+from pagedattn.backends.hybrid import CompositeMetadata, Part, slice_sequences
 from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.backends.torch_native import TorchBackend
-from pagedattn.capabilities import Capabilities
-from pagedattn.composite import CompositeMetadata, Part, slice_sequences
 from pagedattn.errors import InvalidInputError
-from pagedattn.spec import GraphLevel
+from pagedattn.spec import Capabilities, GraphLevel
 
 TOGETHER = "prefill=TORCH,decode=AGAIN"
 CALLS: list[str] = []

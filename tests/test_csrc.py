@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import environment
 
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 ROOT = Path(__file__).parent.parent
 CUDA_SOURCES = {"copy_blocks", "gather_kv", "reshape_and_cache", "reshape_and_cache_classic", "swap_blocks"}
@@ -53,9 +53,9 @@ def nvcc() -> str:
 
 
 def test_it_uses_nothing_but_the_stable_interface() -> None:
-    if library.path_of("copy_blocks", "cpu") != "csrc" or shutil.which("nm") is None:
-        pytest.skip(f"{library.csrc_status()}; nm: {shutil.which('nm')}")
-    listed = subprocess.run(["nm", "-D", "--undefined-only", library._EXTENSION], capture_output=True, text=True)
+    if op_registry.path_of("copy_blocks", "cpu") != "csrc" or shutil.which("nm") is None:
+        pytest.skip(f"{op_registry.csrc_status()}; nm: {shutil.which('nm')}")
+    listed = subprocess.run(["nm", "-D", "--undefined-only", op_registry._EXTENSION], capture_output=True, text=True)
     names = re.findall(r" U (\S+)", listed.stdout)
     assert sum(name.startswith(("aoti_torch_", "torch_")) for name in names) > 10
     # C++ names of torch's libraries; the Python interface.

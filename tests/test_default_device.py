@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedattn import Attention, BlockTable, CommonAttentionMetadata, PagedKVCache, ops
-from pagedattn.ops import attention_cpu
+from pagedattn.kernels.reference import cpu
 
 PAIRS = [(1, 2), (2, 3)]
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -45,7 +45,7 @@ def test_a_step_on_the_cpu(
 ) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", level)
     if not kernel:
-        monkeypatch.setattr(attention_cpu, "_has_kernel", lambda inputs: False)
+        monkeypatch.setattr(cpu, "_has_kernel", lambda inputs: False)
     layer = Attention(HEADS, DIM, KV_HEADS, device="cpu", dtype=torch.float32, backend="TORCH", **options)
     step = CommonAttentionMetadata.from_lengths(*lengths, TABLE)
     tokens = sum(lengths[0])

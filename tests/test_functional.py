@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pagedattn import Attention, CommonAttentionMetadata, paged_attention, use_backend
-from pagedattn.backends.torch_native import TorchImpl
-from pagedattn.backends.triton import TritonImpl
+from pagedattn.backends.torch_native.backend import TorchImpl
+from pagedattn.backends.triton.backend import TritonImpl
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.ops.library import interpreted
+from pagedattn.runtime.op_registry import interpreted
 from pagedattn.testing import Case, assert_close, make_problem
 from pagedattn.testing.compare import assert_lse_close
 

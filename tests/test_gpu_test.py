@@ -12,8 +12,8 @@ import torch
 from backends.test_triton_random import KINDS, PER_TEST, SHAPES, case_of, shares
 
 from pagedattn.bench import gpu_test
-from pagedattn.ops import hopper
-from pagedattn.ops.launch import launches
+from pagedattn.kernels.prefill_sm90 import support
+from pagedattn.ops.attention_plan import launches
 
 ROOT = Path(__file__).parent.parent
 LARGE, RUNNER, SWAP, *REST = gpu_test.ALONE
@@ -58,7 +58,7 @@ def test_random_problems_go_to_both_kernels() -> None:
         for seed in seeds:
             case = case_of(kind, seed)
             dtype, dim = case.dtype, case.head_dim
-            assert not hopper.why_not_shape(dtype, dtype, dim, dim, case.block_size, case.alibi), kind
+            assert not support.why_not_shape(dtype, dtype, dim, dim, case.block_size, case.alibi), kind
             decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
             planned = launches(len(case.query_lens), decodes, max(case.query_lens), paged=True, deterministic=False)
             ran[SHAPES[seed % len(SHAPES)]] |= {work.kernel for work in planned}

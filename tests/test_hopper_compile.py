@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from uninterpreted import output_of
 
-from pagedattn.ops.triton_versions import series
+from pagedattn.runtime.triton_versions import series
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 # Bytes, by the assembler of Triton 3.6 to 3.8 (ptxas 12.8 and 12.9) and of 3.9 (13.4, told to allocate registers in

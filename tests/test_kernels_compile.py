@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from uninterpreted import output_of
 
-from pagedattn.ops.triton_versions import series
+from pagedattn.runtime.triton_versions import series
 
 EXPECTED = {
     "attention-sm90-bf16-D128-G4",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedattn import LayerCache, PagedKVCache, ops
-from pagedattn.cache_spec import FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
+from pagedattn.cache.specs import FullAttentionSpec, KVCacheSpec, MLASpec, SlidingWindowSpec
 from pagedattn.errors import CapacityError, InvalidInputError
 
 SHAPE: dict[str, Any] = {

@@ -8,21 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn.ops.launch import (
-    COUNTERS,
-    FULL,
-    LATENCY,
-    SHORT,
-    AttentionConfig,
-    DecodeConfig,
-    DecodeTuning,
-    Target,
-    attention_config,
-    decode_config,
-    launches,
-    shares_keys_out,
-    target_of,
-)
+from pagedattn.kernels.decode.plan import FULL, LATENCY, SHORT, DecodeConfig, DecodeTuning, decode_config
+from pagedattn.kernels.prefill.plan import AttentionConfig, attention_config
+from pagedattn.ops.attention_plan import launches, shares_keys_out
+from pagedattn.runtime.target import Target, target_of
+from pagedattn.runtime.workspace import COUNTERS
 
 TARGETS = {"99 KB": Target(46, 101376), "163 KB": Target(108, 166912), "227 KB": Target(132, 232448)}
 GROUPS = (1, 2, 4, 5, 7, 8, 16, 128)

@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import (
-    Attention,
-    AttentionType,
-    CommonAttentionMetadata,
-    LayerCache,
-    PagedKVCache,
-    env,
-    paged_attention,
-)
-from pagedattn.cache_spec import MLASpec
+from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, PagedKVCache, env, paged_attention
+from pagedattn.cache.specs import MLASpec
 from pagedattn.errors import InvalidInputError
-from pagedattn.ops.library import interpreted
+from pagedattn.runtime.op_registry import interpreted
 
 TABLE = torch.tensor([[1, 2], [3, -9]], dtype=torch.int32)
 

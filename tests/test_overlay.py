@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagedattn import BlockPool, PagedKVCache, ops
-from pagedattn.cache_spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, group_layers
+from pagedattn.cache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, group_layers
 
 TOKENS, CHUNK, WINDOW, SIZE = 256, 16, 32, 4
 FULL = FullAttentionSpec(num_kv_heads=1, head_dim=4, block_size=SIZE)

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 import pagedattn
-from pagedattn import (
-    Attention,
-    AttentionSpec,
-    CommonAttentionMetadata,
-    list_backends,
-    register_backend,
-    select_backend,
-)
+from pagedattn import Attention, AttentionSpec, CommonAttentionMetadata, list_backends, register_backend, select_backend
 from pagedattn.backends import registry
 from pagedattn.backends.base import AttentionMetadata, Availability
 from pagedattn.backends.torch_native import TorchBackend

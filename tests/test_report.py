@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagedattn.backends.torch_native import TorchBackend
-from pagedattn.capabilities import Capabilities, IntRange
 from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.spec import Capabilities, IntRange
 from pagedattn.testing import CASES, Case, Report, conformance
 
 FEW = (Case(), Case(sliding_window=5), Case(note="wide", head_dim=64))

@@ -10,7 +10,7 @@ import torch
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, paged_attention
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.scales import LayerScales, scale_kind
+from pagedattn.spec.scales import LayerScales, scale_kind
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 PER_HEAD = torch.tensor([0.02, 0.05]), torch.tensor([0.01, 0.04])

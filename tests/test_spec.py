@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from pagedattn import AttentionSpec, AttentionType
-from pagedattn.capabilities import Capabilities, IntRange
 from pagedattn.errors import InvalidInputError
-from pagedattn.spec import CACHE_LAYOUTS, KV_CACHE_DTYPES, KV_SCALES, ContextParallel, GraphLevel
+from pagedattn.spec import (
+    CACHE_LAYOUTS,
+    KV_CACHE_DTYPES,
+    KV_SCALES,
+    Capabilities,
+    ContextParallel,
+    GraphLevel,
+    IntRange,
+)
 
 BASE = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

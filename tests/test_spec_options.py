@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pagedattn import AttentionSpec, AttentionType
+from pagedattn.cli.spec_options import add_spec_options, spec_of
 from pagedattn.spec import ContextParallel, GraphLevel
-from pagedattn.spec_options import add_spec_options, spec_of
 
 ALL_OPTIONS = (
     *("--kv-heads", "2", "--head-dim-v", "32", "--dtype", "bf16"),

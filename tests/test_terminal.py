@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from pagedattn import cli, display, terminal
 from pagedattn.backends.torch_native import TorchBackend
+from pagedattn.cli import command, display, terminal
 
 
 class Screen(io.StringIO):
@@ -61,5 +61,5 @@ def test_a_bar_is_drawn_on_standard_error_and_leaves_standard_output_alone(monke
 
 def test_json_is_json_on_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_terminal(monkeypatch)
-    assert cli.main(["backends", "--json"]) == 0
+    assert command.main(["backends", "--json"]) == 0
     assert screen.getvalue().startswith("{\n") and "\x1b" not in screen.getvalue()

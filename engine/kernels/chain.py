@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedattn.ops.kernels.launcher import Launcher
+from pagedattn.runtime import Launcher
 
 
 @triton.jit

@@ -8,10 +8,9 @@ import torch
 
 from pagedattn import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, LayerCache
 from pagedattn.backends.base import Availability, check_announced
-from pagedattn.capabilities import Capabilities, IntRange, Rejection
 from pagedattn.errors import UnsupportedError
-from pagedattn.metadata import CommonAttentionMetadata
-from pagedattn.spec import AttentionSpec, Scale
+from pagedattn.spec import AttentionSpec, Capabilities, IntRange, Rejection, Scale
+from pagedattn.step.metadata import CommonAttentionMetadata
 
 
 @dataclass(slots=True)

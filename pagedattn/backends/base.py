@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from .. import env, ops
-from ..capabilities import Capabilities, Rejection
-from ..checks import check_bounds
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
-from ..kv_cache import LayerCache
-from ..metadata import CommonAttentionMetadata
+from ..formats.base import LayerCache
 from ..ops.attention_replay import AttentionReplay
 from ..ops.write_replay import WriteReplay
 from ..spec import AttentionSpec, GraphLevel, Scale
+from ..spec.capabilities import Capabilities, Rejection
+from ..step.bounds import check_bounds
+from ..step.metadata import CommonAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class AttentionMetadata:
     """What a builder makes of one step. Backends add fields; integers inside captured metadata are bounds."""
 
     common: CommonAttentionMetadata
-    # Layers' calls that were made with this metadata, by layout: see `pagedattn.layer_call`.
+    # Layers' calls that were made with this metadata, by layout: see `pagedattn.layers.layer_call`.
     calls: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     # `common`, once it was found to agree with the lengths that the host knows, which is so for every layer.
     checked: CommonAttentionMetadata | None = field(default=None, init=False, repr=False, compare=False)

@@ -9,10 +9,10 @@ import torch
 
 from .. import ops
 from ..errors import InvalidInputError
-from ..kv_cache import LayerCache
-from ..metadata import CommonAttentionMetadata
+from ..formats.base import LayerCache
 from ..ops.attention_replay import AttentionReplay
 from ..spec import GraphLevel, Scale
+from ..step.metadata import CommonAttentionMetadata
 from .base import (
     AttentionImpl,
     AttentionMetadata,

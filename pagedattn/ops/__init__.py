@@ -1,8 +1,8 @@
 """Ops: cache writes, copies, merges and attention, each by csrc, Triton or torch behind one name."""
 
+from ..runtime.op_registry import path_of
 from .copy_blocks import copy_blocks
 from .gather_kv import gather_kv
-from .library import path_of
 from .merge_states import merge_attn_states
 from .paged_attention import paged_attention
 from .reshape_and_cache import reshape_and_cache

@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention_inputs import AttentionInputs
-from .library import kernels
+from ..kernels.inputs import AttentionInputs
+from ..runtime.op_registry import load
 from .write_replay import scale_values
 
 if TYPE_CHECKING:
-    from .kernels.launcher import Launch
-
-# What differs from layer to layer of a step, by the names of the kernels' parameters: tensors, then host numbers.
-VARYING = (
-    *("query", "key", "value", "out", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale"),
-    *("qk_scale", "out_scale"),
-)
+    from ..runtime.launcher import Launch
 
 
 class AttentionReplay:
@@ -27,7 +21,7 @@ class AttentionReplay:
     __slots__ = ("_replay", "_scale")
 
     def __init__(self, launches: Sequence[Launch], scale: float) -> None:
-        self._replay = kernels("launcher").Replay(launches)
+        self._replay = load("runtime.launcher").Replay(launches)
         self._scale = scale  # without a host float of k_scale
 
     def __call__(

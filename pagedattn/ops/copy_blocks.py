@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import InvalidInputError
-from .block_pairs import CONTIGUOUS, check_pairs, has_whole_blocks, marked
-from .library import choose, csrc_op, kernels, register
+from ..kernels.block_copy.pairs import CONTIGUOUS, check_pairs, has_whole_blocks, marked
+from ..runtime.op_registry import choose, csrc_op, load, register
 
 
 def copy_blocks(caches: Sequence[torch.Tensor], pairs: torch.Tensor, *, path: str = "auto") -> None:
@@ -52,7 +52,7 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
         for cache, moved in zip(caches, read(cache[sources] for cache in caches), strict=True):
             cache[targets] = moved
         return
-    copy = csrc_op("copy_blocks") if chosen == "csrc" else kernels("copy_blocks").launch
+    copy = csrc_op("copy_blocks") if chosen == "csrc" else load("kernels.block_copy.kernel").launch
     # The kernels copy in any order: what is a target too goes through a staging copy.
     if not bool(overlap.any()):
         copy(caches, caches, pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .library import choose, csrc_op, expect, kernels, register
+from ..runtime.op_registry import choose, csrc_op, expect, load, register
 
 
 def gather_kv(
@@ -72,7 +72,7 @@ def _run(
         return out
     out = torch.zeros(shape, **kind)
     if chosen == "triton":
-        kernels("gather_kv").launch(cache, block_table, lens, first, out)
+        load("kernels.gather.kernel").launch(cache, block_table, lens, first, out)
     else:
         _torch(cache, block_table, lens, first, out)
     return out

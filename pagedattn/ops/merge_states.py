@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .library import choose, expect, kernels, register
+from ..runtime.op_registry import choose, expect, load, register
 
 
 def merge_attn_states(
@@ -50,7 +50,7 @@ def _run(outputs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torc
     if out.numel() == 0:
         return
     if choose(path, outputs.device, "merge_attn_states", rows=outputs.shape[1]) == "triton":
-        kernels("merge_states").launch(outputs, lses, out, lse)
+        load("kernels.merge.kernel").launch(outputs, lses, out, lse)
         return
     peak = lses.amax(0)
     weight = (lses - peak.masked_fill(peak == -torch.inf, 0.0)).exp()

@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import attention_torch, hopper, hopper_list, shared_prefix
-from .attention_inputs import AttentionInputs, scale_parts
+from ..kernels.decode import cascade
+from ..kernels.decode.plan import DecodeConfig, DecodeTuning, decode_config
+from ..kernels.inputs import AttentionInputs, scale_parts
+from ..kernels.prefill.plan import AttentionConfig, attention_config
+from ..kernels.prefill_sm90 import support, tile_schedule
+from ..kernels.reference import attention
+from ..runtime.op_registry import choose, expect, load, register
+from ..runtime.target import target_of
+from ..runtime.workspace import COUNTERS, workspace_for
+from .attention_plan import choices, launches
 from .attention_replay import AttentionReplay, attention_replay
-from .launch import (
-    COUNTERS,
-    AttentionConfig,
-    DecodeConfig,
-    DecodeTuning,
-    attention_config,
-    decode_config,
-    launches,
-    target_of,
-)
-from .library import choose, expect, kernels, register
 
 if TYPE_CHECKING:
-    from .kernels.launcher import Launch
+    from ..runtime.launcher import Launch
 
 
 def paged_attention(
@@ -47,7 +44,7 @@ def paged_attention(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    mask_mod: attention_torch.MaskMod | None = None,
+    mask_mod: attention.MaskMod | None = None,
     deterministic: bool = False,
     workspace: torch.Tensor | None = None,
     items: torch.Tensor | None = None,
@@ -72,9 +69,9 @@ def paged_attention(
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
-        workspace: int32, of `new_workspace`, for partial results of the triton path; calls that share one must not run
-            at the same time. None: made for this call and what repeats it.
-        items: int32 [n, 8 or 16], of `hopper_list.list_items`, for the sequences that are no decodes; as with a
+        workspace: int32, of `runtime.workspace.new_workspace`, for partial results of the triton path; calls that share
+            one must not run at the same time. None: made for this call and what repeats it.
+        items: int32 [n, 8 or 16], of `tile_schedule.list_items`, for the sequences that are no decodes; as with a
             workspace, calls that share one must not run at the same time. None: made for this call.
         shared_prefix_len: so many first keys of all sequences, whole blocks that each of their new tokens sees, lie in
             the same blocks, and decodes shall read them once (triton path; elsewhere, and under a window or ALiBi, it
@@ -101,7 +98,7 @@ def paged_attention(
         if replays is not None:
             replays += attention_replay(made, inputs, scale)
     elif len(query) and len(seq_lens):
-        attention_torch.attend(inputs, mask_mod)
+        attention.attend(inputs, mask_mod)
     return out
 
 
@@ -112,7 +109,7 @@ def _run(*args: Any) -> list[Launch | None]:
         return []
     if choose(path, inputs.query.device) == "triton":
         return _triton(inputs, *rest)
-    attention_torch.attend(inputs)
+    attention.attend(inputs)
     return []
 
 
@@ -144,34 +141,34 @@ def _triton(
         whole = work.last - work.first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(work.first, work.last))._replace(max_query_len=work.longest)
         if work.kernel == "decode":
-            calls = shared_prefix.divide(part, shared_prefix_len, split) if shared_prefix_len else (part,)
+            calls = cascade.divide(part, shared_prefix_len, split) if shared_prefix_len else (part,)
             configs = [decode_config_of(one, short=one is not calls[0]) for one in calls]
             if all(one.tiles * (1 + one.tuning.lead) < 2**31 and one.programs <= COUNTERS for one in configs):
                 made += _decode(calls, configs, workspace)
                 continue
-        elif not hopper.why_not(part):
+        elif not support.why_not(part):
             made.append(_prefill(part, items, workspace))
             continue
-        made.append(kernels("attention").launch(prefill_config_of(part), part, key_starts))
+        made.append(load("kernels.prefill.kernel").launch(prefill_config_of(part), part, key_starts))
     return made
 
 
 def _choices(inputs: AttentionInputs, in_parts: bool) -> dict[str, bool]:
     """in_parts: whether the kernel for Hopper may share out the keys of sequences of a few tokens."""
-    listing, bounds = hopper_list.listing_of(inputs), hopper_list.bounds_of(inputs)
+    listing, bounds = tile_schedule.listing_of(inputs), tile_schedule.bounds_of(inputs)
     if not in_parts:
         listing = listing._replace(max_keys=0)
-    return hopper.choices(listing, bounds, served=not hopper.why_not(inputs))
+    return choices(listing, bounds, served=not support.why_not(inputs))
 
 
 def _prefill(inputs: AttentionInputs, given: torch.Tensor | None, workspace: torch.Tensor | None) -> Launch | None:
     """The kernel for Hopper over these items, whose parts leave states in the workspace, or over a list and in a room
     of this call's own, which is not made again."""
-    items, room = hopper_list.items_of(inputs, given), None
-    if hopper_list.has_parts(items):
-        elements = hopper_list.listing_of(inputs).workspace
-        room = _workspace(elements, None if given is None else workspace, inputs.query.device)
-    launch = kernels("prefill_hopper").launch(inputs, items, room)
+    items, room = tile_schedule.items_of(inputs, given), None
+    if tile_schedule.has_parts(items):
+        elements = tile_schedule.listing_of(inputs).workspace
+        room = workspace_for(elements, None if given is None else workspace, inputs.query.device)
+    launch = load("kernels.prefill_sm90.kernel").launch(inputs, items, room)
     return None if given is None else launch
 
 
@@ -182,10 +179,10 @@ def _decode(
     made: list[Launch | None] = []
     prior = None
     for call, config in zip(calls, configs, strict=True):
-        room = _workspace(config.workspace, workspace, call.query.device)
-        launch = kernels("decode").launch(config, call, room, prior)
+        room = workspace_for(config.workspace, workspace, call.query.device)
+        launch = load("kernels.decode.kernel").launch(config, call, room, prior)
         ends = call is calls[-1]
-        made.append(launch if ends or launch is None else shared_prefix.without_layer_outputs(launch))
+        made.append(launch if ends or launch is None else cascade.without_layer_outputs(launch))
         prior = call.out, call.lse
     return made
 
@@ -218,22 +215,6 @@ def _heads(inputs: AttentionInputs) -> dict[str, Any]:
         "itemsize": query.element_size(),
         "target": target_of(query.device),
     }
-
-
-def _workspace(elements: int, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """The caller's workspace, or one for this call."""
-    if given is None:
-        return new_workspace(elements, device)
-    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= elements
-    expect(fits and given.device == device, "workspace", f"int32 [{elements}] or more on {device}", given)
-    return given
-
-
-def new_workspace(elements: int, device: torch.device) -> torch.Tensor:
-    """A workspace of so many int32 elements: counters, zero, then places that are written before they are read."""
-    workspace = torch.empty(max(elements, 3 * COUNTERS), dtype=torch.int32, device=device)
-    workspace[: 3 * COUNTERS].zero_()
-    return workspace
 
 
 def _fake(*args: object) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidInputError
-from .library import choose, csrc_op, expect, has_triton, kernels, order_of, refuse, register
+from ..formats.fp8 import FP8
+from ..runtime.op_registry import choose, csrc_op, expect, has_triton, load, order_of, refuse, register
 from .write_replay import SCALES, WriteReplay, call_again, launch_again
 
-FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -64,7 +64,7 @@ def _launches_again(device: torch.device, tokens: int) -> bool:
     """Whether repeating a launch of Triton's kernel is possible, of aligned tensors, and better than the op."""
     if device.type != "cuda" or order_of("reshape_and_cache, repeated", device.type, tokens)[0] != "triton":
         return False
-    return has_triton() and kernels("launcher").KNOWN
+    return has_triton() and load("runtime.launcher").KNOWN
 
 
 def _check(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -134,7 +134,9 @@ def _run(
         op(key, value, key_cache, value_cache, slots, *scales)
         again = call_again(op, key.shape[1], key.shape[2], 0 if value is None else value.shape[2])
     elif chosen == "triton":
-        again = launch_again(kernels("reshape_and_cache").launch(key, value, key_cache, value_cache, slots, *scales))
+        again = launch_again(
+            load("kernels.cache_write.kernel").launch(key, value, key_cache, value_cache, slots, *scales)
+        )
     else:
         again = None
         _torch(key, key_cache, slots, k_scale, k_scale_value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .library import choose, csrc_op, expect, register
+from ..runtime.op_registry import choose, csrc_op, expect, register
 from .reshape_and_cache import put_rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .library import choose, expect, kernels, register
+from ..runtime.op_registry import choose, expect, load, register
 
 
 def compute_slot_mapping(
@@ -80,7 +80,7 @@ def _run(
         return
     args = (tables, sizes, query_start_loc, seq_lens, slots, rows, world, rank, interleave)
     if choose(path, slots.device, "compute_slot_mapping", rows=slots.shape[1]) == "triton":
-        kernels("slot_mapping").launch(*args)
+        load("kernels.slot_mapping.kernel").launch(*args)
     else:
         _torch(*args)
 

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import torch
 
 from ..errors import InvalidInputError
-from .block_pairs import CONTIGUOUS, check_apart, check_pairs, has_whole_blocks
-from .library import choose, csrc_op, kernels, register
+from ..kernels.block_copy.pairs import CONTIGUOUS, check_apart, check_pairs, has_whole_blocks
+from ..runtime.op_registry import choose, csrc_op, load, register
 
 _BEST = 0  # the mechanism that csrc/swap_blocks.cu picks by itself; 1, 2 and 3 are for measuring
 
@@ -57,7 +57,7 @@ def _run(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: 
     if chosen == "csrc":
         csrc_op("swap_blocks")(source, target, pairs, _BEST)
     elif chosen == "triton":
-        kernels("copy_blocks").copy_between(source, target, pairs.to(device, non_blocking=True))
+        load("kernels.block_copy.kernel").copy_between(source, target, pairs.to(device, non_blocking=True))
     elif source.device == target.device:
         on_device = pairs.to(device, non_blocking=True)
         target[on_device[:, 1]] = source[on_device[:, 0]]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .library import kernels
+from ..runtime.op_registry import load
 
 if TYPE_CHECKING:
-    from .kernels.launcher import Launch
+    from ..runtime.launcher import Launch
 
 SCALES = (2.0**-150, 2.0**128 - 2.0**103)  # what lies between is a positive finite float32 when rounded
 Scale = float | torch.Tensor | None
@@ -25,7 +25,7 @@ def launch_again(launch: Launch | None) -> WriteReplay | None:
     """By the Triton kernel; None where the launch cannot be made again."""
     if launch is None or not launch.repeatable():
         return None
-    replay = kernels("launcher").Replay([launch])
+    replay = load("runtime.launcher").Replay([launch])
 
     def write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -> bool:  # type: ignore[no-untyped-def]
         k, kc, slots = key.data_ptr(), key_cache.data_ptr(), slot_mapping.data_ptr()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..backends.base import AttentionBackend
-from ..kv_cache import LayerCache
-from ..metadata import CommonAttentionMetadata
+from ..formats.base import LayerCache
 from ..spec import AttentionSpec
+from ..step.metadata import CommonAttentionMetadata
 from .case import Case
 from .oracle import attention_oracle, logit_condition
 from .stored import Stored, stored_as

@@ -10,9 +10,9 @@ import fake_flashinfer
 import pytest
 import torch
 
-import pagedattn.backends.flashinfer as adapter
-from pagedattn.backends import flashinfer_plan
-from pagedattn.capabilities import Capabilities
+import pagedattn.backends.flashinfer.backend as adapter
+from pagedattn.backends.flashinfer import plan
+from pagedattn.spec import Capabilities
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close, assert_lse_close
 from pagedattn.testing.problem import Problem, make_problem
@@ -38,8 +38,8 @@ def install(patch: pytest.MonkeyPatch, release: str = adapter.RELEASES.oldest) -
     patch.setattr(adapter, "_availability", lambda: adapter.Availability(ok=True, version=release))
     patch.setattr(fake_flashinfer, "inf", None)  # what `behave_as` sets is taken back
     fake_flashinfer.behave_as(release)
-    patch.setattr(flashinfer_plan, "_shared", {})
-    patch.setattr(flashinfer_plan, "START_BYTES", 1 << 20)
+    patch.setattr(plan, "_shared", {})
+    patch.setattr(plan, "START_BYTES", 1 << 20)
     patch.setattr(fake_flashinfer, "needs_bytes", 0)
     patch.setattr(fake_flashinfer, "plans", 0)
     return fake_flashinfer

@@ -11,8 +11,8 @@ import torch
 from fake_flash_attn import CALLS, MODULES
 from flashinfer_on_cpu import install
 
-from pagedattn import selector
-from pagedattn.backends import flash_attn_versions as versions
+from pagedattn.backends import selector
+from pagedattn.backends.flash_attn import versions as versions
 from pagedattn.bench import contenders as listed
 from pagedattn.bench import measure as measuring
 from pagedattn.bench import peers, problem, timing

@@ -12,10 +12,10 @@ import torch
 from backends.fake_flash_attn import CALLS, MODULES, fa3_of_2_8_0, fa3_of_2_8_3
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata, select_backend
-from pagedattn.backends import flash_attn_versions as versions
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.flash_attn import FlashAttnBackend
-from pagedattn.backends.flash_attn_metadata import FlashAttnMetadata
+from pagedattn.backends.flash_attn import versions as versions
+from pagedattn.backends.flash_attn.metadata import FlashAttnMetadata
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.testing.case import Case
 from pagedattn.testing.cases import CASES

@@ -11,7 +11,7 @@ import torch
 from backends.fake_flash_attn import MODULES, fa3_of_2_8_0
 from backends.peer_signatures import source_of
 
-from pagedattn.backends import flash_attn_versions as versions
+from pagedattn.backends.flash_attn import versions as versions
 
 FA2, FA3 = MODULES[2]["flash_attn"], MODULES[3]["flash_attn_interface"]
 FA4 = MODULES[4]["flash_attn.cute.interface"]

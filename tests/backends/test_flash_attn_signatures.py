@@ -11,8 +11,8 @@ import torch
 from backends.fake_flash_attn import MODULES, fa3_of_2_8_0, fa3_of_2_8_3
 from backends.peer_signatures import defaults_of, held_to, signature_of, source_of, stand_ins
 
-from pagedattn.backends import flash_attn_versions as versions
 from pagedattn.backends.flash_attn import FlashAttnBackend
+from pagedattn.backends.flash_attn import versions as versions
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem

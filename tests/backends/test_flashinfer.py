@@ -9,12 +9,12 @@ import pytest
 import torch
 from flashinfer_on_cpu import CPU, ENDS, HALF, OnCpu, attend, builder_of, install, written
 
-import pagedattn.backends.flashinfer as adapter
+import pagedattn.backends.flashinfer.backend as adapter
 from pagedattn import AttentionSpec, AttentionType
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.kv_cache import LayerCache
+from pagedattn.formats.base import LayerCache
 from pagedattn.spec import GraphLevel
 from pagedattn.testing.case import Case
 from pagedattn.testing.cases import CASES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from flashinfer_on_cpu import DECODES, ENDS, HALF, MIXED, attend, builder_of, install, written
 
-from pagedattn.backends import flashinfer_plan
 from pagedattn.backends.base import Limits
+from pagedattn.backends.flashinfer import plan
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.testing.case import Case
 
@@ -96,7 +96,7 @@ def test_builders_share_a_workspace_that_grows(fake: Any) -> None:
     problem = written(MIXED)
     builders = [builder_of(problem), builder_of(problem)]
     metadata = [builder.build(problem.common) for builder in builders]
-    (shared,) = flashinfer_plan._shared.values()
+    (shared,) = plan._shared.values()
     first = shared.buffer
     assert first.numel() == 1 << 20 and metadata[0].parts(16)[0].slot.wrapper.workspace is first
     fake.needs_bytes = 5 << 20
@@ -118,7 +118,7 @@ def test_a_given_workspace_is_used_and_never_replaced(fake: Any) -> None:
     builder = builder_of(problem, workspace=own)
     metadata = builder.build(problem.common)
     attend(problem, metadata)
-    assert metadata.parts(16)[0].slot.wrapper.workspace is own and not own.any() and not flashinfer_plan._shared
+    assert metadata.parts(16)[0].slot.wrapper.workspace is own and not own.any() and not plan._shared
     fake.needs_bytes = 5000
     with pytest.raises(CapacityError, match=r"workspace has 4096 bytes, FlashInfer needs at least 50\d\d"):
         builder.build(problem.common)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from flashinfer_on_cpu import CPU, DECODES, ENDS, HALF, MIXED, OnCpu, attend, builder_of, install, written
 
-from pagedattn.backends import flashinfer_pages
-from pagedattn.backends.flashinfer_pages import Lengths, page_lists
+from pagedattn.backends.flashinfer import pages as flashinfer_pages
+from pagedattn.backends.flashinfer.pages import Lengths, page_lists
 from pagedattn.errors import CapacityError, InvalidInputError
-from pagedattn.metadata import CommonAttentionMetadata
+from pagedattn.step.metadata import CommonAttentionMetadata
 from pagedattn.testing.case import Case
 
 

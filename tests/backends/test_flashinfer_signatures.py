@@ -11,7 +11,7 @@ import torch
 from backends.peer_signatures import defaults_of, held_to, signature_of, source_of, stand_ins
 from flashinfer_on_cpu import CPU, DECODES, ENDS, HALF, MIXED, OnCpu, attend, builder_of, install, written
 
-from pagedattn.backends.flashinfer import RELEASES
+from pagedattn.backends.flashinfer.backend import RELEASES
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem

@@ -10,12 +10,12 @@ from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.backends.registry import get_backend
-from pagedattn.ops import hopper, hopper_list
-from pagedattn.ops.launch import COUNTERS
+from pagedattn.kernels.prefill_sm90 import support, tile_schedule
+from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
 
-HERE = torch.cuda.is_available() and not hopper.why_not_here(torch.device("cuda", 0))
+HERE = torch.cuda.is_available() and not support.why_not_here(torch.device("cuda", 0))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
 DEVICE = torch.device("cuda", 0)
 LENS = [
@@ -61,8 +61,8 @@ def test_all_lengths_of_parts() -> None:
         assert torch.equal(got, want) and torch.equal(layer(query, None, None, cache, built), got)
         assert not built.items[0, :2].any() and not built.workspace[: 3 * COUNTERS].any()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper_list, "in_parts", lambda *bounds: False)
-            patch.setattr(hopper, "takes", lambda *bounds: True)
+            patch.setattr(tile_schedule, "in_parts", lambda *bounds: False)
+            patch.setattr(support, "takes", lambda *bounds: True)
             whole = layer(query, None, None, cache, layer.build(common))
         torch.testing.assert_close(got.float(), whole.float(), atol=2e-3, rtol=2e-2)
 
@@ -99,7 +99,7 @@ def test_several_tokens_of_many_sequences(kind: str) -> None:
     case = case_of_kind(kind).but(query_lens=tuple(queries), seq_lens=tuple(keys))
     problem = make_problem(case, DEVICE)
     check(get_backend("TRITON"), problem, kind)
-    if hopper.why_not_shape(case.dtype, case.dtype, case.head_dim, case.head_dim, case.block_size, case.alibi):
+    if support.why_not_shape(case.dtype, case.dtype, case.head_dim, case.head_dim, case.block_size, case.alibi):
         return
     layer, cache, query, common = layer_and_step(queries, keys)
     built = layer.build(common)

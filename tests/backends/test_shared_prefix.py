@@ -10,10 +10,12 @@ import torch
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
 from pagedattn.backends.registry import get_backend
-from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.errors import InvalidInputError
-from pagedattn.ops import shared_prefix
-from pagedattn.ops.launch import COUNTERS, Target, decode_config
+from pagedattn.kernels.decode import cascade
+from pagedattn.kernels.decode.plan import decode_config
+from pagedattn.runtime.target import Target
+from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
@@ -60,13 +62,13 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", -(1 << 62))
+    monkeypatch.setattr(cascade, "SAVED_BYTES", -(1 << 62))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Sequences, most keys, and a prior, of each decode launch."""
-    module, seen = import_module("pagedattn.ops.kernels.decode"), []
+    module, seen = import_module("pagedattn.kernels.decode.kernel"), []
     launch = module.launch
 
     def seeing(config: Any, inputs: Any, room: Any, prior: Any = None) -> Any:
@@ -83,7 +85,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 def test_against_the_oracle(name: str, always: None, calls: list[tuple[int, int, int]]) -> None:
     case = CASES[name]
     problem = make_problem(case, DEVICE)
-    length = shared_prefix.whole_blocks(case.shared_prefix, problem.common.max_query_len, case.block_size)
+    length = cascade.whole_blocks(case.shared_prefix, problem.common.max_query_len, case.block_size)
     decodes = problem.common.num_decodes if max(case.query_lens) > 16 else len(case.query_lens)
     length = case.shared_prefix if max(case.query_lens) > 16 else length
     assert length > 0
@@ -147,9 +149,9 @@ def test_where_it_cannot_be() -> None:
 
 
 def test_whole_blocks_that_every_token_sees() -> None:
-    assert [shared_prefix.whole_blocks(n, 1, 16) for n in (0, 15, 16, 31, 32)] == [0, 0, 16, 16, 32]
-    assert [shared_prefix.whole_blocks(n, 16, 16) for n in (0, 16, 30, 31, 47)] == [0, 0, 0, 16, 32]
-    assert shared_prefix.whole_blocks(16, 0, 16) == 16
+    assert [cascade.whole_blocks(n, 1, 16) for n in (0, 15, 16, 31, 32)] == [0, 0, 16, 16, 32]
+    assert [cascade.whole_blocks(n, 16, 16) for n in (0, 16, 30, 31, 47)] == [0, 0, 0, 16, 32]
+    assert cascade.whole_blocks(16, 0, 16) == 16
 
 
 def test_the_price_is_in_bytes() -> None:
@@ -167,8 +169,8 @@ def test_the_price_is_in_bytes() -> None:
         "rest": 8 * 64 * 1024,
     }
     saved = 8 * 60 * 8192
-    assert shared_prefix.pays(**configs, key_bytes=shared_prefix.SAVED_BYTES // saved + 1)
-    assert not shared_prefix.pays(**configs, key_bytes=shared_prefix.SAVED_BYTES // saved - 1)
+    assert cascade.pays(**configs, key_bytes=cascade.SAVED_BYTES // saved + 1)
+    assert not cascade.pays(**configs, key_bytes=cascade.SAVED_BYTES // saved - 1)
 
 
 def test_a_split_follows_the_step(always: None) -> None:
@@ -207,7 +209,7 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         inputs = inputs_of(query, cache, cache, *tables, *options, *bounds)
         configs = [
             import_module("pagedattn.ops.paged_attention").decode_config_of(one, short=index > 0)
-            for index, one in enumerate(shared_prefix.divide(inputs, metadata.prefix.bound, metadata.prefix.split))
+            for index, one in enumerate(cascade.divide(inputs, metadata.prefix.bound, metadata.prefix.split))
         ]
         assert len(configs) == 2
         assert max(config.workspace for config in configs) == metadata.workspace.numel()
@@ -236,7 +238,7 @@ def test_an_op_call_that_does_not_fit() -> None:
         with pytest.raises(InvalidInputError, match="shared_prefix_len must be whole blocks of 16 keys"):
             op_call(shared_prefix_len=length)
     width = make_problem(Case(**ONE, write=False), DEVICE).common.block_table.shape[1]
-    splits = [shared_prefix.new_split(*shape, DEVICE) for shape in ((3, width), (4, width - 1), (4, width))]
+    splits = [cascade.new_split(*shape, DEVICE) for shape in ((3, width), (4, width - 1), (4, width))]
     for split in (*splits[:2], splits[2].long()):
         with pytest.raises(InvalidInputError, match=rf"split must be int32 \[{7 + 4 * width}\]"):
             op_call(shared_prefix_len=32, split=split)

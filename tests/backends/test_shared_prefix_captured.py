@@ -9,7 +9,7 @@ import torch
 from backends.test_shared_prefix import DEVICE, ONE, SPEC, length_of, split_of, step
 
 from pagedattn import Attention, plan_step
-from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem
 

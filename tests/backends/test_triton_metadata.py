@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata
-from pagedattn.backends import triton_metadata
 from pagedattn.backends.base import AttentionMetadata
-from pagedattn.backends.triton_metadata import TritonMetadata, TritonMetadataBuilder
-from pagedattn.ops import hopper, hopper_list, shared_prefix
-from pagedattn.ops.launch import COUNTERS, Work
+from pagedattn.backends.triton import metadata as triton_metadata
+from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.kernels.decode import cascade
+from pagedattn.kernels.prefill_sm90 import support, tile_schedule
+from pagedattn.ops.attention_plan import Work
+from pagedattn.runtime.workspace import COUNTERS
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of what a kernel fills
@@ -64,8 +66,8 @@ def test_a_step_is_planned_as_the_op_will_run_it(
     lens: tuple[int, ...], shared: int, capture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured metadata know less than their step: not how many decode, unless all do."""
-    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
-    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", 0)
+    monkeypatch.setattr(support, "why_not_here", lambda device: "")
+    monkeypatch.setattr(cascade, "SAVED_BYTES", 0)
     for keys in (400, 3000):
         common = step(*lens, keys=keys, device=DEVICE).replace(shared_prefix_len=shared)
         metadata = TritonMetadataBuilder(SPEC, DEVICE).build(common, capture=capture)
@@ -89,8 +91,8 @@ def test_prompts_on_long_contexts_without_the_kernel_for_hopper() -> None:
 
 
 def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
-    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", 0)
+    monkeypatch.setattr(support, "why_not_here", lambda device: "")
+    monkeypatch.setattr(cascade, "SAVED_BYTES", 0)
     builder = TritonMetadataBuilder(SPEC, DEVICE)
     many = step(*[8] * 80, device=DEVICE)
     assert builder.build(many).describe() == "prefill kernel: 80 sequences (for Hopper)"
@@ -147,18 +149,18 @@ def listed(metadata: AttentionMetadata) -> list[list[int]]:
 
 
 def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    monkeypatch.setattr(support, "why_not_here", lambda device: "")
     spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
     builder = TritonMetadataBuilder(spec, DEVICE)
     metadata = builder.build(step(1, 1, 400, 33, keys=1500, device=DEVICE))
     assert "prefill kernel: 2 sequences (for Hopper" in metadata.describe()
-    tokens = hopper_list.tokens_of(spec.gqa_ratio)
+    tokens = tile_schedule.tokens_of(spec.gqa_ratio)
     expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
     expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
     assert sorted(listed(metadata)) == sorted(expected)
     joined = builder.build(step(1, 1, 400, device=DEVICE))
     assert joined.describe() == "prefill kernel: 3 sequences (for Hopper)" and [0, 1, 0] in listed(joined)
-    assert hopper.why_not_shape(spec.dtype, spec.dtype, 64, 64, None, False) == ""
+    assert support.why_not_shape(spec.dtype, spec.dtype, 64, 64, None, False) == ""
     captured = builder.build(step(40, 33, device=DEVICE), capture=True)
     builder.build(step(20, device=DEVICE), into=captured)
     assert sum(count for _, count, _ in listed(captured)) == 20

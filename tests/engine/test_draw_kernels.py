@@ -14,7 +14,7 @@ from pagedattn.engine.kernels.cutoff import cutoffs
 from pagedattn.engine.request import Request
 from pagedattn.engine.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.ops.library import interpreted
+from pagedattn.runtime.op_registry import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(not interpreted() and DEVICE == "cpu", reason="kernels need a GPU or the interpreter")

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from uninterpreted import output_of
 
-from pagedattn.ops.triton_versions import series
+from pagedattn.runtime.triton_versions import series
 
 FUSED = {"rms_norm-sm90-bf16", "silu_mul-sm90-bf16", "turn_and_write-sm90-bf16-D128"}
 OLDER = {"rms_norm-sm80-fp16", "silu_mul-sm80-fp16", "turn_and_write-sm80-fp16-D64"}

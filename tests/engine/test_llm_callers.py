@@ -16,16 +16,16 @@ import pytest
 from fake_runner import FakeDetokenizer, FakeRunner, FakeTokenizer, expected, fake_llm, greedy
 from invariants import check_idle, check_scheduler, run_out
 
-import pagedattn.block_contents
-import pagedattn.block_pool
+import pagedattn.cache.block_pool
+import pagedattn.cache.prefix_tree
 import pagedattn.engine
 from pagedattn.engine.step import KVGroup, Step
 from pagedattn.errors import RequestError, UnsupportedError
 
 BOOKKEEPING = (
     os.path.dirname(pagedattn.engine.__file__),
-    pagedattn.block_pool.__file__,
-    pagedattn.block_contents.__file__,
+    pagedattn.cache.block_pool.__file__,
+    pagedattn.cache.prefix_tree.__file__,
 )
 PROMPTS = [[index, 5, 8, 13, 21, 34, 55][: 2 + index % 6] for index in range(12)]
 

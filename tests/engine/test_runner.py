@@ -16,13 +16,7 @@ from pagedattn.engine.request import Request
 from pagedattn.engine.runner import ModelRunner
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import ScheduledRequest, Step
-from pagedattn.errors import (
-    CapacityError,
-    EngineDeadError,
-    InvalidInputError,
-    UnsupportedError,
-    WeightsError,
-)
+from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError, WeightsError
 
 PROMPTS = [[5, 9, 200, 17, 3], list(range(40, 77)), [11], [400, 401] * 10]
 

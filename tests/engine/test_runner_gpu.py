@@ -18,7 +18,7 @@ from pagedattn.engine.runner import ModelRunner
 from pagedattn.engine.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import ScheduledRequest, Step
-from pagedattn.ops import shared_prefix
+from pagedattn.kernels.decode import cascade
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,8 +119,8 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
 @pytest.mark.parametrize("overlap", [False, True])
 def test_captured_steps_read_a_shared_prefix_once(overlap: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
-    lengths, say = [], shared_prefix.set_length
-    monkeypatch.setattr(shared_prefix, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
+    lengths, say = [], cascade.set_length
+    monkeypatch.setattr(cascade, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
     options: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 400, "max_num_seqs": 10, "backend": "TRITON"}
     outputs = []
     for how in ({"enforce_eager": True, "overlap": False}, {"overlap": overlap}):

@@ -16,8 +16,8 @@ from pagedattn.engine.packed_step import StepPacker
 from pagedattn.engine.request import Request
 from pagedattn.engine.step import KVGroup, ScheduledRequest, Step
 from pagedattn.engine.step_inputs import InputSender
-from pagedattn.ops import shared_prefix
-from pagedattn.ops.library import interpreted
+from pagedattn.kernels.decode import cascade
+from pagedattn.runtime.op_registry import interpreted
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [3, 4, 5, 9]]
 
@@ -79,10 +79,10 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 def test_prompts_that_begin_alike_have_the_tokens_of_transformers(
     name: str, graph_sizes: tuple[int, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_prefix, "SAVED_BYTES", -(1 << 62))
+    monkeypatch.setattr(cascade, "SAVED_BYTES", -(1 << 62))
     monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
-    lengths, say = [], shared_prefix.set_length
-    monkeypatch.setattr(shared_prefix, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
+    lengths, say = [], cascade.set_length
+    monkeypatch.setattr(cascade, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
     reference = hf_model(name, torch.float32)
     prompts = [[*range(40, 52), *end] for end in ([7], [9, 200, 17], [11] * 6)]
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": "TRITON", "block_size": 4}

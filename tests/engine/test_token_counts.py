@@ -21,7 +21,7 @@ from pagedattn.engine.step import UNKNOWN
 from pagedattn.engine.step_inputs import SampledRows
 from pagedattn.engine.token_counts import TokenCounts
 from pagedattn.errors import PagedAttnError
-from pagedattn.ops.library import interpreted
+from pagedattn.runtime.op_registry import interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, NUM_ROWS = 37, 6

@@ -11,9 +11,9 @@ from hf_models import hf_model, prompts
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.integrations.hf_attention import AttentionCall, PackedStep, attention_forward
-from pagedattn.integrations.hf_probe import Recorder
 from pagedattn.integrations.transformers import PackedModel
+from pagedattn.integrations.transformers.attention import AttentionCall, PackedStep, attention_forward
+from pagedattn.integrations.transformers.probe import Recorder
 
 
 class Module(SimpleNamespace):

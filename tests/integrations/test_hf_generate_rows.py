@@ -13,8 +13,8 @@ from hf_more_models import batch, generate, model_of
 import pagedattn.integrations.transformers as hf
 from pagedattn import FullAttentionSpec
 from pagedattn.errors import CapacityError
-from pagedattn.integrations.hf_columns import Columns
-from pagedattn.integrations.hf_rows import BlockStore, Rows
+from pagedattn.integrations.transformers.columns import Columns
+from pagedattn.integrations.transformers.rows import BlockStore, Rows
 
 SIZE = 4
 SPEC = FullAttentionSpec(num_kv_heads=1, head_dim=2, block_size=SIZE)

@@ -12,10 +12,9 @@ from hf_models import _BASE, build, hf_config, hf_model, packed_logits, prompts,
 from transformers import masking_utils
 
 from pagedattn.errors import UnsupportedError
-from pagedattn.integrations import hf_masks, hf_probe
 from pagedattn.integrations import transformers as integration
-from pagedattn.integrations.hf_attention import NAME, PROBE_NAME
-from pagedattn.integrations.transformers import PackedModel, refuse
+from pagedattn.integrations.transformers import PackedModel, masks, probe, refuse
+from pagedattn.integrations.transformers.attention import NAME, PROBE_NAME
 
 _LONGROPE = {
     "rope_type": "longrope",
@@ -98,7 +97,7 @@ def test_masks_are_told_apart() -> None:
     causal, window = functions.causal_mask_function, functions.sliding_window_causal_mask_function
 
     def classify(function: Any) -> tuple[int | None] | None:
-        found = hf_masks.classify(function, 100)
+        found = masks.classify(function, 100)
         return None if found is None else (found.window,)
 
     assert classify(causal) == (None,) == classify(window(100))
@@ -234,6 +233,6 @@ def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nan_is_never_alike() -> None:
-    assert hf_probe._alike(torch.ones(3), torch.ones(3))
-    assert not hf_probe._alike(torch.ones(3), torch.full((3,), float("nan")))
+    assert probe._alike(torch.ones(3), torch.ones(3))
+    assert not probe._alike(torch.ones(3), torch.full((3,), float("nan")))
     assert hf_config("gemma2").layer_types == ["sliding_attention", "full_attention"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 
 @pytest.fixture
@@ -22,6 +22,6 @@ def path(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["csrc", "triton", "torch"])
 def any_path(request: pytest.FixtureRequest, device: torch.device) -> str:
     """Of an op that the extension has; skipped where that is not built."""
-    if request.param == "csrc" and library.path_of("copy_blocks", device) != "csrc":
-        pytest.skip(f"the extension has nothing for {device}: {library.csrc_status()}")
+    if request.param == "csrc" and op_registry.path_of("copy_blocks", device) != "csrc":
+        pytest.skip(f"the extension has nothing for {device}: {op_registry.csrc_status()}")
     return request.param

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pagedattn.backends.registry import get_backend
-from pagedattn.ops import attention_cpu, paged_attention
+from pagedattn.kernels.reference import cpu
+from pagedattn.ops import paged_attention
 from pagedattn.testing.cases import CASES
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
@@ -21,18 +22,18 @@ CALLS: list[str] = []
 @pytest.fixture(params=["extension", "gathered"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "gathered":
-        monkeypatch.setattr(attention_cpu, "_has_kernel", lambda inputs: False)
-    elif attention_cpu.choose("auto", torch.device("cpu"), "decode_attention") != "csrc":
+        monkeypatch.setattr(cpu, "_has_kernel", lambda inputs: False)
+    elif cpu.choose("auto", torch.device("cpu"), "decode_attention") != "csrc":
         pytest.skip("the extension is not built")
     CALLS.clear()
     for name in ("_extension", "_gathered", "_prompt"):
-        called: Callable[..., bool | None] = getattr(attention_cpu, name)
+        called: Callable[..., bool | None] = getattr(cpu, name)
 
         def counted(*args: Any, called: Callable[..., bool | None] = called, name: str = name) -> bool | None:
             CALLS.append(name)
             return called(*args)
 
-        monkeypatch.setattr(attention_cpu, name, counted)
+        monkeypatch.setattr(cpu, name, counted)
     return request.param
 
 
@@ -69,7 +70,7 @@ def test_lengths_of_any_kind(lens: list[int], path: str, monkeypatch: pytest.Mon
     got, arguments = call(lens)
     strided = arguments["key"].transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(call(lens, key=strided)[0], got)
-    monkeypatch.setattr(attention_cpu, "serves", lambda inputs: False)
+    monkeypatch.setattr(cpu, "serves", lambda inputs: False)
     wanted, _ = call(lens)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert {*CALLS} <= {f"_{path}"}
@@ -82,7 +83,7 @@ def test_a_whole_prompt_whatever_the_scale(scale: float, monkeypatch: pytest.Mon
     prompt["value"] = torch.randn(90, 8, 2, 20)  # as wide as keys: else torch takes a slower kernel, which is right
     bounds = {"max_query_len": 5, "num_decodes": 0, "scale": scale}
     got, _ = call([5], **prompt, **bounds)
-    monkeypatch.setattr(attention_cpu, "serves", lambda inputs: False)
+    monkeypatch.setattr(cpu, "serves", lambda inputs: False)
     torch.testing.assert_close(got, call([5], **prompt, **bounds)[0])
 
 
@@ -100,5 +101,5 @@ def test_a_block_outside_the_cache_is_left_to_the_masks(path: str, monkeypatch: 
     table = torch.tensor([[3, 90], [4, -1]], dtype=torch.int32)
     got, _ = call([13, 14], block_table=table)
     assert CALLS == (["_extension"] if path == "extension" else [])
-    monkeypatch.setattr(attention_cpu, "serves", lambda inputs: False)
+    monkeypatch.setattr(cpu, "serves", lambda inputs: False)
     assert torch.equal(call([13, 14], block_table=table)[0], got)

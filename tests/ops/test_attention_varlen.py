@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagedattn.backends.registry import get_backend
-from pagedattn.ops import attention_varlen
+from pagedattn.kernels.reference import varlen
 from pagedattn.testing import attention_oracle
 from pagedattn.testing.case import Case
 from pagedattn.testing.cases import CASES
@@ -55,8 +55,8 @@ def varlen_attn(
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake = SimpleNamespace(varlen_attn=varlen_attn, AuxRequest=lambda lse: SimpleNamespace(lse=lse))
-    monkeypatch.setattr(attention_varlen, "library", lambda: fake)
-    monkeypatch.setattr(attention_varlen, "_has_kernel", lambda query: True)
+    monkeypatch.setattr(varlen, "library", lambda: fake)
+    monkeypatch.setattr(varlen, "_has_kernel", lambda query: True)
     CALLS.clear()
     yield
 
@@ -93,8 +93,8 @@ def test_what_it_cannot_is_left_to_plain_torch(changes: dict[str, Any]) -> None:
 
 def test_it_is_used_on_a_gpu_only_and_its_signature_is_torchs() -> None:
     query = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
-    assert not attention_varlen._has_kernel(query)
-    real = attention_varlen.library()
+    assert not varlen._has_kernel(query)
+    real = varlen.library()
     if real is None:
         pytest.skip("this torch has no varlen attention over block tables")
     assert list(inspect.signature(real.varlen_attn).parameters) == list(inspect.signature(varlen_attn).parameters)

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 from pagedattn.testing.op_oracles import copy_blocks_oracle
 
 PAIRS = [[0, 5], [3, 1], [7, 2]]
@@ -130,8 +130,8 @@ def test_pageable_host_memory_is_copied_when_the_call_returns(device, any_path, 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_every_mechanism_of_swap(device, way, mechanism, side) -> None:
     """9000 blocks in shuffled runs of 3: more pairs than a launch holds, some of them merged."""
-    if library.path_of("swap_blocks", device) != "csrc":
-        pytest.skip(library.csrc_status())
+    if op_registry.path_of("swap_blocks", device) != "csrc":
+        pytest.skip(op_registry.csrc_status())
 
     def tensor(where: str) -> torch.Tensor:
         data = torch.randint(0, 255, (9000, 2048), dtype=torch.uint8)
@@ -235,7 +235,7 @@ def test_a_stream_of_another_device_is_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_pageable_host_memory_without_the_extension_goes_to_torch(device, monkeypatch, way) -> None:
-    monkeypatch.setattr(library, "_cuda_ready", lambda device: False)
+    monkeypatch.setattr(op_registry, "_cuda_ready", lambda device: False)
     host, on_device = torch.randn(9, 4, 6), torch.randn(9, 4, 6, device=device)
     source, target = (on_device, host) if way == "out" else (host, on_device)
     want = copy_blocks_oracle(source.cpu(), target.cpu(), PAIRS)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from pagedattn import ops
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(autouse=True)
 def built() -> None:
-    if library.path_of("copy_blocks", "cuda") != "csrc":
-        pytest.skip(library.csrc_status())
+    if op_registry.path_of("copy_blocks", "cuda") != "csrc":
+        pytest.skip(op_registry.csrc_status())
 
 
 def test_a_graph_replays_with_what_its_tensors_hold_then() -> None:

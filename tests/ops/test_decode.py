@@ -11,9 +11,11 @@ import torch
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError
-from pagedattn.ops.attention_inputs import AttentionInputs, scale_parts
-from pagedattn.ops.launch import COUNTERS, DecodeConfig, DecodeTuning, decode_config, target_of
-from pagedattn.ops.paged_attention import _triton, decode_config_of, new_workspace
+from pagedattn.kernels.decode.plan import DecodeConfig, DecodeTuning, decode_config
+from pagedattn.kernels.inputs import AttentionInputs, scale_parts
+from pagedattn.ops.paged_attention import _triton, decode_config_of
+from pagedattn.runtime.target import target_of
+from pagedattn.runtime.workspace import COUNTERS, new_workspace
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close, assert_lse_close
 from pagedattn.testing.problem import Problem, make_problem
@@ -69,7 +71,7 @@ def check(case: Case, programs: int, device: torch.device, workspace: torch.Tens
     lse = torch.full(out.shape[:2], 7.0, device=device) if case.lse else None
     config = config_of(problem, programs, **tuning)
     room = new_workspace(config.workspace, device) if workspace is None else workspace
-    import_module("pagedattn.ops.kernels.decode").launch(config, inputs_of(problem, out, lse), room)
+    import_module("pagedattn.kernels.decode.kernel").launch(config, inputs_of(problem, out, lse), room)
     name = f"{case.id}, {programs} programs, {tuning}"
     assert_close(name, out[:rows], problem.expected, problem.naive, softcap=case.softcap is not None)
     assert bool((out[rows:] == 7).all()) and bool((wide[..., out.shape[2] :] == 7).all()), "rows of nobody"
@@ -195,7 +197,7 @@ def test_the_same_bits_a_thousand_times_under_load(device: torch.device) -> None
     inputs = inputs_of(problem, out, lse)
     config = decode_config_of(inputs)
     assert sum(n > 1 for n in parts(case, config.programs // 2, config.tuning.block_n)) >= 3, "nothing is combined"
-    room, launch = new_workspace(config.workspace, device), import_module("pagedattn.ops.kernels.decode").launch
+    room, launch = new_workspace(config.workspace, device), import_module("pagedattn.kernels.decode.kernel").launch
     launch(config, inputs, room)
     assert_close("first", out, problem.expected, problem.naive)
     want, want_lse = out.clone(), lse.clone()
@@ -255,7 +257,7 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
         inputs = inputs_of(problem, out, None)._replace(window=window)
         config = config_of(problem, 5, block_n=32, ahead=ahead)
         room = new_workspace(config.workspace, device)
-        import_module("pagedattn.ops.kernels.decode").launch(config, inputs, room)
+        import_module("pagedattn.kernels.decode.kernel").launch(config, inputs, room)
         assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window in (0, 653)), (window, ahead)
 
 

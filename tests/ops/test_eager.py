@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn import ops
-from pagedattn.ops.eager import plain, unwatched
+from pagedattn.runtime.eager import plain, unwatched
 
 
 class Seen(TorchDispatchMode):

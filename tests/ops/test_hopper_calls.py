@@ -11,16 +11,17 @@ import torch
 
 from pagedattn import PagedKVCache, ops
 from pagedattn.errors import InvalidInputError
-from pagedattn.ops import hopper, hopper_list
-from pagedattn.ops.attention_inputs import AttentionInputs
-from pagedattn.ops.hopper_list import Bounds, Listing
+from pagedattn.kernels.inputs import AttentionInputs
+from pagedattn.kernels.prefill_sm90 import support, tile_schedule
+from pagedattn.kernels.prefill_sm90.tile_schedule import Bounds, Listing
+from pagedattn.ops import attention_plan
 
 HEADS, KV_HEADS, DIM, BLOCKS, SIZE = 8, 2, 128, 5, 16
 
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    monkeypatch.setattr(support, "why_not_here", lambda device: "")
 
 
 def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> Listing:
@@ -28,7 +29,7 @@ def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0)
 
 
 def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
-    return hopper.joins(listing(kv_heads, group), Bounds(2000, num_decodes + 1, num_decodes, 1000, max_seq_len))
+    return attention_plan.joins(listing(kv_heads, group), Bounds(2000, num_decodes + 1, num_decodes, 1000, max_seq_len))
 
 
 def test_decodes_that_join_prompts() -> None:
@@ -42,7 +43,7 @@ def taken(
     num_seqs: int = 64, group: int = 4, max_query_len: int = 8, max_seq_len: int = 4096, max_keys: int = 1 << 17
 ) -> bool:
     bounds = Bounds(1, num_seqs, 0, max_query_len, max_seq_len)
-    return hopper.takes(listing(8, group, max_keys=max_keys), bounds)
+    return attention_plan.takes(listing(8, group, max_keys=max_keys), bounds)
 
 
 def test_several_tokens_that_are_items_of_its_own() -> None:
@@ -58,7 +59,7 @@ def test_several_tokens_that_are_items_of_its_own() -> None:
 def parts(
     tokens: int = 100, num_seqs: int = 1, num_decodes: int = 0, longest: int = 100, keys: int = 8000, **of: int
 ) -> bool:
-    return hopper_list.in_parts(listing(8, 4, **of), Bounds(tokens, num_seqs, num_decodes, longest, keys))
+    return tile_schedule.in_parts(listing(8, 4, **of), Bounds(tokens, num_seqs, num_decodes, longest, keys))
 
 
 def test_prompts_whose_keys_are_shared_out() -> None:
@@ -98,15 +99,15 @@ def caches(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_usual_call_is_served() -> None:
-    assert hopper.why_not(call()) == ""
+    assert support.why_not(call()) == ""
     fused = torch.zeros(40, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
-    assert hopper.why_not(call(query=fused[:, :HEADS])) == ""
+    assert support.why_not(call(query=fused[:, :HEADS])) == ""
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_our_own_caches_are_served(layout: str) -> None:
     key, value = caches(layout)
-    assert hopper.why_not(call(key=key, value=value)) == ""
+    assert support.why_not(call(key=key, value=value)) == ""
 
 
 REFUSED = {
@@ -127,7 +128,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_others_are_refused_with_a_reason(reason: str) -> None:
-    assert reason in hopper.why_not(call(**REFUSED[reason]))
+    assert reason in support.why_not(call(**REFUSED[reason]))
 
 
 def strided(*stride: int) -> torch.Tensor:
@@ -148,7 +149,7 @@ def strided(*stride: int) -> torch.Tensor:
     ],
 )
 def test_strides(stride: tuple[int, ...], served: bool) -> None:
-    assert (hopper.why_not(call(key=strided(*stride))) == "") == served
+    assert (support.why_not(call(key=strided(*stride))) == "") == served
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_strides(stride: tuple[int, ...], served: bool) -> None:
     [(1, 1, 128), (4, 4, 32), (5, 1, 128), (6, 2, 64), (8, 8, 16), (96, 32, 4), (128, 64, 2)],
 )
 def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
-    assert hopper_list.pack_of(group) == pack and hopper_list.tokens_of(group) == tokens
+    assert tile_schedule.pack_of(group) == pack and tile_schedule.tokens_of(group) == tokens
 
 
 def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +183,14 @@ def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: 
     assert entries == [[33, 7, 53, 60, 0], [1, 32, 21, 60, 0]]
     seen.clear()
     starts, lens = tensors[4:]
-    of = hopper_list.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 64, 132)
-    mine = hopper_list.new_items(of, Bounds(40, 1, 0, 39, 60), device)
-    hopper_list.list_items(of, mine, starts[1:], lens[1:])
+    of = tile_schedule.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 64, 132)
+    mine = tile_schedule.new_items(of, Bounds(40, 1, 0, 39, 60), device)
+    tile_schedule.list_items(of, mine, starts[1:], lens[1:])
     ops.paged_attention(
         *tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, items=mine, path="triton"
     )
     assert seen["items"] is mine and seen["room"] is None
-    cut = hopper_list.new_items(of, Bounds(40, 1, 0, 39, 6000), device)
+    cut = tile_schedule.new_items(of, Bounds(40, 1, 0, 39, 6000), device)
     room = torch.zeros(of.workspace, dtype=torch.int32, device=device)
     given = {"items": cut, "workspace": room, "path": "triton"}
     ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, **given)
@@ -222,14 +223,14 @@ def test_calls_whose_metadata_planned_otherwise(device: torch.device, monkeypatc
         ops.paged_attention(query.half(), cache, cache, table, starts, lens, **bounds, **given)  # type: ignore[arg-type]
         return seen.pop()
 
-    of = hopper_list.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 3200, 132)
-    items = hopper_list.new_items(of, Bounds(16, 1, 0, 16, 3000), device)
+    of = tile_schedule.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 3200, 132)
+    items = tile_schedule.new_items(of, Bounds(16, 1, 0, 16, 3000), device)
     room = torch.zeros(of.workspace, dtype=torch.int32, device=device)
     query = wide[..., :DIM].contiguous()
     assert run(query, items=items, workspace=room) == ("prefill_hopper", room)
     name, own = run(query, workspace=room)
     assert (name, own is room) == ("decode", True), "a list was made that no other layer can use"
     assert run(query)[0] == "prefill_hopper"
-    monkeypatch.setattr(hopper, "why_not", lambda inputs: "strides that TMA cannot follow")
+    monkeypatch.setattr(support, "why_not", lambda inputs: "strides that TMA cannot follow")
     name, own = run(query, items=items, workspace=room[:10])
     assert name == "decode" and own is not None and own.numel() > 10

@@ -12,8 +12,8 @@ import torch
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError
-from pagedattn.ops import attention_cpu
-from pagedattn.ops.library import csrc_op
+from pagedattn.kernels.reference import cpu as attention_cpu
+from pagedattn.runtime.op_registry import csrc_op
 
 P, S, H, D = 40, 4, 2, 16
 SPARE = 2  # blocks on either side of the cache

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from pagedattn.ops import hopper_list
-from pagedattn.ops.hopper_list import Bounds, Listing, tile_of, tokens_of
+from pagedattn.kernels.prefill_sm90 import tile_schedule
+from pagedattn.kernels.prefill_sm90.tile_schedule import Bounds, Listing, tile_of, tokens_of
 
 SMS = 132
 
@@ -42,12 +42,12 @@ def bounds(query_lens: list[int]) -> Bounds:
 def listed(of: Listing, query_lens: list[int], seq_lens: list[int], device: torch.device) -> list[Entry]:
     """Entries in order; queries start at row 3."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32) + 3
-    shape = hopper_list.new_items(of, bounds(query_lens), device).shape
-    assert shape[1] == hopper_list.PART_FIELDS
+    shape = tile_schedule.new_items(of, bounds(query_lens), device).shape
+    assert shape[1] == tile_schedule.PART_FIELDS
     around = torch.full((32 + shape[0] + 32, shape[1]), 7, dtype=torch.int32, device=device)
     items = around[32:-32]
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    hopper_list.list_items(of, items, starts.to(device), lens)
+    tile_schedule.list_items(of, items, starts.to(device), lens)
     assert not items[0, :2].any(), "the counters that hand items out start at zero"
     count = int(items[1, 0])
     assert (around[:32] == 7).all() and (around[34 + count :] == 7).all() and (items[2:, 10:] == 7).all()
@@ -80,7 +80,7 @@ def drawn(seed: int) -> tuple[Listing, list[int], list[int]]:
         of = of._replace(causal=draw.random() < 0.7, window=draw.choice((0, 0, 100, 3000)))
         of = of._replace(max_keys=draw.choice((1 << 20, 1 << 20, 5000)), num_sms=draw.choice((4, 16, 30, SMS, SMS)))
         query_lens = [draw.choice((0, 1, 5, 33, 129, 635)) for _ in range(draw.randint(1, 8))]
-        if hopper_list.in_parts(of, bounds(query_lens)):
+        if tile_schedule.in_parts(of, bounds(query_lens)):
             return of, query_lens, [draw.choice((0, n // 2, n, n + 700, 6000, 9000)) for n in query_lens]
 
 

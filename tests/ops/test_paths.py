@@ -11,7 +11,7 @@ import torch
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 CPU = torch.device("cpu")
 CSRC = ("reshape_and_cache", "reshape_and_cache_classic", "copy_blocks", "swap_blocks", "gather_kv")
@@ -27,16 +27,16 @@ def call(path: str) -> torch.Tensor:
 def test_the_extension_is_there_and_preferred() -> None:
     for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
         for op in CSRC:
-            assert library.path_of(op, device) == "csrc", f"{op} on {device}: {library.csrc_status()}"
+            assert op_registry.path_of(op, device) == "csrc", f"{op} on {device}: {op_registry.csrc_status()}"
 
 
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Where the library looks for the extension, in an empty folder; what it found before is forgotten and restored."""
-    monkeypatch.setattr(library, "_EXTENSION", tmp_path / "_csrc.so")
-    library._load_csrc.cache_clear()
+    monkeypatch.setattr(op_registry, "_EXTENSION", tmp_path / "_csrc.so")
+    op_registry._load_csrc.cache_clear()
     yield tmp_path / "_csrc.so"
-    library._load_csrc.cache_clear()
+    op_registry._load_csrc.cache_clear()
 
 
 def test_without_the_extension_torch_serves_and_csrc_says_how_to_build_it(extension: Path) -> None:
@@ -50,38 +50,38 @@ def test_the_reason_that_the_build_left_is_told(extension: Path) -> None:
     extension.with_suffix(".txt").write_text(
         "not built: no C++ compiler was found\nand pages of detail\n", encoding="utf-8"
     )
-    assert library.csrc_status() == "not built: no C++ compiler was found"
+    assert op_registry.csrc_status() == "not built: no C++ compiler was found"
     with pytest.raises(UnsupportedError, match="no C\\+\\+ compiler was found"):
         call("csrc")
 
 
 def test_a_note_of_a_file_that_is_gone_is_not_believed(extension: Path) -> None:
     extension.with_suffix(".txt").write_text("built with torch 2.13\n", encoding="utf-8")
-    assert library.csrc_status().startswith("not built: python setup.py")
+    assert op_registry.csrc_status().startswith("not built: python setup.py")
 
 
 def test_a_file_that_cannot_be_loaded_is_no_extension(extension: Path) -> None:
     extension.write_bytes(b"not a library")
-    assert "cannot be loaded" in library.csrc_status() and ops.path_of("copy_blocks", "cpu") == "torch"
+    assert "cannot be loaded" in op_registry.csrc_status() and ops.path_of("copy_blocks", "cpu") == "torch"
 
 
 def test_an_extension_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     if ops.path_of("copy_blocks", "cpu") != "csrc":
-        pytest.skip(library.csrc_status())
-    library._load_csrc.cache_clear()
-    monkeypatch.setattr(library, "_REVISION", -1)
+        pytest.skip(op_registry.csrc_status())
+    op_registry._load_csrc.cache_clear()
+    monkeypatch.setattr(op_registry, "_REVISION", -1)
     try:
-        assert "build it again" in library.csrc_status() and ops.path_of("copy_blocks", "cpu") == "torch"
+        assert "build it again" in op_registry.csrc_status() and ops.path_of("copy_blocks", "cpu") == "torch"
     finally:
-        library._load_csrc.cache_clear()
+        op_registry._load_csrc.cache_clear()
 
 
 def test_auto_prefers_the_extension_and_it_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     if ops.path_of("reshape_and_cache", "cpu") != "csrc":
-        pytest.skip(library.csrc_status())
-    assert "_csrc.so, built with torch" in library.csrc_status()
+        pytest.skip(op_registry.csrc_status())
+    assert "_csrc.so, built with torch" in op_registry.csrc_status()
     called = []
-    real = library.csrc_op("reshape_and_cache")
+    real = op_registry.csrc_op("reshape_and_cache")
     module = import_module("pagedattn.ops.reshape_and_cache")  # the package's name of it is the function
     monkeypatch.setattr(module, "csrc_op", lambda name: called.append(name) or real)
     assert bool((call("auto")[2, 1] == 1).all()) and called == ["reshape_and_cache"]
@@ -91,43 +91,43 @@ def test_auto_prefers_the_extension_and_it_does_the_work(monkeypatch: pytest.Mon
 
 def test_a_gpu_prefers_csrc_then_triton_then_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(library, "_load_csrc", lambda: (True, "here"))
-    monkeypatch.setattr(library, "has_triton", lambda: True)
-    monkeypatch.setattr(library, "_cuda_ready", lambda device: True)
-    assert library.path_of("copy_blocks", gpu) == "csrc"
-    assert library.choose("auto", gpu, "copy_blocks", "whole blocks") == "torch"
-    monkeypatch.setattr(library, "_cuda_ready", lambda device: False)
-    assert library.path_of("copy_blocks", gpu) == "triton"
-    assert library.path_of("reshape_and_cache_classic", gpu) == "torch"
+    monkeypatch.setattr(op_registry, "_load_csrc", lambda: (True, "here"))
+    monkeypatch.setattr(op_registry, "has_triton", lambda: True)
+    monkeypatch.setattr(op_registry, "_cuda_ready", lambda device: True)
+    assert op_registry.path_of("copy_blocks", gpu) == "csrc"
+    assert op_registry.choose("auto", gpu, "copy_blocks", "whole blocks") == "torch"
+    monkeypatch.setattr(op_registry, "_cuda_ready", lambda device: False)
+    assert op_registry.path_of("copy_blocks", gpu) == "triton"
+    assert op_registry.path_of("reshape_and_cache_classic", gpu) == "torch"
     with pytest.raises(UnsupportedError, match="no kernels for cuda:0; build it there"):
-        library.choose("csrc", gpu, "copy_blocks")
-    monkeypatch.setattr(library, "has_triton", lambda: False)
-    assert library.path_of("copy_blocks", gpu) == "torch"
+        op_registry.choose("csrc", gpu, "copy_blocks")
+    monkeypatch.setattr(op_registry, "has_triton", lambda: False)
+    assert op_registry.path_of("copy_blocks", gpu) == "torch"
 
 
 def test_the_order_of_paths_depends_on_op_device_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     written = "reshape_and_cache, repeated"
-    assert library.order_of(written, "cuda", 1024) == ("triton", "csrc", "torch")
+    assert op_registry.order_of(written, "cuda", 1024) == ("triton", "csrc", "torch")
     for op, kind, rows in (
         (written, "cuda", 1025),
         (written, "cuda", None),
         (written, "cpu", 1),
         ("copy_blocks", "cuda", 1),
     ):
-        assert library.order_of(op, kind, rows) == ("csrc", "triton", "torch")
-    assert library.order_of("merge_attn_states", "cuda", 1) == ("triton", "torch")
-    monkeypatch.setitem(library._FIRST_UP_TO, ("gather_kv", "cpu"), (40, "torch"))
+        assert op_registry.order_of(op, kind, rows) == ("csrc", "triton", "torch")
+    assert op_registry.order_of("merge_attn_states", "cuda", 1) == ("triton", "torch")
+    monkeypatch.setitem(op_registry._FIRST_UP_TO, ("gather_kv", "cpu"), (40, "torch"))
     if ops.path_of("copy_blocks", "cpu") == "csrc":
         assert [ops.path_of("gather_kv", "cpu", rows) for rows in (40, 41, None)] == ["torch", "csrc", "csrc"]
-        assert library.choose("csrc", CPU, "gather_kv", rows=40) == "csrc"
+        assert op_registry.choose("csrc", CPU, "gather_kv", rows=40) == "csrc"
 
 
 @pytest.mark.parametrize("rows", [3, 4])
 def test_every_op_tells_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    asked = library.order_of
+    asked = op_registry.order_of
     monkeypatch.setattr(
-        library, "order_of", lambda op, kind, rows=None: told.append((op, rows)) or asked(op, kind, rows)
+        op_registry, "order_of", lambda op, kind, rows=None: told.append((op, rows)) or asked(op, kind, rows)
     )
     keys, slots, dense = torch.zeros(rows, 2, 16), torch.arange(rows), torch.zeros(8, 4, 2, 16)
     ints = torch.tensor([0, rows], dtype=torch.int32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagedattn import ops
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 
 
 def _i32(*values: int) -> torch.Tensor:
@@ -43,15 +43,15 @@ def test_opcheck(name: str) -> None:
 
 @pytest.mark.parametrize("name", CSRC)
 def test_opcheck_of_the_extension(name: str) -> None:
-    if library.path_of(name, "cpu") != "csrc":
-        pytest.skip(library.csrc_status())
+    if op_registry.path_of(name, "cpu") != "csrc":
+        pytest.skip(op_registry.csrc_status())
     torch.library.opcheck(getattr(torch.ops.pagedattn, name).default, (*CALLS[name][:-1], "csrc"))
 
 
 @pytest.mark.parametrize("path", ["csrc", "torch"])
 def test_opcheck_of_fp8_writes(path: str) -> None:
-    if path == "csrc" and library.path_of("reshape_and_cache", "cpu") != "csrc":
-        pytest.skip(library.csrc_status())
+    if path == "csrc" and op_registry.path_of("reshape_and_cache", "cpu") != "csrc":
+        pytest.skip(op_registry.csrc_status())
     rows, slots, scale = torch.randn(3, 2, 16), torch.tensor([1, -1, 9]), torch.ones(2)
     caches = [CACHE.to(torch.float8_e4m3fn) for _ in range(2)]
     call = (rows, rows.clone(), *caches, slots, scale, None, 1.0, 0.5, path)

@@ -5,7 +5,7 @@ import torch
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.ops import library
+from pagedattn.runtime import op_registry
 from pagedattn.testing.op_oracles import reshape_and_cache_classic_oracle
 
 SLOTS = [5, -1, 0, 23, 24, 2**40, -(2**63), 17]
@@ -18,8 +18,8 @@ def make(dtype: torch.dtype, heads: int, dim: int) -> tuple[torch.Tensor, torch.
 
 @pytest.fixture(params=["csrc", "torch"])
 def path(request: pytest.FixtureRequest, device: torch.device) -> str:
-    if request.param == "csrc" and library.path_of("reshape_and_cache_classic", device) != "csrc":
-        pytest.skip(f"the extension has nothing for {device}: {library.csrc_status()}")
+    if request.param == "csrc" and op_registry.path_of("reshape_and_cache_classic", device) != "csrc":
+        pytest.skip(f"the extension has nothing for {device}: {op_registry.csrc_status()}")
     return request.param
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from pagedattn.ops.kernels import work_list
+from pagedattn.kernels.prefill_sm90 import tile_scheduler
 
 LENS = (0, 1, 5, 33, 128, 300)
 
@@ -18,9 +18,9 @@ def listed(query_lens: list[int], seq_lens: list[int], block_q: int, device: tor
     """(token, tokens, position, keys, sequence) of each entry, in order; queries start at row 3."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32) + 3
     slots = sum(query_lens) // block_q + len(query_lens)
-    items = torch.full((2 + slots, work_list.FIELDS), 7, dtype=torch.int32, device=device)
+    items = torch.full((2 + slots, tile_scheduler.FIELDS), 7, dtype=torch.int32, device=device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    work_list.launch(starts.to(device), lens, items, block_q)
+    tile_scheduler.launch(starts.to(device), lens, items, block_q)
     assert not items[0, :2].any(), "the counters that hand items out start at zero"
     return [tuple(entry[:5]) for entry in items[2 : 2 + int(items[1, 0])].tolist()]
 

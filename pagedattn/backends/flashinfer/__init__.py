@@ -1,0 +1,5 @@
+"""The backend FLASHINFER: FlashInfer's wrappers."""
+
+from .backend import FlashInferBackend
+
+__all__ = ["FlashInferBackend"]

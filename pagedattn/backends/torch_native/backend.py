@@ -1,0 +1,48 @@
+"""TORCH: plain torch on any device, every feature, every head dimension; the backend that is always there."""
+
+from __future__ import annotations
+
+import torch
+
+from ...spec import AttentionType
+from ...spec.capabilities import Capabilities, IntRange
+from ..base import AttentionBackend, Availability
+from ..op_backend import OpAttentionImpl, OpMetadataBuilder
+
+
+class TorchImpl(OpAttentionImpl):
+    path = "torch"
+
+
+class TorchBackend(AttentionBackend):
+    """Batched gather, matmul and softmax."""
+
+    name = "TORCH"
+    builder = OpMetadataBuilder
+    impl = TorchImpl
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return Availability(ok=True, version=torch.__version__)
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(
+            devices=("cpu", "cuda", "mps", "xpu"),
+            dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+            head_dims=IntRange(),
+            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_scales=("none", "float", "tensor", "head"),
+            any_head_dim_v=True,
+            block_sizes=IntRange(),
+            cache_layouts=("NHD", "HND"),
+            attn_types=tuple(AttentionType),
+            non_causal=True,
+            sliding_window=True,
+            softcap=True,
+            alibi=True,
+            sinks=True,
+            lse=True,
+            mask_mod=True,
+            compile=True,
+        )

@@ -1,0 +1,98 @@
+"""TRITON: our own Triton kernels, on any GPU that Triton compiles for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ... import env
+from ...kernels.prefill_sm90 import support
+from ...runtime import triton_versions
+from ...runtime.op_registry import interpreted
+from ...spec import AttentionSpec, AttentionType, GraphLevel
+from ...spec.capabilities import Capabilities, IntRange, Rejection
+from ..base import AttentionBackend, AttentionMetadata, Availability
+from ..op_backend import OpAttentionImpl
+from .metadata import TritonMetadata, TritonMetadataBuilder, why_not_hopper
+
+
+class TritonImpl(OpAttentionImpl):
+    path = "triton"
+    records = env.replay()
+
+    def planned(self, metadata: AttentionMetadata) -> Mapping[str, Any]:
+        if not isinstance(metadata, TritonMetadata):
+            return {}
+        planned = {"workspace": metadata.workspace, "items": metadata.items}
+        if metadata.prefix is not None:
+            planned |= {"shared_prefix_len": metadata.prefix.bound, "split": metadata.prefix.split}
+        return planned
+
+
+class TritonBackend(AttentionBackend):
+    """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for the others, a
+    different one on Hopper."""
+
+    name = "TRITON"
+    builder = TritonMetadataBuilder
+    impl = TritonImpl
+
+    @classmethod
+    @cache
+    def availability(cls) -> Availability:
+        try:
+            reason = triton_versions.why_untried()
+            return Availability(True, version("triton"), reason, triton_versions.REMEDY if reason else "")
+        except PackageNotFoundError:
+            return Availability(ok=False, reason="triton is not installed", hint="pip install triton")
+
+    @classmethod
+    @cache
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(
+            devices=("cuda", "cpu") if interpreted() else ("cuda",),
+            min_capability=(8, 0),
+            dtypes=(torch.float32, torch.float16, torch.bfloat16),
+            head_dims=IntRange(1, 512),
+            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_scales=("none", "float", "tensor", "head"),
+            any_head_dim_v=True,
+            block_sizes=IntRange(1, 1024),
+            cache_layouts=("NHD", "HND"),
+            gqa_ratios=IntRange(),
+            attn_types=tuple(AttentionType),
+            non_causal=True,
+            sliding_window=True,
+            softcap=True,
+            alibi=True,
+            sinks=True,
+            lse=True,
+            deterministic=True,
+            compile=True,
+            graph_level=GraphLevel.ALWAYS,
+        )
+
+    @classmethod
+    def leads(cls, phase: str, spec: AttentionSpec) -> bool:
+        return phase == "prefill" and not why_not_hopper(spec, support.why_not_on(spec.capability))
+
+    @classmethod
+    def rejections(cls, spec: AttentionSpec) -> list[Rejection]:
+        out = super().rejections(spec)
+        if interpreted() and spec.dtype == torch.bfloat16:
+            hint = "the interpreter computes on bfloat16's bit pattern; unset TRITON_INTERPRET or use float32"
+            out.append(Rejection("dtype", "bfloat16", "float32, float16 under TRITON_INTERPRET=1", hint))
+        if spec.kv_cache_dtype == "fp8_e4m3" and spec.capability is not None and spec.capability < (8, 9):
+            out.append(Rejection("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e5m2 below sm_89", "use fp8_e5m2"))
+        unaligned = spec.head_dim % 16 or spec.value_dim % 16
+        if spec.kv_cache_dtype.startswith("fp8") and unaligned and not interpreted():
+            hint = "Triton 3.6 compiles fp8 rows of another alignment wrongly (bench/NOTES.md)"
+            dims = f"{spec.head_dim}/{spec.value_dim}"
+            out.append(Rejection("head_dim", dims, "multiples of 16 over fp8 caches", hint))
+        if spec.value_dim > 512:
+            out.append(Rejection("head_dim_v", spec.value_dim, "1..512"))
+        return out

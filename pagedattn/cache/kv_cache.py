@@ -1,0 +1,161 @@
+"""PagedKVCache: one allocation of blocks, and the views that each layer gets of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from .. import ops
+from ..errors import CapacityError, InvalidInputError
+from ..formats.base import LayerCache
+from ..spec import CACHE_LAYOUTS
+from .specs import FullAttentionSpec, KVCacheGroup, KVCacheSpec, MLASpec, group_layers
+
+# How torch says, where it has no exception for it, that memory or a number of bytes is too much to ask.
+_TOO_MUCH = re.compile("can't allocate memory|out of memory|calculation overflowed")
+
+
+class PagedKVCache:
+    """Blocks for all layers of a model in one zeroed allocation of slabs [n, P, bytes per block].
+
+    Layers of one kind share a slab each; layers of several kinds are cut into groups that overlay the same slabs, so
+    that a block id belongs to one group at a time (see `group_layers`). A block of one layer is contiguous: its keys,
+    then its values, then its scales. Block 0 is a block like any other here.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int = 16,
+        num_kv_heads: int = 1,
+        head_dim: int = 64,
+        *,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        layout: str = "NHD",
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        """A cache of `num_layers` equal layers.
+
+        Raises:
+            InvalidInputError: a number below 1 or an unknown layout.
+            CapacityError: the device has not enough memory.
+        """
+        spec = FullAttentionSpec(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype or torch.get_default_dtype(),
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+        )
+        self._allocate([spec] * num_layers, num_blocks, device, layout)
+
+    @classmethod
+    def from_specs(
+        cls,
+        specs: Sequence[KVCacheSpec],
+        num_blocks: int,
+        *,
+        device: torch.device | str | None = None,
+        layout: str = "NHD",
+    ) -> PagedKVCache:
+        """A cache with one spec per layer; kinds overlay one pool of `num_blocks` blocks."""
+        cache = cls.__new__(cls)
+        cache._allocate(specs, num_blocks, device, layout)
+        return cache
+
+    def _allocate(
+        self, specs: Sequence[KVCacheSpec], num_blocks: int, device: torch.device | str | None, layout: str
+    ) -> None:
+        if num_blocks < 1 or not specs:
+            name, got = ("num_blocks", num_blocks) if num_blocks < 1 else ("num_layers", len(specs))
+            raise InvalidInputError(name, "at least 1", got)
+        if layout not in CACHE_LAYOUTS:
+            raise InvalidInputError("layout", f"one of {', '.join(CACHE_LAYOUTS)}", repr(layout))
+        self.groups: tuple[KVCacheGroup, ...] = group_layers(specs)
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.bytes_per_block = self.groups[0].spec.bytes_per_block
+        shape = (max(len(group.layers) for group in self.groups), num_blocks, self.bytes_per_block)
+        try:
+            self.slabs = torch.zeros(shape, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not _TOO_MUCH.search(str(error)):
+                raise
+            need = shape[0] * shape[1] * shape[2]
+            raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
+        self._layers = {
+            layer: _views(self.slabs[slab], group.spec, layout)
+            for group in self.groups
+            for slab, layer in enumerate(group.layers)
+        }
+        self._group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have a place in the cache."""
+        return len(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.slabs.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.slabs.device
+
+    def layer(self, index: int) -> LayerCache:
+        """The views of model layer `index`."""
+        if index not in self._layers:
+            raise InvalidInputError("index", f"a layer in [0, {self.num_layers})", index)
+        return self._layers[index]
+
+    def group_of(self, layer: int) -> int:
+        """The KV group (and so the block table) of model layer `layer`."""
+        self.layer(layer)
+        return self._group_of[layer]
+
+    def zero_blocks(self, ids: Sequence[int] | torch.Tensor) -> None:
+        """Zero blocks in all layers: what a `clean_cache` owner does with each block the pool hands out."""
+        index = _int64(ids)
+        if len(index) and (int(index.min()) < 0 or int(index.max()) >= self.num_blocks):
+            raise InvalidInputError("ids", f"blocks in [0, {self.num_blocks})", index.tolist())
+        self.slabs.index_fill_(1, index.to(self.device), 0)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]] | torch.Tensor) -> None:
+        """Copy blocks (source, target) in all layers; every source is read before any target is written."""
+        ops.copy_blocks(list(self.slabs), _int64(pairs).reshape(-1, 2))
+
+
+def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
+    """A tensor stays where it is; other numbers go to the host, whatever the default device is."""
+    return values.long() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:
+    """Key, value and scale views [P, S, H, D] of one slab [P, bytes per block]."""
+    size, heads = spec.block_size, spec.num_kv_heads
+    itemsize = spec.stored_dtype.itemsize
+    elements = slab[:, : size * heads * (spec.head_dim + spec.value_dim) * itemsize].view(spec.stored_dtype)
+
+    def view(flat: torch.Tensor, first: int, *dims: int) -> torch.Tensor:
+        inner = (size, heads, *dims) if layout == "NHD" else (heads, size, *dims)
+        count = size * heads * (dims[0] if dims else 1)
+        blocks = flat[:, first : first + count].unflatten(1, inner)
+        return blocks if layout == "NHD" else blocks.transpose(1, 2)
+
+    key = view(elements, 0, spec.head_dim)
+    if isinstance(spec, MLASpec):
+        return LayerCache(key, key[..., : spec.latent_dim])
+    value = view(elements, size * heads * spec.head_dim, spec.value_dim)
+    if not spec.scales_per_token:
+        return LayerCache(key, value)
+    scales = slab[:, spec.scale_offset :].view(torch.float32)
+    return LayerCache(key, value, view(scales, 0), view(scales, size * heads))

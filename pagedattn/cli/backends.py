@@ -1,0 +1,131 @@
+"""`pagedattn backends` and `pagedattn why`: what each backend serves, and why one is chosen for a layer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from ..backends.base import Availability
+from ..backends.flash_attn.versions import VERSIONS
+from ..backends.registry import backend_names, get_backend
+from ..backends.selector import Selection, select_backend
+from ..errors import UnsupportedError
+from ..spec import AttentionSpec
+from ..spec.capabilities import Capabilities, Rejection
+from . import display
+from .spec_options import spec_of
+from .terminal import show_matrix, show_rows
+
+
+def add_backends_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `pagedattn backends`."""
+    parser.add_argument("--matrix", action="store_true", help="print the support matrix as Markdown, as in docs/")
+
+
+def backends(args: argparse.Namespace) -> int:
+    """What every known backend serves, and whether it can run here."""
+    found = {name: probe(name) for name in backend_names()}
+    serving = {name: serves for name, (_, serves) in found.items() if serves is not None}
+    if args.json:
+        display.print_json({name: {"here": state, "capabilities": serves} for name, (state, serves) in found.items()})
+    elif args.matrix:
+        print(display.markdown_matrix(_all_versions(serving)))
+    else:
+        show_rows((name, state_of(state)) for name, (state, _) in found.items())
+        print()
+        show_matrix(serving)
+        print("\nA backend may refuse a combination of these: `pagedattn why` says which, with the reason.")
+    return 0
+
+
+def _all_versions(serving: dict[str, Capabilities]) -> dict[str, Capabilities]:
+    """Backends with what they declare; FLASH_ATTN as each version of its library, whichever is installed."""
+    out: dict[str, Capabilities] = {}
+    for name, serves in serving.items():
+        versions = sorted(VERSIONS, key=lambda one: one.number) if name == "FLASH_ATTN" else ()
+        out |= {f"{name} ({one.label})": one.capabilities for one in versions} or {name: serves}
+    return out
+
+
+def probe(name: str) -> tuple[Availability, Capabilities | None]:
+    """Whether a backend can run here, and what it serves; one that cannot be loaded says why."""
+    try:
+        backend = get_backend(name)
+        return backend.availability(), backend.capabilities()
+    except Exception as error:  # whatever another package's backend raises must not hide the rest
+        return Availability(ok=False, reason=display.one_line(error)), None
+
+
+def state_of(state: Availability) -> str:
+    """The version that is here, or why there is none."""
+    said = f"{state.reason} ({state.hint})" if state.hint else state.reason
+    if not state.ok:
+        return f"no: {said}"
+    return f"{state.version}; {said}" if said else state.version
+
+
+def why(args: argparse.Namespace) -> int:
+    """Which backend serves the layer that `args` describe, and why no other; status 1 where none can."""
+    spec = spec_of(args)
+    try:
+        selection, error = select_backend(spec, args.backend), None
+    except UnsupportedError as failure:
+        selection, error = None, str(failure).replace(str(spec), "this")
+    facts = {} if selection is None else _winners(selection)
+    rejections = {name: _rejections(name, spec) for name in backend_names()}
+    if args.json:
+        display.print_json({"spec": spec, **facts, "error": error, "rejections": rejections})
+    else:
+        print(_told(spec))
+        if selection is not None:
+            show_rows((name, str(value)) for name, value in facts.items() if value)
+            for drawback in _drawbacks(selection):
+                print(display.wrapped(drawback, 4))
+            print(_losers(selection.rejections))
+        else:
+            able = [name for name, reasons in rejections.items() if not reasons]
+            print(error, *([f"who can: {', '.join(able)}"] if able else []), sep="\n")
+    return int(selection is None)
+
+
+def _winners(selection: Selection) -> dict[str, object]:
+    return {
+        "prefill": selection.prefill.name,
+        "prefill_variant": selection.prefill.variant(selection.spec),
+        "decode": selection.decode.name,
+        "decode_variant": selection.decode.variant(selection.spec),
+        "block_size": selection.block_size,
+        "chosen_by": selection.source,
+    }
+
+
+def _drawbacks(selection: Selection) -> list[str]:
+    """A line for each backend that serves, but less well than it could, with the remedy."""
+    found = {one.name: one.availability() for one in (selection.prefill, selection.decode)}
+    kept = {name: state for name, state in found.items() if state.reason and state.hint}
+    return [f"{name}: {state.reason} ({state.hint})" for name, state in kept.items()]
+
+
+def _losers(rejections: Mapping[str, Sequence[Rejection]]) -> str:
+    lines = []
+    for name, reasons in rejections.items():
+        lines += [f"not {name}:" if reasons else f"not {name}: lower priority"]
+        lines += [display.wrapped(f"  {reason}", 4) for reason in reasons]
+    return "\n".join(lines)
+
+
+def _told(spec: AttentionSpec) -> str:
+    """What the spec asks for: every field but those that are None, False or GraphLevel.NEVER (which is 0)."""
+    pairs = ((one.name, getattr(spec, one.name)) for one in fields(spec))
+    asked = " ".join(f"{name}={display.text(name, value)}" for name, value in pairs if value not in (None, False))
+    if spec.device_type == "cuda" and spec.capability is None:
+        asked += " (compute capability unknown, not checked: name one with --capability)"
+    return display.wrapped(asked, 2)
+
+
+def _rejections(name: str, spec: AttentionSpec) -> list[Rejection]:
+    try:
+        return get_backend(name).rejections(spec)
+    except UnsupportedError as error:
+        return [Rejection("availability", name, str(error))]

@@ -1,0 +1,75 @@
+"""`pagedattn env`: versions, GPUs, kernel libraries, the extension and variables, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .. import env
+from ..backends.registry import backend_names
+from ..runtime import op_registry
+from . import display
+from .backends import probe, state_of
+from .terminal import show_rows
+
+# What the optional extras bring; without one, a part of the library says that it is missing when it is asked for.
+_EXTRAS = ("transformers", "safetensors", "tokenizers", "jinja2", "tqdm", "matplotlib", "rich")
+
+
+def run(args: argparse.Namespace) -> int:
+    """What this machine has."""
+    facts, extras = _machine(), {name: package_version(name) for name in _EXTRAS}
+    backends = {name: probe(name)[0] for name in backend_names()}
+    values = {name: os.environ.get(name) for name in env.VARIABLES}
+    if args.json:
+        told = {name: {"value": value, "meaning": env.VARIABLES[name]} for name, value in values.items()}
+        display.print_json({**facts, "packages": extras, "backends": backends, "variables": told})
+        return 0
+    show_rows((name, display.text(name, value) if value else "none") for name, value in facts.items())
+    print()
+    show_rows((name, value or "not installed") for name, value in extras.items())
+    print()
+    show_rows((name, state_of(state)) for name, state in backends.items())
+    print()
+    for name, value in values.items():
+        print(f"{name} is not set" if value is None else f"{name}={value}", f"  {env.VARIABLES[name]}", sep="\n")
+    return 0
+
+
+def _machine() -> dict[str, object]:
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return {
+        "pagedattn": package_version("pagedattn"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda_of_torch": torch.version.cuda,
+        "triton": package_version("triton"),
+        "gpus": [
+            "{} ({}.{})".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)) for i in gpus
+        ],
+        "nvidia_driver": _driver(),
+        "extension": op_registry.csrc_status(),
+    }
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    try:
+        match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match[0] if match else None

@@ -1,0 +1,1 @@
+"""How a cache stores keys and values."""

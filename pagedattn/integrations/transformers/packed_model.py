@@ -1,0 +1,132 @@
+"""PackedModel: a transformers decoder that takes the rows of a continuous batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
+from .attention import PackedStep
+from .attention import register as register_attention
+from .head import decoder_of, without_decoder
+from .layers import make_attention
+from .probe import ProbedLayer, Recorder, probe
+from .refusals import check_model, check_signature, refuse
+
+
+class PackedModel:
+    """A causal language model whose forward takes one row of tokens of many sequences, as a continuous batch is.
+
+    Each layer's attention is a `pagedattn.Attention`; heads, scale, window, soft cap and sinks are those of the layer's
+    own call. transformers builds no mask and keeps no cache.
+
+    Attributes:
+        model: the transformers model, with `attn_implementation="pagedattn"` and in eval mode from now on.
+        dtype: of queries, keys and values.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        block_size: int = 16,
+        backend: str | None = None,
+        max_model_len: int | None = None,
+        clean_cache: bool = False,
+    ) -> None:
+        """Wrap a loaded model; runs it on two tokens to learn what its layers ask for.
+
+        Args:
+            model: a `PreTrainedModel` with a language model head, weights in place, on its device.
+            block_size: tokens per block of the widest KV group; others get a multiple, see `PagedKVCache.from_specs`.
+            backend: attention backend by name; None chooses.
+            max_model_len: longest sequence that will be run; None is the model's own limit.
+            clean_cache: whoever hands out blocks zeroes them, see `PagedKVCache.zero_blocks`; some backends need that.
+
+        Raises:
+            UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
+        """
+        register_attention()
+        check_model(model)
+        refuse(type(model), model.config, max_model_len)
+        self.model = model.eval()
+        self.dtype: torch.dtype = model.dtype
+        self._body = decoder_of(model)
+        check_signature(self._body)
+        self._head = without_decoder(model, self._body)
+        before = model.config._attn_implementation
+        try:
+            with torch.inference_mode():
+                self._learnt = probe(model, self._split)
+        except Exception:
+            model.set_attn_implementation(before)
+            raise
+        calls = [layer.call for layer in self._learnt]
+        self._layers = {
+            call.layer: (call, attention)
+            for call, attention in zip(calls, self._attentions(block_size, backend, clean_cache), strict=True)
+        }
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[LayerCache] | None,
+        metadata: StepMetadata,
+    ) -> torch.Tensor:
+        """input_ids and positions [T] to hidden states [T, hidden_size]; the new keys and values go to `caches`."""
+        return self._run(input_ids, positions, PackedStep(self._layers, caches, metadata))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, with what the model does to its logits."""
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    def attention_layers(self) -> list[Attention]:
+        """The attention of every layer, in order."""
+        return [attention for _, attention in self._layers.values()]
+
+    def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
+        """What every layer keeps per token, for blocks of `block_size` tokens."""
+        return [_cache_spec(layer, self.dtype, block_size) for layer in self._learnt]
+
+    def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention]:
+        layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
+        return [
+            make_attention(
+                layer,
+                self.model,
+                block_size=layout.groups[layout.group_of(index)].spec.block_size,
+                backend=backend,
+                clean_cache=clean_cache,
+                kv_group=layout.group_of(index),
+            )
+            for index, layer in enumerate(self._learnt)
+        ]
+
+    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PackedStep | Recorder) -> torch.Tensor:
+        ids, where = input_ids.long()[None], positions.long()[None]
+        return self._body(input_ids=ids, position_ids=where, use_cache=False, paged_step=step)[0][0]
+
+    def _split(self, input_ids: torch.Tensor, positions: torch.Tensor, recorder: Recorder) -> torch.Tensor:
+        return self.logits(self._run(input_ids, positions, recorder))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+
+def _cache_spec(layer: ProbedLayer, dtype: torch.dtype, block_size: int) -> FullAttentionSpec | SlidingWindowSpec:
+    call = layer.call
+    shape: dict[str, Any] = {
+        "num_kv_heads": call.num_kv_heads,
+        "head_dim": call.head_dim,
+        "head_dim_v": call.head_dim_v,
+        "dtype": dtype,
+        "block_size": block_size,
+    }
+    return (
+        FullAttentionSpec(**shape) if layer.window is None else SlidingWindowSpec(sliding_window=layer.window, **shape)
+    )

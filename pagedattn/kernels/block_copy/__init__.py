@@ -1,0 +1,1 @@
+"""Copies of whole cache blocks."""

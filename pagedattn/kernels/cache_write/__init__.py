@@ -1,0 +1,1 @@
+"""Writes of new keys and values into the cache."""

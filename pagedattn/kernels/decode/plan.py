@@ -1,0 +1,150 @@
+"""Launch configuration of the decode kernel, a pure function of shapes and target."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...runtime.target import Target
+from ...runtime.workspace import COUNTERS
+from ..tiles import next_power_of_2, shared_memory
+
+DECODE_ROWS = 64  # packed rows of a decode's query block at most
+
+
+class DecodeTuning(NamedTuple):
+    """What is chosen by measurement: keys per tile, programs per SM, how many partial states a program adds up.
+
+    ahead: block ids are loaded an iteration before they are needed. in_flight: registers of a thread for partial states
+    that are being loaded. lead: tiles that an item counts for beyond its keys' when they are shared out, since it takes
+    time until its first keys are there.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
+    max_registers: int | None = None
+    fan_in: int = 16
+    ahead: bool = True
+    in_flight: int = 32
+    lead: int = 0
+
+
+class DecodeConfig(NamedTuple):
+    """A decode launch of `programs` programs; `rows` of the block_m rows of a query block are in use.
+
+    tiles: the most tiles of keys there can be; state: elements of a partial state.
+    """
+
+    block_m: int
+    heads: int
+    rows: int
+    state: int
+    programs: int
+    tiles: int
+    chained: bool
+    tuning: DecodeTuning
+
+    @property
+    def workspace(self) -> int:
+        """int32 elements of the workspace: counters, then two places for partial states per program."""
+        return 3 * COUNTERS + 2 * self.programs * self.state
+
+    @property
+    def keys(self) -> int:
+        """The most keys that are loaded, by all query blocks of all heads together."""
+        return self.tiles * self.tuning.block_n
+
+    @property
+    def at_once(self) -> int:
+        """Partial states of which a thread's parts fit into the registers they may take, a power of two."""
+        outputs = self.state - max(2 * self.rows, 4)
+        fit = self.tuning.in_flight * 32 * self.tuning.num_warps // outputs
+        return min(next_power_of_2(self.tuning.fan_in), 1 << max(fit, 1).bit_length() - 1)
+
+
+# Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better.
+# Where an SM's share is part of one item, adding up states takes longest (bench/results/h200/tune_decode.json).
+FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, lead=2)
+# SHORT loses 1 % from 1,000 keys a sequence on, and wins 6 to 20 % below 300 (bench/results/h200/tune_short.json).
+SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, lead=2)
+LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
+FEW_ITEMS = LATENCY._replace(in_flight=128)
+_SHORT_KEYS = 512
+_KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (bench/NOTES.md)
+
+
+@lru_cache(maxsize=4096)
+def decode_config(
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    stored_itemsize: int,
+    max_query_len: int,
+    max_seq_len: int,
+    target: Target,
+    short: bool = False,
+    tuning: DecodeTuning | None = None,
+) -> DecodeConfig:
+    """The configuration of a decode launch over sequences of at most so many query tokens and keys.
+
+    itemsize is of the query, stored_itemsize of the cache. short: most sequences have few keys, whatever the most is;
+    so it is taken to be where all have few. `tuning` is taken as it is, but for what does not fit the device's shared
+    memory.
+    """
+    block_m = max(16, min(next_power_of_2(max(max_query_len, 1) * group), DECODE_ROWS))
+    width, shape = max(16, next_power_of_2(head_dim_v)), (head_dim, head_dim_v, itemsize)
+    # The output of a query block stays in registers, its queries in shared memory.
+    while block_m > 16 and (block_m * width > 16384 or shared_memory(block_m, 16, 1, *shape) > target.shared_bytes):
+        block_m //= 2
+    heads = min(group, block_m)
+    tokens = max(1, min(max_query_len, block_m // heads))
+    items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
+    together = 1  # programs that an SM shall have room for
+    if tuning is None:
+        full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
+        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
+        together = tuning.per_sm
+
+    def taken(chosen: DecodeTuning) -> int:
+        # A tile's buffers are free once it has been multiplied: one stage needs none.
+        return shared_memory(block_m, chosen.block_n, max(1, chosen.num_stages - 1), *shape)
+
+    while together * taken(tuning) > target.shared_bytes and tuning.num_stages > 2:
+        tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+    while taken(tuning) > target.shared_bytes and tuning.block_n > 16:
+        tuning = tuning._replace(block_n=tuning.block_n // 2)
+    room = target.shared_bytes // taken(tuning)
+    tiles = items * max(1, -(-max_seq_len // tuning.block_n))
+    parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
+    programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
+    programs = max(1, programs // parts) * parts
+    # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
+    rows = max(next_power_of_2(tokens * heads), tuning.num_warps)
+    state = max(2 * rows, 4) + rows * width
+    return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
+
+
+def _tuning(
+    items_per_sm: float, full: DecodeTuning, keys: int, block_m: int, width: int, itemsize: int, stored_itemsize: int
+) -> DecodeTuning:
+    """`full` where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
+    tiles of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's
+    output."""
+    busy, outputs = items_per_sm >= 1.5, block_m * width
+    tuning = full if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
+    # Rows for wgmma: products of one program hide the softmax of another, at the price of more states to add up.
+    hidden = block_m == 64 and width <= 128 and items_per_sm * keys >= _KEYS_PER_SM
+    if outputs > 32 * 128 and not hidden:
+        tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
+    elif outputs > 16 * 128:
+        tuning = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+    elif stored_itemsize < itemsize:
+        converting = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+        tuning = converting if busy else LATENCY._replace(num_warps=8)
+    return tuning._replace(block_n=32) if itemsize == 4 else tuning

@@ -1,0 +1,1 @@
+"""Reads of cached rows into packed ones."""

@@ -1,0 +1,108 @@
+"""AttentionInputs: everything one attention call is given, named once for the op and its paths."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import InvalidInputError
+from ..formats.fp8 import FP8
+from ..runtime.op_registry import expect, refuse
+
+# What differs from layer to layer of a step, by the names of the kernels' parameters: tensors, then host numbers.
+VARYING = (
+    *("query", "key", "value", "out", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale"),
+    *("qk_scale", "out_scale"),
+)
+
+
+class AttentionInputs(NamedTuple):
+    """The op's arguments in the order of its schema; see `ops.paged_attention`."""
+
+    query: torch.Tensor  # [T, Hq, D]
+    key: torch.Tensor  # [P, S, Hkv, D], or packed [N, Hkv, D]
+    value: torch.Tensor  # [P, S, Hkv, Dv], or packed [N, Hkv, Dv]
+    block_table: torch.Tensor | None  # [B, max_blocks] int32, None for packed keys
+    query_start_loc: torch.Tensor  # [B + 1] int32
+    seq_lens: torch.Tensor  # [B] int32
+    sinks: torch.Tensor | None  # [Hq]
+    alibi_slopes: torch.Tensor | None  # [Hq]
+    k_scale: torch.Tensor | None  # [1] or [Hkv] float32; a host float is already part of `scale`
+    v_scale: torch.Tensor | None  # [1] or [Hkv] float32
+    out: torch.Tensor  # [T, Hq, Dv]
+    lse: torch.Tensor | None  # [T, Hq]
+    scale: float
+    out_scale: float  # a value scale known to the host
+    causal: bool
+    window: int  # 0 is none
+    softcap: float  # 0 is none
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int
+    deterministic: bool
+
+    def check(self) -> None:
+        """Raise InvalidInputError for shapes, dtypes or strides that do not fit each other."""
+        # No `expect` here: its texts would be made at every call.
+        query, key, value, lens = self.query, self.key, self.value, self.seq_lens
+        if query.dim() != 3 or query.stride(2) != 1:
+            refuse("query", "[T, Hq, D], last stride 1", query)
+        rank = 3 if self.block_table is None else 4
+        if key.dim() != rank or key.stride(-1) != 1 or key.shape[-1] != query.shape[2]:
+            refuse("key", f"rank {rank}, last dimension {query.shape[2]} with stride 1", key)
+        if value.dim() != rank or value.stride(-1) != 1:
+            refuse("value", f"rank {rank}, last stride 1", value)
+        if value.shape[:-1] != key.shape[:-1]:
+            refuse("value", f"{list(key.shape[:-1])} and Dv", value)
+        if key.dtype != value.dtype or not (key.dtype == query.dtype or key.dtype in FP8):
+            refuse("key and value", f"{query.dtype} as the query, or fp8", key)
+        if query.shape[1] % key.shape[-2]:
+            raise InvalidInputError("query", f"a multiple of {key.shape[-2]} heads", query.shape[1])
+        if lens.dtype != torch.int32 or lens.dim() != 1 or not lens.is_contiguous():
+            refuse("seq_lens", "int32 [B], contiguous", lens)
+        count, starts = lens.shape[0], self.query_start_loc
+        if starts.dtype != torch.int32 or len(starts) != count + 1 or not starts.is_contiguous():
+            refuse("query_start_loc", f"int32 [{count + 1}], contiguous", starts)
+        if not 0 <= self.num_decodes <= count:
+            raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", self.num_decodes)
+        if self.window < 0:
+            raise InvalidInputError("sliding_window", "at least 1, or None for no window", self.window)
+        if self.block_table is not None:
+            _check_table(self.block_table, count)
+            if len(key) == 0 and self.block_table.numel():
+                refuse("key", "one block at least", key)
+        for name, of_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
+            if of_head is not None and (of_head.shape != query.shape[1:2] or not of_head.is_contiguous()):
+                refuse(name, f"[{query.shape[1]}], contiguous", of_head)
+        out, lse = self.out, self.lse
+        if out.shape != (*query.shape[:2], value.shape[-1]) or out.stride(2) != 1:
+            refuse("out", "[T, Hq, Dv]", out)
+        if lse is not None and (lse.shape != query.shape[:2] or not lse.is_contiguous()):
+            refuse("lse", "[T, Hq], contiguous", lse)
+
+    def part(self, first: int, last: int) -> AttentionInputs:
+        """The same call for sequences first..last alone; rows of the others are not touched."""
+        table = None if self.block_table is None else self.block_table[first:last]
+        starts, lens = self.query_start_loc[first : last + 1], self.seq_lens[first:last]
+        decodes = min(max(self.num_decodes - first, 0), last - first)
+        return self._replace(block_table=table, query_start_loc=starts, seq_lens=lens, num_decodes=decodes)
+
+
+def scale_parts(
+    name: str, scale: float | torch.Tensor | None, kv_heads: int, device: torch.device
+) -> tuple[torch.Tensor | None, float]:
+    """A scale as a tensor of [1] or [Hkv] (None where there is none) and a host factor (1.0 where there is none)."""
+    if scale is None:
+        return None, 1.0
+    if not isinstance(scale, torch.Tensor):
+        return None, float(scale)
+    fits = scale.numel() in (1, kv_heads) and scale.dtype == torch.float32 and scale.device == device
+    expect(fits, name, f"float32 with 1 or {kv_heads} elements on {device}", scale)
+    return scale.reshape(-1).contiguous(), 1.0
+
+
+def _check_table(table: torch.Tensor, num_seqs: int) -> None:
+    fits = table.dtype == torch.int32 and table.dim() == 2 and len(table) == num_seqs
+    if not (fits and table.stride(1) == 1):
+        refuse("block_table", f"int32 [{num_seqs}, max_blocks]", table)

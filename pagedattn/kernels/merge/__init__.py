@@ -1,0 +1,1 @@
+"""Merges of partial attention states."""

@@ -1,0 +1,1 @@
+"""Attention of many new tokens per sequence, on any GPU."""

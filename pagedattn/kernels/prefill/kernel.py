@@ -1,0 +1,298 @@
+"""Triton: attention over a paged cache (or packed keys) for sequences of any number of new tokens.
+
+Legend: a program handles BLOCK_M rows = BLOCK_Q query tokens x G of the GROUP query heads that share one KV head
+(all of them where they fit, so that keys and values are read once); `offs_m` rows, `offs_n` keys, `m_i` running
+maximum and `l_i` running sum, `acc` the output.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.device import on_device
+from ...runtime.launcher import Launch, Launcher
+from ..inputs import VARYING, AttentionInputs
+from ..masking import apply_mask
+from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
+from .plan import AttentionConfig
+
+
+@triton.jit
+def _attend(
+    q,
+    acc,
+    m_i,
+    l_i,
+    key,
+    value,
+    table,
+    begin,
+    end,
+    low,
+    q_pos,
+    slope,
+    qk_scale,
+    softcap,
+    num_blocks,
+    sk_b,
+    sk_s,
+    sv_b,
+    sv_s,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Keys begin..end in tiles of BLOCK_N. Unmasked tiles are seen whole by every row; low..end is seen by some."""
+    PRE: tl.constexpr = log_base(PRECISION)
+    POST: tl.constexpr = LOG2E / PRE
+    dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    dim_v = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    for start in tl.range(begin, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        seen = (offs_n >= low) & (offs_n < end)
+        if PAGED:
+            if MASKED:
+                block = tl.load(table + offs_n // S, mask=seen, other=0)
+            else:
+                block = tl.load(table + offs_n // S)
+            known = (block >= 0) & (block < num_blocks)
+            row = tl.where(known, block, 0).to(tl.int64)
+            k_row = row * sk_b + (offs_n % S) * sk_s
+            v_row = row * sv_b + (offs_n % S) * sv_s
+        else:
+            known = offs_n >= 0
+            k_row = offs_n.to(tl.int64) * sk_s
+            v_row = offs_n.to(tl.int64) * sv_s
+        k_ptrs = key + k_row[:, None] + dim[None, :]
+        v_ptrs = value + v_row[:, None] + dim_v[None, :]
+        # [BLOCK_N, BLOCK_D]
+        if MASKED:
+            k = tl.load(k_ptrs, mask=seen[:, None] & (dim < D)[None, :], other=0.0)
+        elif D == BLOCK_D:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        distance = offs_n[None, :] - q_pos[:, None]
+        s = scaled_logits(s, distance, slope, qk_scale, softcap, CAUSAL, SOFTCAP, ALIBI, PRECISION)
+        visible = known[None, :]
+        if MASKED:
+            visible = apply_mask(visible & seen[None, :], distance, CAUSAL, WINDOW)
+        s = tl.where(visible, s, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2((s - shift[:, None]) * POST)
+        alpha = tl.exp2((m_i - shift) * POST)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        # [BLOCK_N, BLOCK_DV]; unseen rows are zeroed, since 0 * NaN would reach the output
+        if MASKED:
+            v = tl.load(v_ptrs, mask=(seen & known)[:, None] & (dim_v < DV)[None, :], other=0.0)
+        elif DV == BLOCK_DV:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _find_seq(block, query_start_loc, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence whose query blocks hold `block`, when sequence b starts at block start_b // BLOCK_Q + b."""
+    origin = tl.load(query_start_loc)
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        first = (tl.load(query_start_loc + middle) - origin) // BLOCK_Q + middle
+        if first <= block:
+            low = middle + 1
+        else:
+            high = middle
+    seq = low - 1
+    return seq, block - ((tl.load(query_start_loc + seq) - origin) // BLOCK_Q + seq)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "max_keys", "s_table"])
+def _paged_attention_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse_out,
+    table,
+    query_start_loc,
+    seq_lens,
+    key_start_loc,
+    sinks,
+    alibi_slopes,
+    k_scale,
+    v_scale,
+    num_seqs,
+    num_blocks,
+    max_keys,
+    qk_scale,
+    out_scale,
+    softcap,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_h,
+    sv_b,
+    sv_s,
+    sv_h,
+    so_t,
+    so_h,
+    sl_t,
+    s_table,
+    s_kscale,
+    s_vscale,
+    S: tl.constexpr,
+    GROUP: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    PAGED: tl.constexpr = table is not None
+    PARTS: tl.constexpr = (GROUP + G - 1) // G
+    kv_head = tl.program_id(1) // PARTS
+    in_group = tl.program_id(1) % PARTS * G
+    seq, q_block = _find_seq(tl.program_id(0), query_start_loc, num_seqs, BLOCK_Q)
+    q_start = tl.load(query_start_loc + seq)
+    q_len = tl.load(query_start_loc + seq + 1) - q_start
+    if q_block * BLOCK_Q >= q_len:
+        return
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - q_len
+
+    offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    q_row = q_block * BLOCK_Q + offs_m // G
+    head = (kv_head * GROUP + in_group + offs_m % G).to(tl.int64)  # heads may be further apart than int32 counts
+    mask_m = (offs_m < BLOCK_Q * G) & (q_row < q_len) & (in_group + offs_m % G < GROUP)
+    q_pos = context + q_row
+    dim = tl.arange(0, BLOCK_D)
+    token = (q_start + q_row).to(tl.int64)
+    q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
+    q = tl.load(q_ptrs, mask=mask_m[:, None] & (dim < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
+
+    if k_scale is not None:  # stored keys times their scale: the same as their logits times it
+        qk_scale *= tl.load(k_scale + kv_head * s_kscale)
+    first_pos = context + q_block * BLOCK_Q
+    last_pos = context + tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
+    low = 0
+    # Never past the table's width, or past the packed keys that there are.
+    high = tl.minimum(seq_len, max_keys if PAGED else max_keys - tl.load(key_start_loc + seq).to(tl.int32))
+    if CAUSAL:
+        high = tl.minimum(high, last_pos + 1)
+    elif WINDOW > 0:
+        high = tl.minimum(high, last_pos + WINDOW)
+    if WINDOW > 0:
+        low = tl.maximum(low, first_pos - WINDOW + 1)
+    begin = low // BLOCK_N * BLOCK_N
+
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * log_base(PRECISION)
+        l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if PAGED:
+        table += seq * tl.cast(s_table, tl.int64)
+        key += kv_head.to(tl.int64) * sk_h
+        value += kv_head.to(tl.int64) * sv_h
+    else:
+        key_start = tl.load(key_start_loc + seq).to(tl.int64)
+        key += key_start * sk_s + kv_head.to(tl.int64) * sk_h
+        value += key_start * sv_s + kv_head.to(tl.int64) * sv_h
+
+    # Tiles before `middle` are seen whole by every row and need no mask. ONE_LOOP masks all: which tiles are whole
+    # depends on the chunk a row comes in, and its bits must not.
+    middle = begin
+    if WINDOW == 0 and not ONE_LOOP:
+        whole = tl.minimum(high, first_pos + 1) if CAUSAL else high
+        middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
+        acc, m_i, l_i = _attend(
+            q, acc, m_i, l_i, key, value, table, begin, middle, low, q_pos, slope, qk_scale, softcap, num_blocks,
+            sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
+            False, PRECISION,
+        )  # fmt: skip
+    acc, m_i, l_i = _attend(
+        q, acc, m_i, l_i, key, value, table, middle, high, low, q_pos, slope, qk_scale, softcap, num_blocks,
+        sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
+        True, PRECISION,
+    )  # fmt: skip
+
+    if v_scale is not None:
+        out_scale *= tl.load(v_scale + kv_head * s_vscale)
+    acc = acc * (out_scale / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    dim_v = tl.arange(0, BLOCK_DV)
+    o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
+    tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
+    if lse_out is not None:
+        lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
+        tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
+
+
+_launch = Launcher(_paged_attention_kernel, VARYING)
+
+
+def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> Launch | None:
+    """One launch, and how to make it again.
+
+    `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
+    """
+    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    paged, num_seqs = table is not None, len(inputs.seq_lens)
+    blocks = len(query) // (config.block_m // config.heads) + num_seqs
+    arguments = (
+        *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens, key_start_loc),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale),
+        *(num_seqs, len(key) if paged else 0, key.shape[1] * table.shape[1] if paged else len(key)),
+        *(inputs.scale, inputs.out_scale, inputs.softcap),
+        *query.stride()[:2],
+        *(key.stride()[:3] if paged else (0, *key.stride()[:2])),
+        *(value.stride()[:3] if paged else (0, *value.stride()[:2])),
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        table.stride(0) if paged else 0,
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+    )
+    constants = {
+        **features(inputs),
+        "S": key.shape[1] if paged else 1,
+        "G": config.heads,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "ONE_LOOP": inputs.deterministic,
+    }
+    grid = (blocks, key.shape[-2] * -(-constants["GROUP"] // config.heads))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    with on_device(query):
+        return _launch(grid, arguments, constants, **options)

@@ -1,0 +1,44 @@
+"""Launch configuration of the prefill kernel, a pure function of shapes and target."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from ...runtime.target import Target
+from ..tiles import next_power_of_2, shared_memory
+
+_MAX_ROWS = 128
+
+
+class AttentionConfig(NamedTuple):
+    """block_m packed rows x block_n keys per tile, `heads` query heads of a group in a program."""
+
+    block_m: int
+    block_n: int
+    heads: int
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def attention_config(*, group: int, head_dim: int, head_dim_v: int, itemsize: int, target: Target) -> AttentionConfig:
+    """The configuration of the prefill kernel. It depends on the heads alone, so that a token's result may."""
+    hopper = target.shared_bytes > 200_000
+    # wgmma takes 64 rows per four warps; mma of older GPUs spills there and wants eight warps for 128.
+    block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if hopper else 128, next_power_of_2(group))), 64, 2
+    if itemsize == 4:
+        block_m, block_n = min(block_m, 64), 32
+    while shared_memory(block_m, block_n, num_stages, head_dim, head_dim_v, itemsize) > target.shared_bytes:
+        if block_n > 32:
+            block_n //= 2
+        elif block_m > 16:
+            block_m //= 2
+        elif block_n > 16:
+            block_n //= 2
+        elif num_stages > 1:
+            num_stages -= 1
+        else:
+            break
+    warps = 8 if block_m * block_n > 64 * 64 else 4
+    return AttentionConfig(block_m, block_n, min(group, block_m), warps, num_stages)

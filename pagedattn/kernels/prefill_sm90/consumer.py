@@ -1,0 +1,221 @@
+"""Gluon: a computing warpgroup of prefill on Hopper."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from .gluon_names import thread_barrier
+from .split_kv import combine
+from .work_item import ROWS, take, tiles_of
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@aggregate
+class Output:
+    """Where results go: out [T, Hq, D] and, where wanted, lse [T, Hq]."""
+
+    out: gl.tensor
+    so_t: gl.tensor
+    so_h: gl.tensor
+    sl_t: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, out, so_t, so_h, sl_t):
+        self.out, self.so_t, self.so_h, self.sl_t = out, so_t, so_h, sl_t
+
+
+@gluon.jit
+def _tanh(x):
+    t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    y = (1.0 - t) / (1.0 + t)
+    return gl.where(x < 0, -y, y)
+
+
+@gluon.jit
+def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
+    """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum."""
+    if shape.SOFTCAP:
+        s = _tanh(s * (qk_scale / (softcap * LOG2E))) * (softcap * LOG2E)
+        qk_scale = 1.0
+    if MASKED:
+        key = gl.expand_dims(gl.arange(0, shape.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)
+        start = tile * shape.BLOCK_N
+        last = q_pos  # the last key that a row sees
+        if not shape.CAUSAL:
+            last = q_pos * 0 + keys - 1
+            if shape.WINDOW > 0:
+                last = gl.minimum(q_pos + (shape.WINDOW - 1), keys - 1)
+        visible = key <= gl.expand_dims(last - start, 1)
+        if shape.WINDOW > 0:
+            visible = visible & (key > gl.expand_dims(q_pos - start - shape.WINDOW, 1))
+        s = gl.where(visible, s, -float("inf"))
+    top = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
+    shift = top
+    if MASKED:
+        shift = gl.where(top == -float("inf"), 0.0, top)
+    p = gl.exp2(s * qk_scale - gl.expand_dims(shift, 1))
+    alpha = gl.exp2(m_i - shift)
+    return p, alpha, top
+
+
+@gluon.jit
+def _sums(p, shape):
+    """Of each row, [64, 4]: what each of the four threads that share a row holds, so that none waits for another."""
+    return gl.sum(gl.sum(p.reshape([ROWS, shape.BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _grow(l_i, alpha, p, shape):
+    """The running sums after a tile's weights p."""
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))
+    return l_i * gl.expand_dims(factor, 1) + _sums(p, shape)
+
+
+@gluon.jit
+def _steps(
+    p, acc, m_i, l_i, c, high, low, q, q_pos, keys, qk_scale, softcap, pin, channels, MASKED: gl.constexpr, shape
+):
+    """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    for back in range(0, high - low):
+        channels.k.wait_full(c)
+        zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, S_LAYOUT)
+        qk = warpgroup_mma(q, channels.k.tile(c).permute((1, 0)), zero, use_acc=False, is_async=True)
+        weights = gl.convert_layout(p.to(shape.DTYPE), P_LAYOUT)
+        channels.v.wait_full(c - 1)
+        pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[qk])
+        p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, qk_scale, softcap, MASKED, shape)
+        l_i = _grow(l_i, alpha, p, shape)
+        # Nobody reads it. But the release's barrier stays behind a store, and the store behind the softmax; without it
+        # ptxas moves the wait for P V and the release ahead of the softmax that should run beside P V.
+        pin.store(l_i)
+        acc = warpgroup_mma_wait(0, deps=[pv])
+        channels.release(c)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+        c += 1
+    return p, acc, m_i, l_i, c
+
+
+@gluon.jit
+def _begin(item, w: gl.constexpr, sinks, shape):
+    """Positions of a fresh item's rows, their maximum, and what a sink adds to their sum."""
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16]))
+    row = w * ROWS + gl.arange(0, ROWS, S_ROWS)
+    m_i = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
+    sink = gl.zeros([ROWS], gl.float32, S_ROWS)
+    if sinks is not None:
+        m_i = gl.load(sinks + item.head * shape.PACK + row % shape.PACK).to(gl.float32) * LOG2E
+        if shape.IN_PARTS:
+            m_i = gl.where(item.nth == 0, m_i, -float("inf"))
+        sink = gl.where(m_i == -float("inf"), 0.0, 1.0)
+    return item.first + row // shape.PACK, m_i, sink
+
+
+@gluon.jit
+def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, output, lse_out, shape):
+    """Store an item's rows; those past its tokens are other sequences'."""
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    if lse_out is not None:
+        row = w * ROWS + gl.arange(0, ROWS, m_i.type.layout)
+        place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.PACK + row % shape.PACK
+        lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
+        gl.store(lse_out + place, lse, mask=row // shape.PACK < item.tokens)
+    norm = gl.convert_layout(1.0 / gl.where(l_i == 0, 1.0, l_i), O_ROWS)
+    # 16 bytes a thread: as the products leave them, threads hold 4, and half of every sector would be written twice.
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
+    room.store((acc * gl.expand_dims(norm, 1)).to(shape.DTYPE))
+    thread_barrier()
+    result = room.load(WIDE)
+    row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)
+    place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
+    dim = gl.arange(0, shape.D, gl.SliceLayout(0, WIDE))
+    keep = gl.expand_dims(row // shape.PACK < item.tokens, 1)
+    gl.store(output.out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0), result, mask=keep)
+    fence_async_shared()
+
+
+@gluon.jit
+def _skip(item, c, channels, shape):
+    """Leave an item's tiles to the other consumer: none of its rows are this one's."""
+    low, _, _, high = tiles_of(item, shape)
+    for _ in range(0, high - low):
+        channels.k.wait_full(c)
+        channels.release(c)
+        channels.v.wait_full(c)  # or a later wait for this stage could take the phase before for the one it wants
+        c += 1
+    return c
+
+
+@gluon.jit
+def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspace, channels, shape):
+    """Attention of 64 rows of every item handed out; w says which half."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    queries = channels.q1 if w else channels.q0
+    pin = channels.pins.index(w)
+    n = 0  # items begun
+    c = 0  # tiles whose logits are known
+    item = take(channels.items, n, 4, shape)
+    while item.live > 0:
+        queries.wait_full(n)
+        if (w == 1) & (item.tokens <= ROWS // shape.PACK):
+            c = _skip(item, c, channels, shape)
+            queries.release(n)
+            n += 1
+            item = take(channels.items, n, 4, shape)
+        else:
+            keys = item.keys
+            low, whole_low, whole_high, high = tiles_of(item, shape)
+            q_pos, m_i, sink = _begin(item, w, sinks, shape)
+            acc = gl.zeros([ROWS, shape.D], gl.float32, O_LAYOUT)
+            channels.k.wait_full(c)
+            # Outside the loops: ptxas 12.8 would otherwise set up the addresses that two of them share in the first
+            # alone, which may not run.
+            q = queries.tile(n).reshape([ROWS, shape.D])
+            zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, S_LAYOUT)
+            qk = warpgroup_mma(q, channels.k.tile(c).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[qk])
+            channels.release(c)
+            c += 1
+            p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, qk_scale, softcap, True, shape)
+            l_i = _sums(p, shape)
+            if sinks is not None:  # one of four parts
+                lane = gl.arange(0, 4, gl.SliceLayout(0, l_i.type.layout))
+                own = gl.convert_layout(sink * alpha, gl.SliceLayout(1, l_i.type.layout))
+                l_i += gl.where(gl.expand_dims(lane, 0) == 0, gl.expand_dims(own, 1), 0.0)
+            masked = gl.minimum(whole_high, high - 1)
+            whole = gl.minimum(whole_low, masked)
+            p, acc, m_i, l_i, c = _steps(
+                p, acc, m_i, l_i, c, high - 1, masked, q, q_pos, keys, qk_scale, softcap, pin, channels, True, shape
+            )
+            p, acc, m_i, l_i, c = _steps(
+                p, acc, m_i, l_i, c, masked, whole, q, q_pos, keys, qk_scale, softcap, pin, channels, False, shape
+            )
+            if shape.WINDOW > 0:
+                p, acc, m_i, l_i, c = _steps(
+                    p, acc, m_i, l_i, c, whole, low, q, q_pos, keys, qk_scale, softcap, pin, channels, True, shape
+                )
+            weights = gl.convert_layout(p.to(shape.DTYPE), P_LAYOUT)
+            channels.v.wait_full(c - 1)
+            pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
+            following = take(channels.items, n + 1, 4, shape)
+            acc = warpgroup_mma_wait(0, deps=[pv])
+            l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+            complete = True
+            if shape.IN_PARTS:
+                if item.parts > 1:
+                    complete, acc, m_i, l_i = combine(acc, m_i, l_i, workspace, item, w, shape)
+            if complete:
+                _finish(acc, m_i, l_i, item, w, q, output, lse_out, shape)
+            queries.release(n)
+            n += 1
+            item = following

@@ -1,0 +1,163 @@
+"""Gluon: prefill over a paged cache on Hopper, warp-specialised: four warps load by TMA, two warpgroups compute.
+
+Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
+("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
+come first. The items of a step are listed once by `work_list` and handed out by a counter to as many programs as there
+are SMs. Where that leaves SMs idle, `part_list` lists parts of the items' keys (`hopper_parts`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...runtime.device import on_device
+from ...runtime.launcher import Launch, Launcher
+from ...runtime.target import target_of
+from ..inputs import VARYING, AttentionInputs
+from .consumer import LOG2E, Output, consume
+from .pipeline import Channels, make_ring
+from .producer import produce_items, produce_keys, produce_values
+from .tile_schedule import FIELDS, pack_of, tile_of
+from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
+
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+# As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
+@gluon.jit(do_not_specialize=["heads", "max_keys", "sl_t", "s_table"], do_not_specialize_on_alignment=["table"])
+def _prefill_kernel(
+    query,
+    key,
+    value,
+    table,
+    out,
+    lse_out,
+    entries,
+    workspace,
+    sinks,
+    heads,
+    max_keys,
+    scale,
+    softcap,
+    s_table,
+    k_rows,
+    k_head_rows,
+    k_head_columns,
+    v_rows,
+    v_head_rows,
+    v_head_columns,
+    so_t,
+    so_h,
+    sl_t,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    PACK: gl.constexpr,
+    PACKS: gl.constexpr,
+    PAGE: gl.constexpr,
+    FIELDS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    DTYPE: gl.constexpr = key.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE)
+    tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LOADERS):
+        mbarrier.init(tail.index(i), count=1)
+    channels = Channels(
+        make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
+        tail,
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+    )
+    fence_async_shared()
+    items = Items(entries, heads, max_keys)
+    output = Output(out, so_t, so_h, sl_t)
+    k_place = (k_rows, k_head_rows, k_head_columns)
+    v_place = (v_rows, v_head_rows, v_head_columns)
+    gl.warp_specialize(
+        [
+            (consume, (0, scale, softcap, sinks, output, lse_out, workspace, channels, shape)),
+            (consume, (1, scale, softcap, sinks, output, lse_out, workspace, channels, shape)),
+            (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
+            (produce_keys, (1, key, table, s_table, k_place, channels, shape)),
+            (produce_values, (0, value, table, s_table, v_place, channels, shape)),
+            (produce_values, (1, value, table, s_table, v_place, channels, shape)),
+        ],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
+    )
+
+
+def constants_of(
+    dim: int, group: int, page: int, *, causal: bool, window: int, softcap: bool, fields: int = FIELDS
+) -> dict[str, Any]:
+    """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
+    pack = pack_of(group)
+    return {
+        "BLOCK_N": tile_of(dim),
+        "D": dim,
+        "PACK": pack,
+        "PACKS": group // pack,
+        "PAGE": page,
+        "FIELDS": fields,
+        "Q_STAGES": 2 if dim <= 128 else 1,
+        "STAGES": 2,
+        "CAUSAL": causal,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+    }
+
+
+# Queries, keys and values are tensor descriptors; `scale` is the layer's, in which there is none of a cache.
+_launch = Launcher(_prefill_kernel, VARYING)
+
+
+def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> Launch | None:
+    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens, or
+    `part_list`, [2 + n, 16], and how to make it again over the same items. workspace: for the states of parts, as for
+    `decode.launch`."""
+    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    group = query.shape[1] // key.shape[2]
+    flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
+    flags["fields"] = entries.shape[1]
+    constants = constants_of(query.shape[2], group, key.shape[1], **flags)
+    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
+    heads = query.shape[1] // pack
+    rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
+    (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)
+    arguments = (
+        *(rows, keys, values, table, out, lse, entries, workspace, inputs.sinks, heads, table.shape[1] * key.shape[1]),
+        *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
+        *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
+    )
+    programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
+    with on_device(query):
+        return _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+
+
+def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """A cache [P, S, H, D] as a matrix of rows, and where block b, head h, slot s is in it: row b * x + h * y + s,
+    column h * z."""
+    blocks, size, heads, dim = cache.shape
+    per_block, per_slot, per_head, _ = cache.stride()
+    by_rows = per_head >= per_slot or heads == 1
+    place = (per_block // per_slot, per_head // per_slot if by_rows else 0, 0 if by_rows else per_head)
+    rows = (blocks - 1) * place[0] + (heads - 1) * place[1] + size
+    columns = dim if by_rows else (heads - 1) * per_head + dim
+    return TensorDescriptor(cache, [rows, columns], [per_slot, 1], [part, dim], _TILE), place

@@ -1,0 +1,139 @@
+"""Gluon: the loading warps of prefill on Hopper."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from .gluon_names import tma_load
+from .work_item import ROWS, hand_out, take, tiles_of
+
+
+@gluon.jit
+def _blocks(row, key, last_page, shape):
+    """The cache blocks of keys key..key + LOAD; past the last page, that one again."""
+    blocks = ()
+    for j in gl.static_range(shape.LOAD // shape.COPY):
+        block = gl.load(row + gl.minimum((key + j * shape.COPY) // shape.PAGE, last_page))
+        blocks = blocks + (block,)  # noqa: RUF005 - no stars in a kernel
+    return blocks
+
+
+@gluon.jit
+def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
+    """Keys key..key + LOAD into `target` [LOAD, D], one copy per block. A coordinate outside is read as 0."""
+    rows, head_rows, head_columns = place
+    start = kv_head * head_rows + key % shape.PAGE
+    mbarrier.expect(barrier, shape.LOAD * shape.D * 2)
+    for j in gl.static_range(shape.LOAD // shape.COPY):
+        at = [blocks[j] * rows + start, kv_head * head_columns]
+        tma_load(desc, at, barrier, target.slice(j * shape.COPY, shape.COPY))
+
+
+@gluon.jit
+def _zero_rows(tile, begin, end, shape):
+    """Rows outside begin..end of a value tile become 0: their weights are 0, but 0 * NaN would reach the output."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [1, 1], [1, 0])
+    for r in gl.static_range(shape.LOAD // 8):
+        if (r * 8 + 8 > end) | (r * 8 < begin):
+            rows = tile.slice(r * 8, 8)
+            index = r * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            values = rows.load(LAYOUT)
+            kept = gl.expand_dims((index >= begin) & (index < end), 1)
+            rows.store(gl.where(kept, values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _load_queries(desc_q, item, n, channels, shape):
+    """The rows of an item's two halves."""
+    at = [item.token, item.head * shape.PACK, 0]
+    channels.q0.wait_empty(n)
+    mbarrier.expect(channels.q0.barrier(n), ROWS * shape.D * 2)
+    tma_load(desc_q, at, channels.q0.barrier(n), channels.q0.tile(n))
+    at = [item.token + ROWS // shape.PACK, item.head * shape.PACK, 0]
+    channels.q1.wait_empty(n)
+    mbarrier.expect(channels.q1.barrier(n), ROWS * shape.D * 2)
+    tma_load(desc_q, at, channels.q1.barrier(n), channels.q1.tile(n))
+
+
+@gluon.jit
+def _load_keys(w: gl.constexpr, desc, table, s_table, place, item, c, channels, shape):
+    """Half of the keys of all tiles of an item. The number of tiles loaded, after it."""
+    low, _, _, high = tiles_of(item, shape)
+    row = table + item.seq.to(gl.int64) * s_table
+    last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+    for back in range(0, high - low):
+        key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
+        blocks = _blocks(row, key, last_page, shape)
+        channels.k.wait_empty(c)
+        tile = channels.k.tile(c).slice(w * shape.LOAD, shape.LOAD)
+        _load(desc, blocks, key, item.head // shape.PACKS, place, channels.k.barrier(c), tile, shape)
+        c += 1
+    return c
+
+
+@gluon.jit
+def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape):
+    """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first half
+    of their keys."""
+    # Nothing of what came before is read, and nothing is written, before an item is handed out.
+    gdc_wait()
+    n = 0  # items handed out
+    c = 0  # tiles loaded
+    item = items.look_up(gl.program_id(0), shape, True)
+    while item.live > 0:
+        following = items.draw()
+        hand_out(channels.items, n, item, shape)
+        _load_queries(desc_q, item, n, channels, shape)
+        c = _load_keys(0, desc_k, table, s_table, place, item, c, channels, shape)
+        n += 1
+        item = items.look_up(following, shape, False)
+    hand_out(channels.items, n, item, shape)
+    items.leave()
+
+
+@gluon.jit
+def produce_keys(w: gl.constexpr, desc_k, table, s_table, place, channels, shape):
+    """Loads a half of the keys of every item handed out. Warps share the work, for small blocks take many copies to
+    issue: one warp alone was what the computing ones waited for."""
+    n = 0
+    c = 0
+    item = take(channels.items, n, 1, shape)
+    while item.live > 0:
+        c = _load_keys(w, desc_k, table, s_table, place, item, c, channels, shape)
+        n += 1
+        item = take(channels.items, n, 1, shape)
+
+
+@gluon.jit
+def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, shape):
+    """Loads a half of the values of every item handed out."""
+    n = 0
+    c = 0
+    t = 0  # tiles with rows that nobody sees
+    item = take(channels.items, n, 1, shape)
+    while item.live > 0:
+        low, _, _, high = tiles_of(item, shape)
+        row = table + item.seq.to(gl.int64) * s_table
+        last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+        kv_head = item.head // shape.PACKS
+        for back in range(0, high - low):
+            key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
+            blocks = _blocks(row, key, last_page, shape)
+            channels.wait_empty_values(c)
+            tile = channels.v.tile(c).slice(w * shape.LOAD, shape.LOAD)
+            behind = 0  # rows whose blocks the window may have left to others
+            if shape.WINDOW > 0:
+                behind = item.first - shape.WINDOW + 1 - key
+            if (key + shape.LOAD <= item.keys) & (behind <= 0):
+                _load(desc_v, blocks, key, kv_head, place, channels.v.barrier(c), tile, shape)
+            else:
+                _load(desc_v, blocks, key, kv_head, place, channels.tail.index(w), tile, shape)
+                mbarrier.wait(channels.tail.index(w), t & 1)
+                t += 1
+                _zero_rows(tile, behind, item.keys - key, shape)
+                fence_async_shared()
+                mbarrier.arrive(channels.v.barrier(c), count=1)
+            c += 1
+        n += 1
+        item = take(channels.items, n, 1, shape)

@@ -1,0 +1,111 @@
+"""Gluon: partial states of prefill on Hopper, where several items are parts of the keys of one query block.
+
+A state is a consumer's: running maximum, running sum and unnormalised output of its 64 rows. As in `partial_states`,
+whichever consumer arrives last adds all of them up, in their order, so that the result's bits do not depend on who that
+was, and nobody waits for anybody.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...runtime.workspace import COUNTERS as _COUNTERS
+from .gluon_names import thread_barrier
+from .work_item import CONSUMERS, ROWS
+
+COUNTERS = gl.constexpr(_COUNTERS)
+GROUP = gl.constexpr(16)  # states that one consumer adds up
+AT_ONCE = gl.constexpr(2)  # unrolled, so that what registers have room for is in flight
+
+
+@gluon.jit
+def _state(workspace, place, w: gl.constexpr, shape):
+    return workspace + 3 * COUNTERS + (place * CONSUMERS + w) * (ROWS * (shape.D + 2))
+
+
+@gluon.jit
+def _by_thread(acc, shape):
+    """Outputs [64, D] as [D / 4, 256], each thread's beside those of its neighbours: whole lines are moved at a time.
+    Registers stay where they are."""
+    return acc.reshape([4, 2, 8, shape.D // 8, 8]).permute((1, 3, 0, 2, 4)).reshape([shape.D // 4, 256])
+
+
+@gluon.jit
+def _by_row(acc, shape):
+    """The other way round."""
+    return acc.reshape([2, shape.D // 8, 4, 8, 8]).permute((2, 0, 3, 1, 4)).reshape([ROWS, shape.D])
+
+
+@gluon.jit
+def _outputs(state, like, shape):
+    row = gl.arange(0, shape.D // 4, gl.SliceLayout(1, like.type.layout))
+    column = gl.arange(0, 256, gl.SliceLayout(0, like.type.layout))
+    return state + 2 * ROWS + gl.expand_dims(row * 256, 1) + gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def _publish(acc, m_i, l_i, state, shape):
+    row = gl.arange(0, ROWS, m_i.type.layout)
+    gl.store(state + row, m_i.to(gl.int32, bitcast=True))
+    gl.store(state + ROWS + row, l_i.to(gl.int32, bitcast=True))
+    outputs = _by_thread(acc, shape)
+    gl.store(_outputs(state, outputs, shape), outputs.to(gl.int32, bitcast=True))
+
+
+@gluon.jit
+def _is_last(counter, arrivals):
+    """Count this consumer's arrival; the last one leaves the counter as it was found."""
+    thread_barrier()  # every thread's stores before the count that publishes them
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def _union(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
+    """The states at `count` places together, every STRIDE from `start` on, in the layouts of those given."""
+    row = gl.arange(0, ROWS, m_i.type.layout)
+    by_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    m_i = gl.full_like(m_i, -float("inf"))
+    l_i = gl.zeros_like(l_i)
+    acc = gl.zeros_like(acc)
+    for done in range(0, count, AT_ONCE):
+        for nth in gl.static_range(AT_ONCE):
+            live = done + nth < count
+            state = _state(workspace, start + gl.where(live, done + nth, 0) * STRIDE, w, shape)
+            m = gl.load(state + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
+            sums = gl.load(state + ROWS + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
+            outputs = gl.load(_outputs(state, _by_thread(acc, shape), shape), cache_modifier=".cg")
+            outputs = gl.convert_layout(_by_row(outputs.to(gl.float32, bitcast=True), shape), acc.type.layout, True)
+            m = gl.where(live, m, -float("inf"))
+            top = gl.maximum(m_i, m)
+            shift = gl.where(top == -float("inf"), 0.0, top)
+            before, here = gl.exp2(m_i - shift), gl.exp2(m - shift)
+            l_i = l_i * before + sums * here
+            acc = acc * gl.expand_dims(gl.convert_layout(before, by_row), 1)
+            acc += outputs * gl.expand_dims(gl.convert_layout(here, by_row), 1)
+            m_i = top
+    return acc, m_i, l_i
+
+
+@gluon.jit
+def combine(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
+    """Publish this part's state. Whether it is the one that has those of all parts, and their union if so.
+
+    More than GROUP parts are added up in groups first: one consumer alone would take long over so much data.
+    """
+    _publish(acc, m_i, l_i, _state(workspace, item.origin + item.nth, w, shape), shape)
+    first = item.nth // GROUP * GROUP
+    head = item.origin + first
+    members = gl.minimum(item.parts - first, GROUP)
+    complete = _is_last(workspace + (head * CONSUMERS + w) * 2, members)
+    if complete:
+        acc, m_i, l_i = _union(acc, m_i, l_i, workspace, head, members, 1, w, shape)
+        if item.parts > GROUP:
+            thread_barrier()  # every thread has read the head's state before it is replaced
+            _publish(acc, m_i, l_i, _state(workspace, head, w, shape), shape)
+            groups = (item.parts + GROUP - 1) // GROUP
+            complete = _is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)
+            if complete:
+                acc, m_i, l_i = _union(acc, m_i, l_i, workspace, item.origin, groups, GROUP, w, shape)
+    return complete, acc, m_i, l_i

@@ -1,0 +1,177 @@
+"""Gluon: the work items of prefill on Hopper, as `work_list` lists them, or `part_list` where some are parts."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from .gluon_names import thread_barrier
+from .tile_schedule import PART_FIELDS as _PART_FIELDS
+
+PART_FIELDS = gl.constexpr(_PART_FIELDS)
+ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute
+LOADERS = gl.constexpr(2)  # warps that load the keys of a tile, and as many its values
+
+
+@aggregate
+class Shape:
+    """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
+    PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, COPY of them at a
+    time, FIELDS a listed item's, by which items may be parts."""
+
+    BLOCK_N: gl.constexpr
+    D: gl.constexpr
+    PACK: gl.constexpr
+    PACKS: gl.constexpr
+    PAGE: gl.constexpr
+    FIELDS: gl.constexpr
+    IN_PARTS: gl.constexpr
+    LOAD: gl.constexpr
+    COPY: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    SOFTCAP: gl.constexpr
+    DTYPE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+        self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == PART_FIELDS.value)
+        self.LOAD = gl.constexpr(BLOCK_N // LOADERS.value)
+        self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS.value))
+        self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
+        self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
+        self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
+
+
+@aggregate
+class Item:
+    """A work item: its first token, how many, the position of the first; keys and number of the sequence; a head
+    (block of PACK). `live` 0: there are no more. Where items are parts: tiles begin..end, as the nth of `parts`, whose
+    states are at `origin`."""
+
+    token: gl.tensor
+    tokens: gl.tensor
+    first: gl.tensor
+    keys: gl.tensor
+    seq: gl.tensor
+    head: gl.tensor
+    live: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    nth: gl.tensor
+    parts: gl.tensor
+    origin: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, token, tokens, first, keys, seq, head, live, begin, end, nth, parts, origin):
+        self.token, self.tokens, self.first, self.keys = token, tokens, first, keys
+        self.seq, self.head, self.live = seq, head, live
+        self.begin, self.end, self.nth, self.parts, self.origin = begin, end, nth, parts, origin
+
+
+@aggregate
+class Items:
+    """The list on the device, how many heads (blocks of PACK) go over it, and the keys that a table has room for."""
+
+    entries: gl.tensor
+    heads: gl.tensor
+    max_keys: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, entries, heads, max_keys):
+        self.entries, self.heads, self.max_keys = entries, heads, max_keys
+
+    @gluon.jit
+    def draw(self):
+        """The next item that no program has."""
+        return gl.atomic_add(self.entries, 1) + gl.num_programs(0)
+
+    @gluon.jit
+    def leave(self):
+        """A program is done; the last one leaves the counters as it found them."""
+        if gl.atomic_add(self.entries + 1, 1) == gl.num_programs(0) - 1:
+            gl.store(self.entries, 0)
+            gl.store(self.entries + 1, 0)
+
+    @gluon.jit
+    def look_up(self, index, shape, LISTED: gl.constexpr):
+        """The item of an index. LISTED: the list has room for so many, so that its entry can be read before it is known
+        whether it is one."""
+        live = index < gl.load(self.entries + shape.FIELDS) * self.heads
+        nth = index // self.heads if LISTED else gl.where(live, index // self.heads, 0)
+        entry = self.entries + (2 + nth) * shape.FIELDS
+        keys = gl.minimum(gl.load(entry + 3), self.max_keys)
+        head = index % self.heads
+        begin, end, nth, parts, origin = head, head, head, head, head
+        if shape.IN_PARTS:
+            begin, end, nth, parts = gl.load(entry + 5), gl.load(entry + 6), gl.load(entry + 7), gl.load(entry + 8)
+            origin = gl.load(entry + 9) * self.heads + head * parts
+        token, tokens, first, seq = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4)
+        return Item(token, tokens, first, keys, seq, head, live.to(gl.int32), begin, end, nth, parts, origin)
+
+
+@gluon.jit
+def hand_out(ring, n, item, shape):
+    """Pass an item on, from one warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    field = gl.arange(0, shape.FIELDS, LANES)
+    fields = gl.where(field == 0, item.token, item.tokens)
+    fields = gl.where(field == 2, item.first, fields)
+    fields = gl.where(field == 3, item.keys, fields)
+    fields = gl.where(field == 4, item.seq, fields)
+    fields = gl.where(field == 5, item.head, fields)
+    fields = gl.where(field == 6, item.live, fields)
+    if shape.IN_PARTS:
+        fields = gl.where(field == 7, item.begin, fields)
+        fields = gl.where(field == 8, item.end, fields)
+        fields = gl.where(field == 9, item.nth, fields)
+        fields = gl.where(field == 10, item.parts, fields)
+        fields = gl.where(field == 11, item.origin, fields)
+    ring.wait_empty(n)
+    ring.tile(n).store(fields)
+    mbarrier.arrive(ring.barrier(n), count=1)
+
+
+@gluon.jit
+def take(ring, n, WARPS: gl.constexpr, shape):
+    """The n-th item that was handed out, taken by WARPS warps."""
+    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    ring.wait_full(n)
+    fields = ()
+    for i in gl.static_range(12 if shape.IN_PARTS else 7):
+        fields = fields + (gl.max(ring.tile(n).slice(i, 1).load(SCALAR), 0),)  # noqa: RUF005 - no stars in a kernel
+    thread_barrier()
+    ring.release(n)
+    token, tokens, first, keys, seq = fields[0], fields[1], fields[2], fields[3], fields[4]
+    begin, end, nth, parts, origin = token, token, token, token, token
+    if shape.IN_PARTS:
+        begin, end, nth, parts, origin = fields[7], fields[8], fields[9], fields[10], fields[11]
+    return Item(token, tokens, first, keys, seq, fields[5], fields[6], begin, end, nth, parts, origin)
+
+
+@gluon.jit
+def tiles_of(item, shape):
+    """Tiles low..high of an item, one at least, of which whole_low..whole_high are seen whole by every row."""
+    first = item.first
+    last = first + item.tokens - 1
+    end = item.keys
+    whole = item.keys
+    if shape.CAUSAL:
+        end = gl.minimum(end, last + 1)
+        whole = gl.minimum(whole, first + 1)
+    elif shape.WINDOW > 0:
+        end = gl.minimum(end, last + shape.WINDOW)
+        whole = gl.minimum(whole, first + shape.WINDOW)
+    high = gl.maximum((end + shape.BLOCK_N - 1) // shape.BLOCK_N, 1)
+    low = high * 0
+    whole_low = low
+    if shape.WINDOW > 0:
+        low = gl.minimum(gl.maximum(first - shape.WINDOW + 1, 0) // shape.BLOCK_N, high - 1)
+        whole_low = (gl.maximum(last - shape.WINDOW + 1, 0) + shape.BLOCK_N - 1) // shape.BLOCK_N
+    if shape.IN_PARTS:
+        high = gl.maximum(gl.minimum(high, item.end), 1)
+        low = gl.minimum(gl.maximum(low, item.begin), high - 1)
+    whole_high = gl.minimum(gl.maximum(gl.maximum(whole, 0) // shape.BLOCK_N, low), high)
+    whole_low = gl.minimum(gl.maximum(whole_low, low), whole_high)
+    return low, whole_low, whole_high, high

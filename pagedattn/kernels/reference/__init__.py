@@ -1,0 +1,1 @@
+"""Attention in torch, for any device."""

@@ -1,0 +1,1 @@
+"""Slots of new tokens from block tables."""

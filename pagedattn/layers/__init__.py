@@ -1,0 +1,1 @@
+"""The attention layer and what a step plans for it."""

@@ -1,0 +1,103 @@
+"""paged_attention: the layer without a layer, for callers who hold their own parameters."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from .. import env
+from ..backends.hybrid import make_builder, make_impl
+from ..backends.selector import Request, current_request, select_backend
+from ..cache.specs import stored_name
+from ..errors import InvalidInputError
+from ..formats.base import LayerCache
+from ..spec import AttentionSpec, AttentionType, Scale
+from ..spec.scales import require_fp8, scale_kind
+from ..step.metadata import CommonAttentionMetadata
+from .validation import check_call, check_kinds
+
+
+@torch.no_grad()
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+    *,
+    scale: float | None = None,
+    causal: bool | None = None,
+    attn_type: AttentionType = AttentionType.DECODER,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    clean_cache: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write new keys and values (where there is a cache and `key`), then attend.
+
+    Args:
+        query: [T, Hq, D]. key, value: [T', Hkv, D] and [T', Hkv, Dv], or None to write nothing.
+        kv_cache: a layer's cache, or None to attend to key and value themselves.
+        k_scale, v_scale: of an fp8 cache: stored = value / scale. Floats, or float32 tensors of [1] or [Hkv].
+        clean_cache: unused slots hold finite numbers, see `AttentionSpec`.
+
+    Returns:
+        output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
+
+    Raises:
+        InvalidInputError: neither cache nor keys, or wrong shapes. UnsupportedError: no backend serves this.
+    """
+    check_kinds(kv_cache, common)
+    keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
+    if keys is None or values is None:
+        raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+    if query.dim() != 3:
+        raise InvalidInputError("query", "[T, Hq, D]", list(query.shape))
+    gpu = query.device.type == "cuda"
+    spec = AttentionSpec(
+        num_heads=query.shape[1],
+        head_dim=query.shape[2],
+        num_kv_heads=keys.shape[-2],
+        head_dim_v=values.shape[-1],
+        dtype=query.dtype,
+        device_type=query.device.type,
+        capability=torch.cuda.get_device_capability(query.device) if gpu else None,
+        block_size=None if kv_cache is None else kv_cache.block_size,
+        attn_type=attn_type,
+        scale=scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+        has_alibi=alibi_slopes is not None,
+        needs_lse=return_lse,
+        kv_cache_dtype="auto" if kv_cache is None else stored_name(keys.dtype, query.dtype),
+        kv_scale="none" if kv_cache is None else scale_kind(k_scale, v_scale),
+        clean_cache=clean_cache,
+        deterministic=deterministic,
+    )
+    if env.check_level():
+        check_call(spec, query, key, value, kv_cache, common)
+    if kv_cache is None:  # keys that come with the call are not quantised
+        k_scale = v_scale = None
+    elif spec.kv_scale != "none":
+        require_fp8(spec.kv_cache_dtype)
+    impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())
+    if kv_cache is not None and key is not None:
+        impl.write_kv(key, value, kv_cache, common.slot_mapping, k_scale, v_scale)
+    given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
+    return impl.forward(query, key, value, kv_cache, builder.build(common), **given, return_lse=return_lse)
+
+
+@lru_cache(maxsize=256)
+def _served(spec: AttentionSpec, device: torch.device, request: Request, flash_attn: int | None):  # type: ignore[no-untyped-def]
+    selection = select_backend(spec, request)
+    pair = selection.prefill, selection.decode
+    return make_impl(*pair, spec), make_builder(*pair, spec, device)

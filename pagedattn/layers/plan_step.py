@@ -1,0 +1,90 @@
+"""StepMetadata: one step's metadata for every (KV group, spec) of a model, built once and shared by its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..backends.base import AttentionMetadata, AttentionMetadataBuilder
+from ..errors import InvalidInputError
+from ..spec import AttentionSpec
+from ..step.metadata import CommonAttentionMetadata
+
+Key = tuple[int, AttentionSpec, str]  # KV group, spec, name of the backend
+
+
+class PlannedLayer(Protocol):
+    """What a layer shows of itself to be planned."""
+
+    @property
+    def kv_group(self) -> int: ...
+
+    @property
+    def plan_key(self) -> Key: ...
+
+    @property
+    def builder(self) -> AttentionMetadataBuilder: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What `Attention.forward` takes: metadata by KV group, spec and backend."""
+
+    by_key: Mapping[Key, AttentionMetadata]
+
+    def of(self, key: Key) -> AttentionMetadata:
+        """The metadata for one layer's key."""
+        found = self.by_key.get(key)
+        if found is None:
+            groups = sorted({key[0] for key in self.by_key})
+            raise InvalidInputError(
+                "metadata",
+                f"planned for KV group {key[0]} and this layer's spec",
+                f"a plan of groups {groups}",
+                "pass every layer of the model to plan_step",
+            )
+        return found
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether any layer reads the keys that all sequences share once, as `AttentionMetadata.shares_prefix`."""
+        return any(metadata.shares_prefix for metadata in self.by_key.values())
+
+    def describe(self) -> str:
+        """Which kernels run, a line per KV group and spec."""
+        return "\n".join(f"group {group}: {name}: {m.describe()}" for (group, _, name), m in self.by_key.items())
+
+
+def plan_step(
+    layers: Iterable[PlannedLayer],
+    commons: Mapping[int, CommonAttentionMetadata] | CommonAttentionMetadata,
+    into: StepMetadata | None = None,
+    capture: bool = False,
+) -> StepMetadata:
+    """Build metadata once for each (KV group, spec) among `layers`.
+
+    Args:
+        layers: the model's attention layers.
+        commons: one CommonAttentionMetadata per KV group, or one for group 0 alone.
+        capture: make static buffers that a CUDA graph may record.
+        into: such a plan of the same layers, rewritten in place for a replay.
+
+    A backend may share a workspace between what was planned on one stream, and between captured plans: run those one
+    after another.
+
+    Raises:
+        InvalidInputError: a layer's KV group is not in `commons`.
+        UnsupportedError, CapacityError: the step cannot be captured, or is larger than what was.
+    """
+    by_group = {0: commons} if isinstance(commons, CommonAttentionMetadata) else commons
+    out: dict[Key, AttentionMetadata] = {}
+    for layer in layers:
+        key = layer.plan_key
+        if key in out:
+            continue
+        if layer.kv_group not in by_group:
+            raise InvalidInputError("commons", f"an entry for KV group {layer.kv_group}", sorted(by_group))
+        old = into.by_key.get(key) if into is not None else None
+        out[key] = layer.builder.build(by_group[layer.kv_group], old, capture)
+    return StepMetadata(out)

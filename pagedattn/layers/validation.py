@@ -1,0 +1,164 @@
+"""Checks of a layer call and of a step's contents, as far as PAGEDATTN_CHECK asks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..cache.specs import stored_dtype
+from ..errors import InvalidInputError
+from ..formats.base import LayerCache
+from ..spec import AttentionSpec, AttentionType
+from ..step.bounds import (
+    check_bounds,
+    check_lengths_fit_table,
+    check_lengths_within_bounds,
+    check_shared_length,
+)
+from ..step.metadata import CommonAttentionMetadata
+
+
+class _Built(Protocol):
+    checked: CommonAttentionMetadata | None
+
+
+def check_call(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+    built: _Built | None = None,
+) -> None:
+    """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device.
+
+    Args:
+        built: what a backend made of `common`, whose bounds are looked at once then.
+    """
+    device = common.query_start_loc.device
+    check_cache(kv_cache)
+    if not torch.compiler.is_compiling() and getattr(built, "checked", None) is not common:
+        check_bounds(common)
+        if built is not None:
+            built.checked = common
+    _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
+    if len(query) < common.num_tokens:
+        raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
+    if key is not None:
+        _tensor("key", key, spec.kv_heads, spec.head_dim, spec.dtype, device)
+    if value is not None:
+        _tensor("value", value, spec.kv_heads, spec.value_dim, spec.dtype, device)
+    if kv_cache is None:
+        _packed(key, value, None if torch.compiler.is_compiling() else common.seq_lens_cpu)
+        return
+    if not spec.uses_cache:
+        raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
+    _pair(key, value, kv_cache)
+    got = kv_cache.key.shape[2:], kv_cache.value.shape[2:]
+    want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
+    if (tuple(got[0]), tuple(got[1])) != want:
+        raise InvalidInputError("kv_cache", f"key and value [P, S, *] with {want}", (tuple(got[0]), tuple(got[1])))
+    stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
+    if kv_cache.key.dtype != stored or kv_cache.value.dtype != stored:
+        expected = f"of {stored}, as kv_cache_dtype={spec.kv_cache_dtype!r} says"
+        raise InvalidInputError(
+            "kv_cache", expected, kv_cache.key.dtype, "build layer and cache with one kv_cache_dtype"
+        )
+    if kv_cache.key.device != device:
+        raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
+    if spec.block_size is not None and spec.block_size != kv_cache.block_size:
+        remedy = "build the layer with the cache's block_size, or None"
+        raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
+    if key is not None and common.block_size not in (None, kv_cache.block_size):
+        expected, remedy = f"of blocks of {kv_cache.block_size} tokens as the kv_cache", "build it with block_size="
+        raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
+    if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
+        check_lengths_fit_table(common, common.seq_lens_cpu, kv_cache.block_size)
+
+
+def check_cache(kv_cache: object) -> None:
+    """Raise InvalidInputError for what is neither one layer's cache nor None."""
+    if kv_cache is not None and not isinstance(kv_cache, LayerCache):
+        raise InvalidInputError("kv_cache", "a LayerCache or None", type(kv_cache).__name__, "pass cache.layer(i)")
+
+
+def check_kinds(kv_cache: object, common: object) -> None:
+    """Raise InvalidInputError for what is no cache of a layer, or no metadata of a step."""
+    check_cache(kv_cache)
+    if not isinstance(common, CommonAttentionMetadata):
+        remedy = "make one by CommonAttentionMetadata.from_lengths"
+        raise InvalidInputError("common", "a CommonAttentionMetadata", type(common).__name__, remedy)
+
+
+def check_contents(
+    spec: AttentionSpec,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_cache: LayerCache | None,
+    common: CommonAttentionMetadata,
+) -> None:
+    """Level 2: every live table entry, slot and length; waits for the device."""
+    lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
+    query_lens = starts.diff()
+    if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
+        raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
+    check_lengths_within_bounds(common, starts, lens)
+    if kv_cache is None:
+        _packed(key, value, lens)
+        return
+    if (spec.causal or spec.attn_type is AttentionType.DECODER) and bool((query_lens > lens).any()):
+        raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())
+    size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
+    if int(lens.max() if len(lens) else 0) > table.shape[1] * size:
+        raise InvalidInputError("seq_lens", f"at most {table.shape[1] * size}", int(lens.max()))
+    live = torch.arange(table.shape[1], device="cpu") * size < lens[:, None]
+    bad = (live & ((table < 0) | (table >= blocks))).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        got = f"{int(table[row, column])} at row {row}, column {column}"
+        raise InvalidInputError("block_table", f"blocks in [0, {blocks})", got)
+    if common.shared_prefix_len:
+        check_shared_length(common, lens)
+        shared = table[:, : -(-common.shared_prefix_len // size)]
+        bad = (lens > 0) & (shared != shared[:1]).any(1)
+        if bool(bad.any()):
+            expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
+            raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
+    slots = common.slot_mapping.cpu()
+    written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
+    if len(written.unique()) != len(written):
+        raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _packed(key: torch.Tensor | None, value: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:
+    """Without a cache both are there, with a row per key of every sequence (not looked at where lengths are None)."""
+    if key is None or value is None:
+        raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+    total, rows = 0 if seq_lens is None else int(seq_lens.sum()), min(len(key), len(value))
+    if rows < total:
+        raise InvalidInputError("key and value", f"at least {total} rows, the sum of seq_lens", rows)
+
+
+def _pair(key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerCache) -> None:
+    """Keys and values come together, but for a cache whose values are a view of its keys."""
+    if key is None:
+        if value is not None:
+            raise InvalidInputError("key", "given with value", "None", "pass neither to write nothing")
+    elif value is None:
+        if kv_cache.value.data_ptr() != kv_cache.key.data_ptr():
+            raise InvalidInputError("value", "given with key, as the cache keeps both", "None")
+    elif not torch.compiler.is_compiling() and kv_cache.value.data_ptr() == kv_cache.key.data_ptr() != 0:
+        raise InvalidInputError("value", "None, as the cache's values are a view of its keys", list(value.shape))
+
+
+def _tensor(name: str, tensor: torch.Tensor, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.dim() != 3 or tensor.shape[1] != heads or tensor.shape[2] != dim:
+        raise InvalidInputError(name, f"[T, {heads}, {dim}]", list(tensor.shape))
+    if tensor.dtype != dtype:
+        raise InvalidInputError(name, str(dtype), tensor.dtype, "build the layer with this dtype, or cast")
+    if tensor.device != device:
+        raise InvalidInputError(name, f"on {device} as the metadata", tensor.device)
+    if tensor.stride(2) != 1 and tensor.numel():
+        raise InvalidInputError(name, "contiguous in its last dimension", f"strides {tensor.stride()}")

@@ -1,0 +1,26 @@
+"""Target: what a launch configuration depends on of a device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Target(NamedTuple):
+    """What a launch configuration depends on of a device. `chained`: a kernel's launch may overlap the one before."""
+
+    num_sms: int
+    shared_bytes: int
+    chained: bool = False
+
+
+@cache
+def target_of(device: torch.device) -> Target:
+    """The target of a CUDA device; elsewhere (the interpreter) one so large that short sequences are split too."""
+    if device.type != "cuda":
+        return Target(num_sms=64, shared_bytes=232448)
+    properties = torch.cuda.get_device_properties(device)
+    sms, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    return Target(sms, shared, properties.major >= 9)

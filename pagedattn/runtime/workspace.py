@@ -1,0 +1,25 @@
+"""Workspaces of kernels that split keys: counters, which are zero between launches, then room for partial results."""
+
+from __future__ import annotations
+
+import torch
+
+from .op_registry import expect
+
+COUNTERS = 2048  # programs of a decode launch at most; a workspace starts with three counters for each
+
+
+def workspace_for(elements: int, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The caller's workspace, or one for this call."""
+    if given is None:
+        return new_workspace(elements, device)
+    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= elements
+    expect(fits and given.device == device, "workspace", f"int32 [{elements}] or more on {device}", given)
+    return given
+
+
+def new_workspace(elements: int, device: torch.device) -> torch.Tensor:
+    """A workspace of so many int32 elements: counters, zero, then places that are written before they are read."""
+    workspace = torch.empty(max(elements, 3 * COUNTERS), dtype=torch.int32, device=device)
+    workspace[: 3 * COUNTERS].zero_()
+    return workspace

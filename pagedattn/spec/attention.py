@@ -1,0 +1,185 @@
+"""AttentionSpec: everything that selection may depend on, as one frozen, hashable dataclass of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInputError
+
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_SCALES = ("none", "float", "tensor", "head", "token_head")
+CACHE_LAYOUTS = ("NHD", "HND")
+Scale = float | torch.Tensor | None  # of a stored fp8 cache: a host float, [1] or [Hkv] float32, or None for 1
+
+
+class AttentionType(str, Enum):
+    """Which tokens attend to which keys.
+
+    DECODER: causal over the cache. ENCODER_ONLY and ENCODER: bidirectional over the given keys, no cache.
+    CROSS: over the encoder's keys, cached once, with lengths of their own.
+    """
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    CROSS = "cross"
+
+
+class GraphLevel(IntEnum):
+    """What a CUDA graph may capture: nothing, one-token decodes, equal query lengths, any batch."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """KV sharded over `world` ranks in runs of `interleave` tokens; this process is `rank`."""
+
+    world: int
+    rank: int
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(1, "context_parallel.world", self.world)
+        _at_least(1, "context_parallel.interleave", self.interleave)
+        if not 0 <= self.rank < self.world:
+            raise InvalidInputError("context_parallel.rank", f"in [0, {self.world})", self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The only input of backend selection.
+
+    Scale, window, soft cap and causality are values here, because some backends plan with them. Sinks, ALiBi slopes and
+    scale tensors come with each call; the spec only announces them, and one it did not announce is an error.
+
+    `sliding_window=W` keeps W keys, the token's own included (bidirectional: |i - j| < W). `softcap=c` turns a logit x
+    into c * tanh(x / c), before the mask. `mask_mod(b, h, q_idx, kv_idx) -> bool tensor` is compared by identity.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int | None = None
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    device_type: str = "cpu"
+    capability: tuple[int, int] | None = None
+    kv_cache_dtype: str = "auto"
+    kv_scale: str = "none"
+    block_size: int | None = None
+    cache_layout: str = "NHD"
+    attn_type: AttentionType = AttentionType.DECODER
+    scale: float | None = None
+    causal: bool | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    needs_lse: bool = False
+    mask_mod: Callable[..., torch.Tensor] | None = None
+    context_parallel: ContextParallel | None = None
+    deterministic: bool = False
+    compile: bool = False
+    graph_level: GraphLevel = GraphLevel.NEVER
+    clean_cache: bool = False
+
+    def __post_init__(self) -> None:
+        default = object.__setattr__
+        for name in ("num_heads", "head_dim", "num_kv_heads", "head_dim_v", "block_size", "sliding_window"):
+            if isinstance(getattr(self, name), np.integer):
+                default(self, name, int(getattr(self, name)))
+        for name in ("num_heads", "head_dim"):
+            _at_least(1, name, getattr(self, name))
+        for name, kind in (("attn_type", AttentionType), ("graph_level", GraphLevel)):
+            default(self, name, _member(kind, name, getattr(self, name)))
+        default(self, "num_kv_heads", self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+        default(self, "head_dim_v", self.head_dim if self.head_dim_v is None else self.head_dim_v)
+        default(self, "scale", self.head_dim**-0.5 if self.scale is None else float(self.scale))
+        default(self, "causal", self.attn_type is AttentionType.DECODER if self.causal is None else self.causal)
+        default(self, "softcap", None if not self.softcap else float(self.softcap))
+        default(self, "kv_cache_dtype", "fp8_e4m3" if self.kv_cache_dtype == "fp8" else self.kv_cache_dtype)
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("num_kv_heads", "head_dim_v"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("block_size", "sliding_window"):
+            if getattr(self, name) is not None:
+                _at_least(1, name, getattr(self, name))
+        if self.num_heads % self.kv_heads:
+            raise InvalidInputError("num_heads", f"a multiple of num_kv_heads={self.kv_heads}", self.num_heads)
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise InvalidInputError("softcap", "positive and finite, or None for no cap", self.softcap)
+        if not isinstance(self.causal, bool | np.bool_):
+            raise InvalidInputError("causal", "True, False or None", repr(self.causal))
+        if not isinstance(self.dtype, torch.dtype):
+            raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype))
+        if not math.isfinite(self.softmax_scale):
+            raise InvalidInputError("scale", "finite", self.scale)
+        for name, known in (
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("kv_scale", KV_SCALES),
+            ("cache_layout", CACHE_LAYOUTS),
+        ):
+            if getattr(self, name) not in known:
+                raise InvalidInputError(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads, `num_heads` where none was given."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Head dimension of the values and of the output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def softmax_scale(self) -> float:
+        """What a query-key product is multiplied with, head_dim ** -0.5 where none was given."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.kv_heads
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether this attention type reads a paged cache at all."""
+        return self.attn_type in (AttentionType.DECODER, AttentionType.CROSS)
+
+    def replace(self, **changes: object) -> AttentionSpec:
+        """A copy with other values (a window learnt at the first call, say); defaults follow what they derive from."""
+        derived = {
+            "scale": ("head_dim", self.head_dim**-0.5),
+            "head_dim_v": ("head_dim", self.head_dim),
+            "num_kv_heads": ("num_heads", self.num_heads),
+            "causal": ("attn_type", self.attn_type is AttentionType.DECODER),
+        }
+        for name, (source, default) in derived.items():
+            if source in changes and getattr(self, name) == default:
+                changes.setdefault(name, None)
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _member(kind: type[Enum], name: str, value: object) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(f"{kind.__name__}.{one.name}" for one in kind)
+        raise InvalidInputError(name, f"one of {known}", repr(value)) from None
+
+
+def _at_least(low: int, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
