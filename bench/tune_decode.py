@@ -25,10 +25,12 @@ from typing import NamedTuple
 import torch
 
 from pagedattn.kernels.decode import kernel
-from pagedattn.kernels.decode.plan import FULL, LATENCY, DecodeTuning
+from pagedattn.kernels.decode.plan import FULL, LATENCY, DecodeConfig, DecodeTuning
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill import kernel as prefill
-from pagedattn.ops.paged_attention import decode_config_of, prefill_config_of
+from pagedattn.kernels.shape import bounds_of, shape_of
+from pagedattn.ops.attention_plan import decode_config_of, plan_attention
+from pagedattn.runtime.target import target_of
 from pagedattn.runtime.workspace import new_workspace
 
 from .measure import release
@@ -150,9 +152,16 @@ def inputs_of(problem: Problem, index: int) -> AttentionInputs:
     return AttentionInputs(*args, *extras, *bounds)
 
 
+def config_of(inputs: AttentionInputs, tuning: DecodeTuning | None) -> DecodeConfig:
+    """How the decode kernel serves a call; `tuning` None is what the library chooses."""
+    return decode_config_of(shape_of(inputs), bounds_of(inputs), target_of(DEVICE), tuning=tuning)
+
+
 def reference(inputs: AttentionInputs) -> torch.Tensor:
     """The prefill kernel's result, which shares no loop with the decode kernel."""
-    prefill.launch(prefill_config_of(inputs), inputs, None)
+    shape = shape_of(inputs)._replace(deterministic=True)
+    (launch,) = plan_attention(shape, bounds_of(inputs), DEVICE).launches
+    prefill.launch(launch.config, inputs, None)  # type: ignore[arg-type]
     return inputs.out.float()
 
 
@@ -170,7 +179,7 @@ def compile_one(job: tuple[Case, int, DecodeTuning | None]) -> str:
         if tuning is None:
             reference(inputs)
         else:
-            config = decode_config_of(inputs, tuning)
+            config = config_of(inputs, tuning)
             kernel.launch(config, inputs, new_workspace(config.workspace, DEVICE))
         torch.cuda.synchronize()
     except Exception as error:
@@ -199,7 +208,7 @@ def replay_of(
 ) -> tuple[Callable[[], object], float, str]:
     """All layers' calls in one graph, how much the first one's result differs from `want`, and what was launched."""
     every = [inputs_of(problem, i) for i in range(problem.layers)]
-    config = decode_config_of(every[0], tuning)
+    config = config_of(every[0], tuning)
     workspace = new_workspace(config.workspace, DEVICE)
     kernel.launch(config, every[0], workspace)
     differs = float((every[0].out.float() - want).norm() / want.norm())

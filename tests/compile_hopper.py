@@ -17,7 +17,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
-from pagedattn.kernels.prefill_sm90.tile_schedule import FIELDS, PART_FIELDS
+from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS
 
 POINTERS = {  # and numbers that are no int32
     "table": "*i32",
@@ -75,9 +75,9 @@ def main() -> None:
     compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, causal=False, window=0, softcap=True)
     compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, causal=True, window=4096, softcap=False)
     compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, causal=True, window=100, softcap=False)
-    in_parts = {"fields": PART_FIELDS}
-    compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **in_parts)
-    compile_one("bf16-D256-G8-S16-parts-sinks", "bf16", 256, 8, 16, True, **plain, **in_parts)
+    splits_kv = {"fields": SPLIT_FIELDS}
+    compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
+    compile_one("bf16-D256-G8-S16-parts-sinks", "bf16", 256, 8, 16, True, **plain, **splits_kv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import torch
 from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
-from pagedattn.kernels.prefill_sm90 import kernel, support
+from pagedattn.kernels.prefill_sm90 import kernel
+from pagedattn.kernels.prefill_sm90 import plan as sm90
 
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
@@ -85,7 +86,7 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
 
 def main() -> None:
     fake_gpu.install()
-    support.why_not_here = lambda device: ""  # type: ignore[assignment]
+    sm90.why_not_here = lambda device: ""  # type: ignore[assignment]
     kernel.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
     with torch.no_grad():
         print(json.dumps({name: run(**case) for name, case in CASES.items()}))

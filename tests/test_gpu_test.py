@@ -11,9 +11,11 @@ import pytest
 import torch
 from backends.test_triton_random import KINDS, PER_TEST, SHAPES, case_of, shares
 
+from pagedattn.backends.triton.metadata import shape_of_spec
 from pagedattn.bench import gpu_test
-from pagedattn.kernels.prefill_sm90 import support
-from pagedattn.ops.attention_plan import launches
+from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels.shape import BatchBounds
+from pagedattn.ops.attention_plan import plan_spans
 
 ROOT = Path(__file__).parent.parent
 LARGE, RUNNER, SWAP, *REST = gpu_test.ALONE
@@ -57,11 +59,12 @@ def test_random_problems_go_to_both_kernels() -> None:
     for kind, seeds in shares(400):
         for seed in seeds:
             case = case_of(kind, seed)
-            dtype, dim = case.dtype, case.head_dim
-            assert not support.why_not_shape(dtype, dtype, dim, dim, case.block_size, case.alibi), kind
+            shape = shape_of_spec(case.spec(torch.device("cpu")))
+            assert not sm90.why_not(shape, ""), kind
             decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
-            planned = launches(len(case.query_lens), decodes, max(case.query_lens), paged=True, deterministic=False)
-            ran[SHAPES[seed % len(SHAPES)]] |= {work.kernel for work in planned}
+            bounds = BatchBounds(0, len(case.query_lens), decodes, max(case.query_lens), 0)
+            spans = plan_spans(shape, bounds, sm90.params_of(shape, 0, 132), portable=True)
+            ran[SHAPES[seed % len(SHAPES)]] |= {span.kernel for span in spans if span.last > span.first}
             queries |= {*case.query_lens}
             keys |= {*case.seq_lens}
     assert ran["decodes"] == ran["few"] == {"decode"} and ran["mixed"] == {"decode", "prefill"}

@@ -10,7 +10,10 @@ import torch
 
 from pagedattn.kernels.decode.plan import FULL, LATENCY, SHORT, DecodeConfig, DecodeTuning, decode_config
 from pagedattn.kernels.prefill.plan import AttentionConfig, attention_config
-from pagedattn.ops.attention_plan import launches, shares_keys_out
+from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams, params_of
+from pagedattn.kernels.shape import AttentionShape, BatchBounds
+from pagedattn.ops import attention_plan
+from pagedattn.ops.attention_plan import plan_spans, prefers_split_kv
 from pagedattn.runtime.target import Target, target_of
 from pagedattn.runtime.workspace import COUNTERS
 
@@ -119,6 +122,10 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
     assert configure_decode(TARGETS["99 KB"], tuning=tuning).tuning.num_stages == 2
 
 
+MIXED = {"num_decodes": 3, "max_query_len": 17}
+PAGED = AttentionShape(torch.float16, torch.float16, 8, 4, 128, 128, True, 0, False, True, False, 16)
+
+
 @pytest.mark.parametrize(
     ("batch", "served"),
     [
@@ -127,32 +134,53 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
         ({"num_decodes": 3, "max_query_len": 16}, [("decode", 0, 5, 16)]),
         ({"num_decodes": 3, "max_query_len": 17}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
         ({"num_decodes": 0, "max_query_len": 17}, [("prefill", 0, 5, 17)]),
-        (
-            {"num_decodes": 3, "max_query_len": 17, "keys_shared_out": True},
-            [("decode", 0, 3, 1), ("decode", 3, 5, 17)],
-        ),
-        ({"num_decodes": 3, "max_query_len": 17, "joined": True, "keys_shared_out": True}, [("prefill", 0, 5, 17)]),
-        ({"num_decodes": 5, "max_query_len": 0}, []),
-        ({"num_decodes": 3, "max_query_len": 17, "joined": True}, [("prefill", 0, 5, 17)]),
-        ({"num_decodes": 0, "max_query_len": 16, "joined": True}, [("prefill", 0, 5, 16)]),
+        ({"num_decodes": 3, "max_query_len": 17, "split": True}, [("decode", 0, 3, 1), ("decode", 3, 5, 17)]),
+        ({**MIXED, "fused": True, "split": True}, [("decode", 0, 3, 1), ("decode", 3, 5, 17)]),
+        ({**MIXED, "split": True, "fuse": False}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
         ({"num_decodes": 5, "max_query_len": 1, "paged": False}, [("prefill", 0, 5, 1)]),
         ({"num_decodes": 3, "max_query_len": 17, "deterministic": True}, [("prefill", 0, 5, 17)]),
+        ({"num_decodes": 3, "max_query_len": 17, "hopper": True}, [("decode", 0, 3, 1), ("prefill_sm90", 3, 5, 17)]),
+        ({**MIXED, "hopper": True, "split": True}, [("decode", 0, 3, 1), ("prefill_sm90", 3, 5, 17)]),
+        ({"num_decodes": 3, "max_query_len": 17, "hopper": True, "fused": True}, [("prefill_sm90", 0, 5, 17)]),
+        ({"num_decodes": 0, "max_query_len": 16, "hopper": True, "fused": True}, [("prefill_sm90", 0, 5, 16)]),
+        ({"num_decodes": 0, "max_query_len": 16, "hopper": True, "fused": True, "fuse": False}, [("decode", 0, 5, 16)]),
     ],
     ids=str,
-)
-def test_which_kernel_serves_what(batch: dict[str, Any], served: list[tuple[str, int, int, int]]) -> None:
-    assert launches(5, **{"paged": True, "deterministic": False, **batch}) == served
+)  # fmt: skip
+def test_which_kernel_serves_what(
+    batch: dict[str, Any], served: list[tuple[str, int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {
+        "paged": True,
+        "deterministic": False,
+        "hopper": False,
+        "fused": False,
+        "split": False,
+        "fuse": True,
+        **batch,
+    }
+    for name, fact in {
+        "should_fuse_decodes": "fused",
+        "handles_short_queries": "fused",
+        "prefers_split_kv": "split",
+    }.items():
+        monkeypatch.setattr(attention_plan, name, lambda *_, fact=fact: facts[fact])
+    shape = PAGED._replace(paged=facts["paged"], deterministic=facts["deterministic"])
+    bounds = BatchBounds(100, 5, batch["num_decodes"], batch["max_query_len"], 100)
+    spans = plan_spans(shape, bounds, params_of(shape, 0, 132), portable=not facts["hopper"], fuse=facts["fuse"])
+    assert [span for span in spans if span.last > span.first] == served
 
 
-def test_prompts_whose_keys_the_decode_kernel_shares_out() -> None:
-    """On GPUs without the kernel for Hopper, whose own items may be parts."""
+def test_prompts_whose_keys_the_decode_kernel_splits() -> None:
+    """On GPUs without the kernel for Hopper, which splits keys itself."""
 
-    def shared(num_seqs: int = 1, max_query_len: int = 100, max_seq_len: int = 8192, group: int = 4) -> bool:
-        return shares_keys_out(num_seqs, 8, group, max_query_len, max_seq_len, 132)
+    def split(num_seqs: int = 1, max_query_len: int = 100, max_seq_len: int = 8192, group: int = 4) -> bool:
+        params = TileSchedulerParams(8, group, 128, True, 0, 0, 132)
+        return prefers_split_kv(params, BatchBounds(1000, num_seqs + 7, 7, max_query_len, max_seq_len))
 
-    assert shared() and shared(max_seq_len=2048) and shared(2)
-    assert not shared(max_seq_len=2047) and not shared(max_seq_len=399), "few keys"
-    assert not shared(3) and not shared(max_query_len=300) and not shared(group=16), "SMs that are busy"
+    assert split() and split(max_seq_len=2048) and split(2)
+    assert not split(max_seq_len=2047) and not split(max_seq_len=399), "few keys"
+    assert not split(3) and not split(max_query_len=300) and not split(group=16), "SMs that are busy"
 
 
 def test_the_interpreter_splits_short_sequences_too() -> None:

@@ -14,7 +14,7 @@ from pagedattn.backends import registry, selector
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.backends.triton import TritonBackend
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.kernels.prefill_sm90 import support
+from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.runtime import triton_versions
 from pagedattn.runtime.op_registry import interpreted
 from pagedattn.spec import Capabilities, ContextParallel, IntRange
@@ -64,8 +64,8 @@ def test_who_leads_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=128)
-    monkeypatch.setattr(support, "interpreted", lambda: False)
-    monkeypatch.setattr(support, "why_not_on", support.why_not_on.__wrapped__)
+    monkeypatch.setattr(sm90, "interpreted", lambda: False)
+    monkeypatch.setattr(sm90, "why_not_on", sm90.why_not_on.__wrapped__)
     assert selector._order("prefill", spec) == ["TRITON", "FLASH_ATTN", "TORCH"]
     assert selector._order("prefill", spec.replace(capability=(8, 0)))[0] == "FLASH_ATTN"
     for other in ({"has_alibi": True}, {"head_dim": 96}, {"kv_cache_dtype": "fp8_e4m3"}, {"deterministic": True}):
@@ -79,10 +79,10 @@ def test_a_triton_that_was_not_tried_says_so_once(
     monkeypatch.setattr(triton_versions, "installed", lambda: found)
     uncached = vars(TritonBackend)["availability"].__func__.__wrapped__
     monkeypatch.setattr(TritonBackend, "availability", classmethod(uncached))
-    monkeypatch.setattr(support, "why_not_on", support.why_not_on.__wrapped__)
+    monkeypatch.setattr(sm90, "why_not_on", sm90.why_not_on.__wrapped__)
     selector._warn_once.cache_clear()
     spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.float16, head_dim=128)
-    assert not TritonBackend.leads("prefill", spec) and found in support.why_not_on((9, 0))
+    assert not TritonBackend.leads("prefill", spec) and found in sm90.why_not_on((9, 0))
     for _ in range(2):
         assert select_backend(spec, "TRITON").name == "TRITON"
     said = [record.getMessage() for record in caplog.records if "was not tried" in record.getMessage()]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from .. import ops
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
+from ..ops.attention_plan import LaunchPlan
 from ..ops.attention_replay import AttentionReplay
 from ..spec import GraphLevel, Scale
 from ..step.metadata import CommonAttentionMetadata
@@ -45,9 +45,9 @@ class OpAttentionImpl(AttentionImpl):
 
     path: ClassVar[str]
 
-    def planned(self, metadata: AttentionMetadata) -> Mapping[str, Any]:
-        """What the metadata hold for the op, by the argument it is; nothing by default."""
-        return {}
+    def planned(self, metadata: AttentionMetadata) -> LaunchPlan | None:
+        """The plan that the metadata carry, None where the op is to make one."""
+        return None
 
     def forward(
         self,
@@ -130,6 +130,6 @@ class OpAttentionImpl(AttentionImpl):
             deterministic=spec.deterministic,
             path=self.path,
             replays=replays,
-            **self.planned(metadata),
+            plan=self.planned(metadata),
         )
         return out, lse

@@ -1,86 +1,334 @@
-"""Which kernel serves which sequences of a step: the one place that chooses among kernel families."""
+"""LaunchPlan: which kernels serve which sequences of a step, made once; the one place that chooses among families.
+
+Metadata carry the plan of a step and the op executes it. An op that is called without one makes it by the same
+function, from its tensors.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..kernels.decode.plan import DECODE_ROWS
-from ..kernels.prefill_sm90.tile_schedule import ITEM_ROWS, Bounds, Listing, in_parts, pack_of
-from ..kernels.tiles import LONG_KEYS, reach
+import torch
+
+from ..kernels.decode import cascade
+from ..kernels.decode.plan import DECODE_ROWS, DecodeConfig, DecodeTuning, decode_config
+from ..kernels.inputs import AttentionInputs
+from ..kernels.prefill.plan import AttentionConfig, attention_config
+from ..kernels.prefill_sm90 import plan as sm90
+from ..kernels.prefill_sm90.tile_schedule import fill_tile_schedule, has_splits
+from ..kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
+from ..kernels.tiles import MIN_SPLIT_KEYS, max_visible_keys
+from ..runtime.target import Target, target_of
+from ..runtime.workspace import COUNTERS, new_workspace
 
 DECODE_TOKENS = 16  # sequences of at most so many new tokens are decodes
-_SHORT = 1024  # keys of a decode that may be one item in any step
-_KEYS_PER_SM_ITEM = 2048  # of longer ones, for each that an SM has
+_SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
+_KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
+Family = Literal["decode", "prefill", "prefill_sm90"]
 
 
-class Work(NamedTuple):
-    """Sequences first..last of a batch, of at most `longest` new tokens each, for one launch of a kernel."""
+class Span(NamedTuple):
+    """Sequences first..last of a step, of at most max_query_len new tokens each, which one kernel serves."""
 
-    kernel: Literal["decode", "prefill"]
+    kernel: Family
     first: int
     last: int
-    longest: int
+    max_query_len: int
 
 
-def launches(
-    num_seqs: int,
-    num_decodes: int,
-    max_query_len: int,
+class KernelLaunch(NamedTuple):
+    """A launch of a kernel; prefix: the decode launch over a shared prefix that goes before."""
+
+    span: Span
+    config: DecodeConfig | AttentionConfig | sm90.TileSchedulerParams
+    prefix: DecodeConfig | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LaunchPlan:
+    """The launches of a step, and what they use on the device: calls that share a plan must not run at the same time.
+
+    portable_because: why sequences of many tokens go to the portable prefill kernel; "" where they do not.
+    workspace: int32, counters and partial results, None where no launch splits keys.
+    tile_schedule: int32, of the Hopper prefill kernel; counters in it come back to zero.
+    """
+
+    shape: AttentionShape
+    bounds: BatchBounds
+    launches: tuple[KernelLaunch, ...]
+    portable_because: str
+    max_prefix_len: int = 0  # of a shared prefix that decodes attend to once
+    workspace: torch.Tensor | None = None
+    tile_schedule: torch.Tensor | None = None
+    cascade: cascade.CascadeMetadata | None = None
+
+    @property
+    def workspace_size(self) -> int:
+        """int32 elements that the launches need, 0 where they need none."""
+        sizes = [0]
+        for _, config, prefix in self.launches:
+            sizes += [one.workspace for one in (config, prefix) if isinstance(one, DecodeConfig)]
+            if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, self._scheduled()):
+                sizes.append(config.workspace)
+        return max(sizes)
+
+    @property
+    def shared_prefix(self) -> tuple[torch.Tensor | None, int]:
+        """What is known of a prefix that decodes attend to once: a tensor (None where nothing is), keys at most."""
+        return (None, 0) if self.cascade is None else (self.cascade.tensor, self.max_prefix_len)
+
+    def serves(self, inputs: AttentionInputs) -> bool:
+        """Whether a call can be made by this plan: one of another shape, or with strides that TMA cannot follow where
+        a kernel needs it, takes a plan of its own."""
+        if not self.shape.covers(shape_of(inputs)) or self.bounds.num_seqs != len(inputs.seq_lens):
+            return False
+        hopper = any(launch.span.kernel == "prefill_sm90" for launch in self.launches)
+        return not (hopper and sm90.why_not_tensors(inputs))
+
+    def allocate(self, device: torch.device, block_table: torch.Tensor, prefix_len: int = 0) -> None:
+        """Make what `update` fills: the tile schedule, and for a shared prefix of now so many keys, its metadata."""
+        for span, config, prefix in self.launches:
+            if isinstance(config, sm90.TileSchedulerParams):
+                shape = sm90.schedule_shape(config, self.bounds.part(*span[1:]))
+                self.tile_schedule = torch.empty(shape, dtype=torch.int32, device=device)
+            if prefix is not None:
+                self.cascade = cascade.CascadeMetadata.of(self.max_prefix_len, prefix_len, span.last, block_table)
+
+    def update(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Fill what depends on the step's lengths, on the device: a CUDA graph may record it."""
+        for span, config, _ in self.launches:
+            if self.tile_schedule is not None and isinstance(config, sm90.TileSchedulerParams):
+                starts, lens = query_start_loc[span.first :], seq_lens[span.first :]
+                fill_tile_schedule(config, self.tile_schedule, starts, lens)
+        if self.cascade is not None and self.shape.block_size is not None:
+            self.cascade.fill(query_start_loc, seq_lens, block_table, self.shape.block_size)
+
+    def describe(self) -> str:
+        """Which kernels run, by how many programs, and why the portable prefill kernel where it does."""
+        return ", ".join(map(self._describe, self.launches)) or "nothing to do"
+
+    def _describe(self, launch: KernelLaunch) -> str:
+        span, config, prefix = launch
+        text = f"{'decode' if span.kernel == 'decode' else 'prefill'} kernel: {span.last - span.first} sequences"
+        if not isinstance(config, DecodeConfig):
+            if span.kernel == "prefill":
+                return f"{text} (the portable one: {self.portable_because})"
+            splits = self.tile_schedule is not None and has_splits(self.tile_schedule)
+            return f"{text} ({'for Hopper, split-KV' if splits else 'for Hopper'})"
+        if prefix is None or self.cascade is None:
+            return f"{text} ({_tiles(config)})"
+        shared = f"shared prefix of {self.cascade.length} keys attended once ({_tiles(prefix)})"
+        return f"{text} ({_tiles(config)}), {shared}"
+
+    def _scheduled(self) -> BatchBounds:
+        """Bounds of the sequences that the Hopper prefill kernel serves."""
+        span = next(launch.span for launch in self.launches if launch.span.kernel == "prefill_sm90")
+        return self.bounds.part(*span[1:])
+
+
+def plan_attention(
+    shape: AttentionShape,
+    bounds: BatchBounds,
+    device: torch.device,
     *,
-    paged: bool,
-    deterministic: bool,
-    joined: bool = False,
-    keys_shared_out: bool = False,
-) -> list[Work]:
-    """The launches that serve a batch: decodes and the rest want other tiles, but where they are `joined`.
-    keys_shared_out: the rest goes to the decode kernel too."""
-    if deterministic or not paged or joined:
-        planned = [Work("prefill", 0, num_seqs, max_query_len)]
-    elif max_query_len <= DECODE_TOKENS:
-        planned = [Work("decode", 0, num_seqs, max_query_len)]
-    else:
-        rest = "decode" if keys_shared_out else "prefill"
-        planned = [Work("decode", 0, num_decodes, 1), Work(rest, num_decodes, num_seqs, max_query_len)]
-    return [one for one in planned if one.longest and one.last > one.first]
+    prefix_len: int = 0,
+    max_prefix_len: int | None = None,
+    not_sm90: str = "",
+) -> LaunchPlan:
+    """The plan of a step, without its tensors.
+
+    Args:
+        prefix_len: so many first keys of all sequences, whole blocks that each new token of the decodes sees, lie in
+            the same blocks.
+        max_prefix_len: share it whatever it saves, and at most so many keys in a step that uses the plan again; None
+            shares where that pays.
+        not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape.
+    """
+    target = target_of(device)
+    because = sm90.why_not(shape, sm90.why_not_here(device)) or not_sm90
+    params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
+    prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len)
+    spans = plan_spans(shape, bounds, params, bool(because), fuse=not prefix)
+    launches = []
+    for span in (span for span in spans if span.max_query_len and span.last > span.first):
+        shared = prefix if span.kernel == "decode" else 0
+        launches.append(_launch(span, shape, bounds.part(*span[1:]), target, params, bool(because), shared))
+    return LaunchPlan(shape, bounds, tuple(launches), because, prefix)
 
 
-def shares_keys_out(num_seqs: int, kv_heads: int, group: int, max_query_len: int, keys: int, num_sms: int) -> bool:
-    """Whether the decode kernel is to serve prompts where only the portable one could: where their query blocks are
-    fewer than SMs, and see many keys."""
-    blocks = num_seqs * kv_heads * -(-max_query_len * group // DECODE_ROWS)
-    return blocks <= num_sms and keys >= max(LONG_KEYS, 4 * max_query_len)
+def plan_spans(
+    shape: AttentionShape, bounds: BatchBounds, params: sm90.TileSchedulerParams, portable: bool, fuse: bool = True
+) -> list[Span]:
+    """Which sequences a step's decode and prefill launches serve; some may be empty.
+
+    Args:
+        portable: whether only the portable prefill kernel can serve.
+        fuse: whether one launch may serve decodes and prompts; decodes with a shared prefix have one of their own.
+    """
+    count, decodes, longest = bounds.num_seqs, bounds.num_decodes, bounds.max_query_len
+    prefill = "prefill" if portable else "prefill_sm90"
+    everything = Span(prefill, 0, count, longest)
+    if shape.deterministic or not shape.paged:
+        return [everything]
+    if longest <= DECODE_TOKENS:
+        fused = fuse and not portable and handles_short_queries(params, bounds)
+        return [everything if fused else Span("decode", 0, count, longest)]
+    if fuse and not portable and should_fuse_decodes(params, bounds):
+        return [everything]
+    rest = "decode" if fuse and portable and prefers_split_kv(params, bounds) else prefill
+    return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]
 
 
-def choices(listing: Listing, bounds: Bounds, served: bool) -> dict[str, bool]:
-    """How `launches` is to plan a step of several tokens, whose prompts this kernel serves or not; for the op and for
-    metadata, which must decide alike."""
-    if served:
-        return {"joined": takes_all(listing, bounds)}
-    rest, keys = bounds.num_seqs - bounds.num_decodes, reach(listing.window, bounds.max_query_len, bounds.max_seq_len)
-    facts = (listing.kv_heads, listing.group, bounds.max_query_len, keys, listing.num_sms)
-    return {"keys_shared_out": shares_keys_out(rest, *facts)}
-
-
-def takes_all(listing: Listing, bounds: Bounds) -> bool:
-    """Whether this kernel, where it can, serves a whole step, decodes included."""
-    return joins(listing, bounds) if bounds.max_query_len > DECODE_TOKENS else takes(listing, bounds)
-
-
-def joins(listing: Listing, bounds: Bounds) -> bool:
-    """Whether the decodes of a step that also has prompts are items among theirs: decodes wait for memory while prompts
+def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
+    """Whether the decodes of a step that also has prompts are tiles among theirs: decodes wait for memory while prompts
     compute. Not where so few are so long that some SMs would be left with one while others are done: a launch of their
-    own shares their keys out. Nor for heads that do not fit one item, which would read their keys several times."""
-    room = max(_SHORT, _KEYS_PER_SM_ITEM * bounds.num_decodes * listing.kv_heads // listing.num_sms)
-    return bounds.num_decodes > 0 and pack_of(listing.group) == listing.group and bounds.max_seq_len <= room
+    own splits their keys. Nor for heads that do not fit one tile, which would read their keys several times."""
+    most = max(_SHORT_KEYS, _KEYS_PER_SM_TILE * bounds.num_decodes * params.num_kv_heads // params.num_sms)
+    whole = sm90.heads_per_tile(params.group) == params.group
+    return bounds.num_decodes > 0 and whole and bounds.max_seq_len <= most
 
 
-def takes(listing: Listing, bounds: Bounds) -> bool:
-    """Whether sequences of a few new tokens each are items of this kernel, not of the one for decodes: where their rows
-    fill half of what an item's product computes, and either keys are shared out, or no SM is left with much longer
+def handles_short_queries(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
+    """Whether sequences of a few new tokens each go to the Hopper prefill kernel, not to the one for decodes: where
+    their rows fill half of what a tile's product computes, and either keys are split, or no SM is left with much longer
     ones than others."""
-    group, items = listing.group, bounds.num_seqs * listing.kv_heads
-    several = bounds.max_query_len > 1 and bounds.max_query_len * group >= ITEM_ROWS // 4 and pack_of(group) == group
-    even = items >= listing.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_ITEM * items // listing.num_sms
-    # As many tokens as there can be: how many rows a query has must not decide.
-    most = bounds._replace(tokens=bounds.num_seqs * bounds.max_query_len)
-    return several and (even or in_parts(listing, most))
+    group, tiles = params.group, bounds.num_seqs * params.num_kv_heads
+    rows = bounds.max_query_len * group
+    if bounds.max_query_len <= 1 or rows < sm90.TILE_ROWS // 4 or sm90.heads_per_tile(group) != group:
+        return False
+    even = tiles >= params.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_TILE * tiles // params.num_sms
+    # As many tokens as there can be: how many padding rows a query has must not decide.
+    most = bounds._replace(num_tokens=bounds.num_seqs * bounds.max_query_len)
+    return even or sm90.splits_kv(params, most)
+
+
+def prefers_split_kv(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
+    """Whether the decode kernel is to serve prompts where only the portable prefill kernel could: where their query
+    blocks are fewer than SMs, and see many keys."""
+    prompts = bounds.num_seqs - bounds.num_decodes
+    blocks = prompts * params.num_kv_heads * -(-bounds.max_query_len * params.group // DECODE_ROWS)
+    keys = max_visible_keys(params.window, bounds.max_query_len, bounds.max_seq_len)
+    return blocks <= params.num_sms and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
+
+
+def decode_query_len(max_query_len: int) -> int:
+    """New tokens at most of those sequences of a step that the decode kernel serves apart from prompts."""
+    return max_query_len if max_query_len <= DECODE_TOKENS else 1
+
+
+def decode_config_of(
+    shape: AttentionShape, bounds: BatchBounds, target: Target, short: bool = False, tuning: DecodeTuning | None = None
+) -> DecodeConfig:
+    """How the decode kernel serves sequences of these bounds; `short` and `tuning` as of `decode_config`."""
+    return decode_config(
+        num_seqs=bounds.num_seqs,
+        num_kv_heads=shape.num_kv_heads,
+        group=shape.group,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        itemsize=shape.dtype.itemsize,
+        stored_itemsize=shape.stored_dtype.itemsize,
+        max_query_len=bounds.max_query_len,
+        max_seq_len=bounds.max_seq_len,
+        target=target,
+        short=short,
+        tuning=tuning,
+    )
+
+
+def plan_call(
+    inputs: AttentionInputs,
+    workspace: torch.Tensor | None = None,
+    tile_schedule: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    prefix_len: int = 0,
+) -> LaunchPlan:
+    """The plan of one call, from its tensors. Those of another plan for this step, filled, are used where they fit.
+
+    Raises:
+        InvalidInputError: prefix_len is no whole number of blocks.
+    """
+    device, table = inputs.query.device, inputs.block_table
+    if prefix_len and table is not None:
+        cascade.check_length(prefix_len, inputs.key.shape[1])
+    not_sm90 = sm90.why_not_tensors(inputs)
+    facts = {"prefix_len": prefix_len, "max_prefix_len": prefix_len, "not_sm90": not_sm90}
+    plan = plan_attention(shape_of(inputs), bounds_of(inputs), device, **facts)
+    size = plan.workspace_size
+    if size:
+        fits = workspace is not None and workspace.numel() >= size
+        plan.workspace = workspace if fits else new_workspace(size, device)
+    if table is None:
+        return plan
+    plan.allocate(device, table, prefix_len)
+    known = True
+    if plan.tile_schedule is not None:
+        if known := tile_schedule is not None and tile_schedule.shape[1] == plan.tile_schedule.shape[1]:
+            plan.tile_schedule = tile_schedule
+    if plan.cascade is not None:
+        if shared is not None and shared.shape == plan.cascade.tensor.shape:
+            plan.cascade.tensor = shared
+        else:
+            known = False
+    if not known:
+        plan.update(inputs.query_start_loc, inputs.seq_lens, table)
+    return plan
+
+
+def _shared_prefix(
+    shape: AttentionShape, bounds: BatchBounds, target: Target, prefix_len: int, max_prefix_len: int | None
+) -> int:
+    """Keys that the decodes attend to once, at most; 0 where that does not pay, or cannot be: under a window or ALiBi
+    distances differ from row to row."""
+    longest = decode_query_len(bounds.max_query_len)
+    count = bounds.num_seqs if bounds.max_query_len <= DECODE_TOKENS else bounds.num_decodes
+    if not prefix_len or not count or not longest or shape.block_size is None or not shape.paged:
+        return 0
+    if shape.window or shape.alibi or shape.deterministic:
+        return 0
+    if max_prefix_len is not None:
+        return max_prefix_len
+    own = bounds.part(0, count, longest)
+    rest = own._replace(max_seq_len=max(own.max_seq_len - prefix_len, 0))
+    alone, after = (decode_config_of(shape, one, target) for one in (own, rest))
+    first = decode_config_of(shape, _prefix_bounds(own, prefix_len), target)
+    key_bytes = (shape.head_dim + shape.head_dim_v) * shape.stored_dtype.itemsize
+    return prefix_len if cascade.pays(alone, first, after, key_bytes) else 0
+
+
+def _prefix_bounds(bounds: BatchBounds, length: int) -> BatchBounds:
+    """Of the launch over a shared prefix: all rows are those of one sequence."""
+    rows = bounds.max_query_len * bounds.num_seqs
+    return bounds._replace(num_seqs=1, num_decodes=0, max_query_len=rows, max_seq_len=length)
+
+
+def _launch(
+    span: Span,
+    shape: AttentionShape,
+    bounds: BatchBounds,
+    target: Target,
+    params: sm90.TileSchedulerParams,
+    portable: bool,
+    prefix_len: int,
+) -> KernelLaunch:
+    """The configuration of a span's launch; what is too large for the decode kernel goes to the portable one."""
+    if span.kernel == "prefill_sm90":
+        return KernelLaunch(span, params)
+    if span.kernel == "decode":
+        config = decode_config_of(shape, bounds, target, short=bool(prefix_len))
+        first = decode_config_of(shape, _prefix_bounds(bounds, prefix_len), target) if prefix_len else None
+        if all(one is None or _is_countable(one) for one in (config, first)):
+            return KernelLaunch(span, config, first)
+    heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
+    config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target)
+    return KernelLaunch(span._replace(kernel="prefill"), config)
+
+
+def _is_countable(config: DecodeConfig) -> bool:
+    """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
+    return config.tiles * (1 + config.tuning.lead) < 2**31 and config.programs <= COUNTERS
+
+
+def _tiles(config: DecodeConfig) -> str:
+    return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"

@@ -49,7 +49,7 @@ def register(schema: str, implementation: Callable[..., object], fake: Callable[
 
     Returns:
         The op; where torch would only call the implementation, it is called directly (the dispatcher takes 5 us to
-        carry 22 arguments), and what it returns beyond the schema is returned too.
+        carry 22 arguments); it then gets keyword arguments that the schema has not, and returns what it has not.
     """
     name = schema.partition("(")[0]
     run = _without_gradients(implementation)
@@ -58,19 +58,19 @@ def register(schema: str, implementation: Callable[..., object], fake: Callable[
     torch.library.register_fake(f"pagedattn::{name}", fake, lib=_library)
     op = getattr(torch.ops.pagedattn, name).default
 
-    def call(*args: object) -> Any:
-        return run(*args) if plain(args) else op(*args)
+    def call(*args: object, **beyond: object) -> Any:
+        return run(*args, **beyond) if plain(args) else op(*args)
 
     return call
 
 
 def _without_gradients(implementation: Callable[..., object]) -> Callable[..., object]:
     @wraps(implementation)
-    def run(*args: object) -> object:
+    def run(*args: object, **beyond: object) -> object:
         if not torch.is_grad_enabled():  # as a rule; no_grad costs a microsecond
-            return implementation(*args)
+            return implementation(*args, **beyond)
         with torch.no_grad():
-            return implementation(*args)
+            return implementation(*args, **beyond)
 
     return run
 

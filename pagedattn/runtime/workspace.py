@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .op_registry import expect
-
 COUNTERS = 2048  # programs of a decode launch at most; a workspace starts with three counters for each
-
-
-def workspace_for(elements: int, given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """The caller's workspace, or one for this call."""
-    if given is None:
-        return new_workspace(elements, device)
-    fits = given.dtype == torch.int32 and given.is_contiguous() and given.numel() >= elements
-    expect(fits and given.device == device, "workspace", f"int32 [{elements}] or more on {device}", given)
-    return given
 
 
 def new_workspace(elements: int, device: torch.device) -> torch.Tensor:

@@ -10,12 +10,14 @@ from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.backends.registry import get_backend
-from pagedattn.kernels.prefill_sm90 import support, tile_schedule
+from pagedattn.backends.triton.metadata import shape_of_spec
+from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.ops import attention_plan
 from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
 
-HERE = torch.cuda.is_available() and not support.why_not_here(torch.device("cuda", 0))
+HERE = torch.cuda.is_available() and not sm90.why_not_here(torch.device("cuda", 0))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
 DEVICE = torch.device("cuda", 0)
 LENS = [
@@ -54,15 +56,15 @@ def test_all_lengths_of_parts() -> None:
     for queries, keys in (([20], 2100), ([20], 20000), ([33], 120000), ([16] * 3, 9000), ([500], 9000)):
         layer, cache, query, common = layer_and_step(queries, [keys] * len(queries))
         built = layer.build(common)
-        assert built.describe().endswith("(for Hopper, keys shared out)")
-        entries = built.items[2 : 2 + int(built.items[1, 0])]
+        assert built.describe().endswith("(for Hopper, split-KV)")
+        entries = built.plan.tile_schedule[2 : 2 + int(built.plan.tile_schedule[1, 0])]
         assert int(entries[:, 8].max()) > 1, "no block was cut"
         got, want = (layer(query, None, None, cache, layer.build(common)) for _ in range(2))
         assert torch.equal(got, want) and torch.equal(layer(query, None, None, cache, built), got)
-        assert not built.items[0, :2].any() and not built.workspace[: 3 * COUNTERS].any()
+        assert not built.plan.tile_schedule[0, :2].any() and not built.plan.workspace[: 3 * COUNTERS].any()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tile_schedule, "in_parts", lambda *bounds: False)
-            patch.setattr(support, "takes", lambda *bounds: True)
+            patch.setattr(sm90, "splits_kv", lambda *bounds: False)
+            patch.setattr(attention_plan, "handles_short_queries", lambda *bounds: True)
             whole = layer(query, None, None, cache, layer.build(common))
         torch.testing.assert_close(got.float(), whole.float(), atol=2e-3, rtol=2e-2)
 
@@ -89,7 +91,7 @@ def test_the_metadata_say_so_and_make_the_list_once() -> None:
     assert "decode kernel: 2" in built.describe() and "prefill kernel: 1 sequences (for Hopper" in built.describe()
     first = layer(query, None, None, cache, built)
     assert torch.equal(layer(query, None, None, cache, built), first)
-    assert not built.items[0, :2].any(), "counters that hand out items were not left zero"
+    assert not built.plan.tile_schedule[0, :2].any(), "counters that hand out items were not left zero"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +101,7 @@ def test_several_tokens_of_many_sequences(kind: str) -> None:
     case = case_of_kind(kind).but(query_lens=tuple(queries), seq_lens=tuple(keys))
     problem = make_problem(case, DEVICE)
     check(get_backend("TRITON"), problem, kind)
-    if support.why_not_shape(case.dtype, case.dtype, case.head_dim, case.head_dim, case.block_size, case.alibi):
+    if sm90.why_not(shape_of_spec(case.spec(torch.device("cpu"))), ""):
         return
     layer, cache, query, common = layer_and_step(queries, keys)
     built = layer.build(common)

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
+from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.errors import InvalidInputError
 from pagedattn.kernels.decode import cascade
+from pagedattn.kernels.decode.cascade import CascadeMetadata
 from pagedattn.kernels.decode.plan import decode_config
-from pagedattn.runtime.target import Target
+from pagedattn.kernels.inputs import AttentionInputs
+from pagedattn.kernels.shape import bounds_of, shape_of
+from pagedattn.ops.attention_plan import LaunchPlan, decode_config_of
+from pagedattn.runtime.target import Target, target_of
 from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
@@ -113,8 +118,10 @@ def step(sequences: int, shared: int, own: int, tokens: int = 1) -> CommonAttent
 def length_of(common: CommonAttentionMetadata, spec: AttentionSpec = SPEC, **options: Any) -> int:
     metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common, **options)
     assert isinstance(metadata, TritonMetadata)
-    assert ("attended once" in metadata.describe()) == metadata.shares_prefix == (metadata.prefix is not None)
-    return 0 if metadata.prefix is None else metadata.prefix.length
+    assert metadata.plan is not None
+    shared = metadata.plan.cascade
+    assert ("attended once" in metadata.describe()) == metadata.shares_prefix == (shared is not None)
+    return 0 if shared is None else shared.length
 
 
 def test_it_is_said() -> None:
@@ -173,46 +180,49 @@ def test_the_price_is_in_bytes() -> None:
     assert not cascade.pays(**configs, key_bytes=cascade.SAVED_BYTES // saved - 1)
 
 
-def test_a_split_follows_the_step(always: None) -> None:
+def plan_of(metadata: AttentionMetadata) -> tuple[LaunchPlan, CascadeMetadata]:
+    assert isinstance(metadata, TritonMetadata) and metadata.plan is not None and metadata.plan.cascade is not None
+    return metadata.plan, metadata.plan.cascade
+
+
+def test_what_the_calls_read_follows_the_step(always: None) -> None:
     common = step(3, 32, 20)  # tables of 4 blocks
     builder = TritonMetadataBuilder(SPEC, torch.device("cpu"))
     metadata = builder.build(common)
-    assert isinstance(metadata, TritonMetadata) and metadata.prefix is not None
-    assert split_of(metadata) == ([0, 3, 32], [20, 20, 20], [[2, 3], [6, 7], [10, 11]])
+    assert read(metadata) == ([0, 3, 32], [20, 20, 20], [[2, 3], [6, 7], [10, 11]])
     common.seq_lens.copy_(torch.tensor([40, 33, 0]))
     common.query_start_loc.copy_(torch.tensor([0, 1, 2, 2]))
     common.block_table[1, 2:] = torch.tensor([20, 21])
     builder.device_update(metadata)
-    assert split_of(metadata) == ([0, 2, 32], [8, 1, 0], [[2, 3], [20, 21], [10, 11]])
+    assert read(metadata) == ([0, 2, 32], [8, 1, 0], [[2, 3], [20, 21], [10, 11]])
 
 
-def split_of(metadata: TritonMetadata) -> tuple[list[int], list[int], list[list[int]]]:
+def read(metadata: AttentionMetadata) -> tuple[list[int], list[int], list[list[int]]]:
     """Head, lengths and what is true of the table."""
-    assert metadata.prefix is not None
-    count, width = metadata.common.block_table.shape
-    split, first = metadata.prefix.split, metadata.prefix.length // 16
-    table = split[3 + count :].view(count, width)[:, : width - first]
-    return split[:3].tolist(), split[3 : 3 + count].tolist(), table.tolist()
+    _, shared = plan_of(metadata)
+    (lens, table), first = shared.rest, shared.length // 16
+    return shared.tensor[:3].tolist(), lens.tolist(), table[:, : table.shape[1] - first].tolist()
 
 
 def test_the_workspace_is_large_enough_for_both(always: None) -> None:
     for common in (step(2, 8192, 16), step(64, 64, 8192), step(3, 64, 16, tokens=16)):
         spec = SPEC.replace(head_dim=64)
-        metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common)
-        assert isinstance(metadata, TritonMetadata) and metadata.workspace is not None and metadata.prefix is not None
+        plan, shared = plan_of(TritonMetadataBuilder(spec, torch.device("cpu")).build(common))
         cache = torch.zeros(1, 16, 8, 64, dtype=torch.float16)
         query = torch.zeros(common.num_tokens, 32, 64, dtype=torch.float16)
-        inputs_of = import_module("pagedattn.ops.paged_attention").AttentionInputs
         tables = (common.block_table, common.query_start_loc, common.seq_lens)
         bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
         options = (None, None, None, None, query, None, 1.0, 1.0, True, 0, 0.0)
-        inputs = inputs_of(query, cache, cache, *tables, *options, *bounds)
+        inputs = AttentionInputs(query, cache, cache, *tables, *options, *bounds)
+        target = target_of(torch.device("cpu"))
         configs = [
-            import_module("pagedattn.ops.paged_attention").decode_config_of(one, short=index > 0)
-            for index, one in enumerate(cascade.divide(inputs, metadata.prefix.bound, metadata.prefix.split))
+            decode_config_of(shape_of(one), bounds_of(one), target, short=index > 0)
+            for index, one in enumerate(shared.divide(inputs))
         ]
-        assert len(configs) == 2
-        assert max(config.workspace for config in configs) == metadata.workspace.numel()
+        (launch,) = plan.launches
+        assert (launch.prefix, launch.config) == tuple(configs), "planned otherwise than what is launched"
+        assert plan.workspace is not None
+        assert max(config.workspace for config in configs) == plan.workspace.numel()
 
 
 def op_call(**options: Any) -> torch.Tensor:
@@ -225,7 +235,7 @@ def op_call(**options: Any) -> torch.Tensor:
     )
 
 
-def test_the_op_makes_a_split_where_it_is_given_none(calls: list[tuple[int, int, int]]) -> None:
+def test_the_op_makes_a_plan_where_it_is_given_none(calls: list[tuple[int, int, int]]) -> None:
     plain = op_call()
     torch.testing.assert_close(op_call(shared_prefix_len=32), plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(op_call(shared_prefix_len=16), plain, rtol=1e-5, atol=1e-6)
@@ -237,8 +247,3 @@ def test_an_op_call_that_does_not_fit() -> None:
     for length in (17, -16):
         with pytest.raises(InvalidInputError, match="shared_prefix_len must be whole blocks of 16 keys"):
             op_call(shared_prefix_len=length)
-    width = make_problem(Case(**ONE, write=False), DEVICE).common.block_table.shape[1]
-    splits = [cascade.new_split(*shape, DEVICE) for shape in ((3, width), (4, width - 1), (4, width))]
-    for split in (*splits[:2], splits[2].long()):
-        with pytest.raises(InvalidInputError, match=rf"split must be int32 \[{7 + 4 * width}\]"):
-            op_call(shared_prefix_len=32, split=split)

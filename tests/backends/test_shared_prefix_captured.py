@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends.test_shared_prefix import DEVICE, ONE, SPEC, length_of, split_of, step
+from backends.test_shared_prefix import DEVICE, ONE, SPEC, length_of, plan_of, read, step
 
 from pagedattn import Attention, plan_step
-from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.backends.triton.metadata import TritonMetadataBuilder
 from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem
 
@@ -24,19 +24,19 @@ def test_a_captured_step_shares_what_it_is_told() -> None:
 def test_a_captured_split_follows_the_steps_that_use_it() -> None:
     builder = TritonMetadataBuilder(SPEC, torch.device("cpu"))
     metadata = builder.build(step(3, 32, 20), capture=True)
-    assert isinstance(metadata, TritonMetadata) and metadata.prefix is not None
-    split = metadata.prefix.split
+    _, cascade = plan_of(metadata)
+    tensor = cascade.tensor
     builder.build(step(2, 48, 4), into=metadata)
-    assert metadata.prefix.length == 48 and "prefix of 48 keys" in metadata.describe()
-    assert split_of(metadata) == ([0, 2, 48], [4, 4, 0], [[3], [7], [0]])
+    assert cascade.length == 48 and "prefix of 48 keys" in metadata.describe()
+    assert read(metadata) == ([0, 2, 48], [4, 4, 0], [[3], [7], [0]])
     builder.build(step(1, 0, 20), into=metadata)
-    assert split_of(metadata)[:2] == ([0, 1, 0], [20, 0, 0])
-    assert metadata.prefix.split is split
+    assert read(metadata)[:2] == ([0, 1, 0], [20, 0, 0])
+    assert plan_of(metadata)[1].tensor is tensor
     # A graph that recorded the update knows no length but the one on the device.
     builder.build(step(2, 48, 4), into=metadata)
-    split[2] = 16
+    tensor[2] = 16
     builder.device_update(metadata)
-    assert split[3:6].tolist() == [36, 36, 0] and split[6:].view(3, 4).tolist()[1] == [1, 2, 7, -1]
+    assert tensor[3:6].tolist() == [36, 36, 0] and tensor[6:].view(3, 4).tolist()[1] == [1, 2, 7, -1]
 
 
 @pytest.mark.parametrize("shared", [0, 16, 32, 64])

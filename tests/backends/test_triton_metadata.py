@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
 
-from pagedattn import AttentionSpec, CommonAttentionMetadata
+from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
 from pagedattn.backends.base import AttentionMetadata
+from pagedattn.backends.triton import TritonBackend
 from pagedattn.backends.triton import metadata as triton_metadata
 from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
 from pagedattn.kernels.decode import cascade
-from pagedattn.kernels.prefill_sm90 import support, tile_schedule
-from pagedattn.ops.attention_plan import Work
+from pagedattn.kernels.decode.plan import DecodeConfig
+from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.ops import attention_plan
+from pagedattn.ops.attention_plan import LaunchPlan, Span, plan_call
 from pagedattn.runtime.workspace import COUNTERS
+from pagedattn.testing.case import Case
+from pagedattn.testing.problem import make_problem
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of what a kernel fills
@@ -24,9 +32,13 @@ def step(*query_lens: int, keys: int = 400, device: torch.device = CPU) -> Commo
     return CommonAttentionMetadata.from_lengths(query_lens, [keys] * len(query_lens), table)
 
 
+def plan_of(metadata: AttentionMetadata) -> LaunchPlan:
+    assert isinstance(metadata, TritonMetadata) and metadata.plan is not None
+    return metadata.plan
+
+
 def workspace(metadata: AttentionMetadata) -> torch.Tensor | None:
-    assert isinstance(metadata, TritonMetadata)
-    return metadata.workspace
+    return plan_of(metadata).workspace
 
 
 @pytest.mark.parametrize(
@@ -47,51 +59,94 @@ def test_it_says_which_kernels_run(lens: tuple[int, ...], text: str) -> None:
     assert TritonMetadataBuilder(SPEC, CPU).build(step(*lens)).describe() == text
 
 
-def test_launches_are_planned_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, real = [], triton_metadata.launches
+def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again by the layers' calls, nor by what says what will run."""
+    planned, real = [], attention_plan.plan_spans
 
-    def launches(*args: int, **facts: bool) -> list[Work]:
+    def plan_spans(*args: Any, **options: Any) -> list[Span]:
         planned.append(args)
-        return real(*args, **facts)
+        return real(*args, **options)
 
-    monkeypatch.setattr(triton_metadata, "launches", launches)
-    metadata = TritonMetadataBuilder(SPEC, CPU).build(step(1, 1, 40))
+    monkeypatch.setattr(attention_plan, "plan_spans", plan_spans)
+    problem = make_problem(Case(query_lens=(1, 1, 40), seq_lens=(50, 33, 80), head_dim=16), DEVICE)
+    builder, impl = TritonMetadataBuilder(problem.spec, DEVICE), TritonBackend.impl(problem.spec)
+    metadata = builder.build(problem.common)
     assert metadata.describe().count("kernel") == 2 and len(planned) == 1
+    for _ in range(2):
+        impl.forward(problem.query, None, None, problem.cache, metadata)
+    assert len(planned) == 1
+    assert problem.cache is not None
+    ops.paged_attention(
+        *(problem.query, problem.cache.key, problem.cache.value, problem.common.block_table),
+        *(problem.common.query_start_loc, problem.common.seq_lens),
+        **{"max_query_len": 40, "max_seq_len": 80, "scale": 1.0, "path": "triton"},
+    )
+    assert len(planned) == 2, "an op that is given no plan makes one, by the same function"
 
 
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("shared", [0, 384])
 @pytest.mark.parametrize("lens", [(1, 1, 40), (1,) * 80, (8,) * 80, (8,) * 20, (40, 33), (0, 1, 16)], ids=len)
-def test_a_step_is_planned_as_the_op_will_run_it(
+def test_what_a_plan_needs_is_there(
     lens: tuple[int, ...], shared: int, capture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured metadata know less than their step: not how many decode, unless all do."""
-    monkeypatch.setattr(support, "why_not_here", lambda device: "")
+    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
     monkeypatch.setattr(cascade, "SAVED_BYTES", 0)
     for keys in (400, 3000):
         common = step(*lens, keys=keys, device=DEVICE).replace(shared_prefix_len=shared)
-        metadata = TritonMetadataBuilder(SPEC, DEVICE).build(common, capture=capture)
-        assert isinstance(metadata, TritonMetadata)
-        built, joined = metadata.common, metadata.prefix is None
-        assert metadata.launches == triton_metadata._launches(SPEC, built, joined)
-        prefilled = sum(work.last - work.first for work in metadata.launches if work.kernel == "prefill")
-        assert (metadata.items is not None) == (prefilled > 0)
-        assert not prefilled or {sequence for *_, sequence in listed(metadata)} <= {*range(prefilled)}
+        plan = plan_of(TritonMetadataBuilder(SPEC, DEVICE).build(common, capture=capture))
+        spans = [launch.span for launch in plan.launches]
+        served = sorted(index for span in spans for index in range(span.first, span.last))
+        assert served == [*range(len(lens))]
+        prefilled = sum(span.last - span.first for span in spans if span.kernel == "prefill_sm90")
+        assert (plan.tile_schedule is not None) == (prefilled > 0)
+        assert not prefilled or {sequence for *_, sequence in listed(plan)} <= {*range(prefilled)}
+        assert (plan.cascade is not None) == any(launch.prefix is not None for launch in plan.launches)
+        assert plan.workspace_size <= (0 if plan.workspace is None else plan.workspace.numel())
+
+
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"sliding_window": 20},
+    {"causal": False},
+    {"softcap": 5.0, "sinks": 0.5},
+    {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "float"},
+    {"query_lens": (3, 1, 1), "alibi": True},
+)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_a_plan_is_that_of_the_call_itself(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata plan from the spec, an op alone from its tensors."""
+    case = Case(query_lens=(1, 1, 40), seq_lens=(50, 33, 80), head_dim=16).but(**features)
+    problem, seen = make_problem(case, DEVICE), []
+    metadata = TritonMetadataBuilder(problem.spec, DEVICE).build(problem.common)
+    plan, module = plan_of(metadata), import_module("pagedattn.ops.paged_attention")
+    monkeypatch.setattr(module, "execute", lambda *planned: seen.append(planned))
+    problem.run(TritonBackend)
+    (planned, inputs) = seen[-1]
+    own = plan_call(inputs)
+    assert plan.serves(inputs) and (own.shape, own.bounds) == (plan.shape, plan.bounds) == (
+        planned.shape,
+        planned.bounds,
+    )
+    assert own.launches == plan.launches == planned.launches
 
 
 def test_prompts_on_long_contexts_without_the_kernel_for_hopper() -> None:
-    """Launches of the decode kernel, planned as the op runs them, with room for both."""
+    """Launches of the decode kernel, with room for both."""
     for lens in ((40,), (1, 1, 40)):
         metadata = TritonMetadataBuilder(SPEC, CPU).build(step(*lens, keys=3000))
-        assert isinstance(metadata, TritonMetadata) and metadata.items is None
-        assert [(work.kernel, work.longest) for work in metadata.launches][-1] == ("decode", 40)
-        assert metadata.describe().count("decode kernel") == len({*lens}) and metadata.workspace is not None
-        longest = triton_metadata._configs(SPEC, metadata.common, metadata.launches[-1], None)
-        assert metadata.workspace.numel() >= longest[0].workspace
+        plan = plan_of(metadata)
+        assert plan.tile_schedule is None and plan.workspace is not None
+        last = plan.launches[-1]
+        assert (last.span.kernel, last.span.max_query_len) == ("decode", 40)
+        assert metadata.describe().count("decode kernel") == len({*lens}) and isinstance(last.config, DecodeConfig)
+        assert plan.workspace.numel() >= last.config.workspace
 
 
 def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "why_not_here", lambda device: "")
+    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
     monkeypatch.setattr(cascade, "SAVED_BYTES", 0)
     builder = TritonMetadataBuilder(SPEC, DEVICE)
     many = step(*[8] * 80, device=DEVICE)
@@ -141,30 +196,29 @@ def test_a_step_first_built_inside_a_capture_shares_nothing(monkeypatch: pytest.
     assert later is not first and later is not second
 
 
-def listed(metadata: AttentionMetadata) -> list[list[int]]:
-    """First token, tokens and sequence of each item."""
-    assert isinstance(metadata, TritonMetadata) and metadata.items is not None
-    entries = metadata.items[2 : 2 + int(metadata.items[1, 0])]
+def listed(plan: LaunchPlan) -> list[list[int]]:
+    """First token, tokens and sequence of each tile."""
+    assert plan.tile_schedule is not None
+    entries = plan.tile_schedule[2 : 2 + int(plan.tile_schedule[1, 0])]
     return entries[:, [0, 1, 4]].tolist()
 
 
 def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "why_not_here", lambda device: "")
+    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
     spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
     builder = TritonMetadataBuilder(spec, DEVICE)
     metadata = builder.build(step(1, 1, 400, 33, keys=1500, device=DEVICE))
     assert "prefill kernel: 2 sequences (for Hopper" in metadata.describe()
-    tokens = tile_schedule.tokens_of(spec.gqa_ratio)
+    tokens = sm90.tokens_per_tile(spec.gqa_ratio)
     expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
     expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
-    assert sorted(listed(metadata)) == sorted(expected)
+    assert sorted(listed(plan_of(metadata))) == sorted(expected)
     joined = builder.build(step(1, 1, 400, device=DEVICE))
-    assert joined.describe() == "prefill kernel: 3 sequences (for Hopper)" and [0, 1, 0] in listed(joined)
-    assert support.why_not_shape(spec.dtype, spec.dtype, 64, 64, None, False) == ""
+    assert joined.describe() == "prefill kernel: 3 sequences (for Hopper)" and [0, 1, 0] in listed(plan_of(joined))
+    assert sm90.why_not(triton_metadata.shape_of_spec(spec), "") == ""
     captured = builder.build(step(40, 33, device=DEVICE), capture=True)
     builder.build(step(20, device=DEVICE), into=captured)
-    assert sum(count for _, count, _ in listed(captured)) == 20
-    assert isinstance(captured, TritonMetadata)
+    assert sum(count for _, count, _ in listed(plan_of(captured))) == 20
     captured.common.query_start_loc[1:] += 7
     builder.device_update(captured)
-    assert sum(count for _, count, _ in listed(captured)) == 27
+    assert sum(count for _, count, _ in listed(plan_of(captured))) == 27

@@ -13,7 +13,7 @@ import torch
 from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn.backends.registry import get_backend
-from pagedattn.kernels.prefill_sm90 import support
+from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.ops.attention_plan import DECODE_TOKENS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
@@ -83,6 +83,6 @@ def test_random_problems(kind: str, seeds: range, record_property: Any) -> None:
         kernels += backend.builder(problem.spec, DEVICE).build(problem.common).describe()
         check(backend, problem, f"{kind}, seed {seed}: queries {case.query_lens}, keys {case.seq_lens}")
     record_property("problems", len(seeds))
-    prompts = "the portable one" if support.why_not_here(DEVICE) else "for Hopper"
+    prompts = "the portable one" if sm90.why_not_here(DEVICE) else "for Hopper"
     if len(seeds) >= len(SHAPES):
         assert "decode kernel" in kernels and prompts in kernels, "a kernel that no problem ran"

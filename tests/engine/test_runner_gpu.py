@@ -119,18 +119,19 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
 @pytest.mark.parametrize("overlap", [False, True])
 def test_captured_steps_read_a_shared_prefix_once(overlap: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
-    lengths, say = [], cascade.set_length
-    monkeypatch.setattr(cascade, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
+    lengths, shared = [], cascade.CascadeMetadata
+    say = shared.set_length
+    monkeypatch.setattr(shared, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
     options: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 400, "max_num_seqs": 10, "backend": "TRITON"}
     outputs = []
     for how in ({"enforce_eager": True, "overlap": False}, {"overlap": overlap}):
         llm, found = LLM(str(folder), **options, **how), []
         lengths.clear()
-        for shared in (70, 20, 3):
-            prompts = [[*range(5, 5 + shared), *range(200 + 9 * own, 206 + 10 * own)] for own in range(10)]
+        for prefix in (70, 20, 3):
+            prompts = [[*range(5, 5 + prefix), *range(200 + 9 * own, 206 + 10 * own)] for own in range(10)]
             params = [SamplingParams(temperature=0.0, max_tokens=12 + 2 * own) for own in range(10)]
             llm.generate(prompts[:1], params[:1])
-            lengths.append(-shared)
+            lengths.append(-prefix)
             found += [output.token_ids for output in llm.generate(prompts, params)]
         outputs.append(found)
     assert outputs[0] == outputs[1]

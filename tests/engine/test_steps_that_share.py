@@ -81,8 +81,9 @@ def test_prompts_that_begin_alike_have_the_tokens_of_transformers(
 ) -> None:
     monkeypatch.setattr(cascade, "SAVED_BYTES", -(1 << 62))
     monkeypatch.setattr(decode_graphs, "_LEAST_READ_AGAIN", 1)
-    lengths, say = [], cascade.set_length
-    monkeypatch.setattr(cascade, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
+    lengths, shared = [], cascade.CascadeMetadata
+    say = shared.set_length
+    monkeypatch.setattr(shared, "set_length", lambda *args: (lengths.append(args[-1]), say(*args))[1])
     reference = hf_model(name, torch.float32)
     prompts = [[*range(40, 52), *end] for end in ([7], [9, 200, 17], [11] * 6)]
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": "TRITON", "block_size": 4}

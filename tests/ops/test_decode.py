@@ -13,7 +13,9 @@ from pagedattn import ops
 from pagedattn.errors import InvalidInputError
 from pagedattn.kernels.decode.plan import DecodeConfig, DecodeTuning, decode_config
 from pagedattn.kernels.inputs import AttentionInputs, scale_parts
-from pagedattn.ops.paged_attention import _triton, decode_config_of
+from pagedattn.kernels.shape import bounds_of, shape_of
+from pagedattn.ops.attention_plan import decode_config_of, plan_call
+from pagedattn.ops.paged_attention import _check_extent, execute
 from pagedattn.runtime.target import target_of
 from pagedattn.runtime.workspace import COUNTERS, new_workspace
 from pagedattn.testing.case import Case
@@ -195,7 +197,7 @@ def test_the_same_bits_a_thousand_times_under_load(device: torch.device) -> None
     problem = make_problem(case, device)
     out, lse = torch.empty_like(problem.query), torch.empty(problem.query.shape[:2], device=device)
     inputs = inputs_of(problem, out, lse)
-    config = decode_config_of(inputs)
+    config = decode_config_of(shape_of(inputs), bounds_of(inputs), target_of(device))
     assert sum(n > 1 for n in parts(case, config.programs // 2, config.tuning.block_n)) >= 3, "nothing is combined"
     room, launch = new_workspace(config.workspace, device), import_module("pagedattn.kernels.decode.kernel").launch
     launch(config, inputs, room)
@@ -232,17 +234,26 @@ def call(device: torch.device, **options: Any) -> torch.Tensor:
     )
 
 
-def test_a_callers_workspace(device: torch.device) -> None:
-    room = new_workspace(1 << 20, device)
-    before = room.clone()
-    assert torch.equal(call(device, workspace=room), call(device))
-    assert not torch.equal(room, before) and not room[: 3 * COUNTERS].any()
+def test_a_workspace_of_another_plan_is_used_where_it_is_large_enough(device: torch.device) -> None:
+    problem = make_problem(Case(**LONG), device)
+    inputs = inputs_of(problem, torch.empty_like(problem.query), None)
+    large = new_workspace(1 << 20, device)
+    plan = plan_call(inputs, workspace=large)
+    assert plan.workspace is large and plan.serves(inputs)
+    execute(plan, inputs)
+    assert torch.equal(inputs.out, call(device)) and not large[: 3 * COUNTERS].any()
+    own = plan_call(inputs, workspace=new_workspace(0, device)).workspace
+    assert own is not None and own.numel() == plan.workspace_size <= large.numel()
 
 
-def test_a_workspace_that_does_not_fit(device: torch.device) -> None:
-    for wrong in (new_workspace(0, device), new_workspace(1 << 20, device).float()):
-        with pytest.raises(InvalidInputError, match=r"workspace must be int32 \[\d+\] or more"):
-            call(device, workspace=wrong)
+def test_a_plan_for_other_calls_is_not_executed(device: torch.device) -> None:
+    problem = make_problem(Case(**LONG), device)
+    inputs = inputs_of(problem, torch.empty_like(problem.query), None)
+    plan = plan_call(inputs)
+    assert plan.serves(inputs) and not plan.serves(inputs._replace(window=5))
+    other = plan_call(inputs._replace(window=5))
+    want = call(device)
+    assert torch.equal(call(device, plan=plan), want) and torch.equal(call(device, plan=other), want)
 
 
 def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
@@ -278,7 +289,7 @@ def test_slots_too_far_apart_for_the_kernels(name: str, device: torch.device) ->
     inputs = inputs_of(problem, torch.empty_like(problem.query), None)
     far = torch.empty_strided(inputs.key.shape, (1, 2**31 // 7, 1, 1), device="meta")
     with pytest.raises(InvalidInputError, match=rf"^{name} must be a cache whose blocks reach over less than 2"):
-        _triton(inputs._replace(**{name: far}), None, None, 0, None)
+        _check_extent(inputs._replace(**{name: far}))
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "seq_lens", "query_start_loc"])

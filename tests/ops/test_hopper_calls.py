@@ -10,26 +10,30 @@ import pytest
 import torch
 
 from pagedattn import PagedKVCache, ops
-from pagedattn.errors import InvalidInputError
 from pagedattn.kernels.inputs import AttentionInputs
-from pagedattn.kernels.prefill_sm90 import support, tile_schedule
-from pagedattn.kernels.prefill_sm90.tile_schedule import Bounds, Listing
+from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams
+from pagedattn.kernels.shape import AttentionShape, BatchBounds, shape_of
 from pagedattn.ops import attention_plan
+from pagedattn.ops.attention_plan import plan_call
+from pagedattn.runtime.workspace import new_workspace
 
 HEADS, KV_HEADS, DIM, BLOCKS, SIZE = 8, 2, 128, 5, 16
 
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "why_not_here", lambda device: "")
+    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
 
 
-def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> Listing:
-    return Listing(kv_heads, group, 128, causal=True, window=window, max_keys=max_keys, num_sms=132)
+def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> TileSchedulerParams:
+    return TileSchedulerParams(kv_heads, group, 128, causal=True, window=window, max_keys=max_keys, num_sms=132)
 
 
 def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
-    return attention_plan.joins(listing(kv_heads, group), Bounds(2000, num_decodes + 1, num_decodes, 1000, max_seq_len))
+    return attention_plan.should_fuse_decodes(
+        listing(kv_heads, group), BatchBounds(2000, num_decodes + 1, num_decodes, 1000, max_seq_len)
+    )
 
 
 def test_decodes_that_join_prompts() -> None:
@@ -42,8 +46,8 @@ def test_decodes_that_join_prompts() -> None:
 def taken(
     num_seqs: int = 64, group: int = 4, max_query_len: int = 8, max_seq_len: int = 4096, max_keys: int = 1 << 17
 ) -> bool:
-    bounds = Bounds(1, num_seqs, 0, max_query_len, max_seq_len)
-    return attention_plan.takes(listing(8, group, max_keys=max_keys), bounds)
+    bounds = BatchBounds(1, num_seqs, 0, max_query_len, max_seq_len)
+    return attention_plan.handles_short_queries(listing(8, group, max_keys=max_keys), bounds)
 
 
 def test_several_tokens_that_are_items_of_its_own() -> None:
@@ -59,7 +63,7 @@ def test_several_tokens_that_are_items_of_its_own() -> None:
 def parts(
     tokens: int = 100, num_seqs: int = 1, num_decodes: int = 0, longest: int = 100, keys: int = 8000, **of: int
 ) -> bool:
-    return tile_schedule.in_parts(listing(8, 4, **of), Bounds(tokens, num_seqs, num_decodes, longest, keys))
+    return sm90.splits_kv(listing(8, 4, **of), BatchBounds(tokens, num_seqs, num_decodes, longest, keys))
 
 
 def test_prompts_whose_keys_are_shared_out() -> None:
@@ -91,6 +95,10 @@ def call(**changes: Any) -> AttentionInputs:
     return AttentionInputs(**{**given, **changes})
 
 
+def refused(inputs: AttentionInputs) -> str:
+    return sm90.why_not(shape_of(inputs), "") or sm90.why_not_tensors(inputs)
+
+
 def caches(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's keys and values as the library allocates them."""
     pool = PagedKVCache(2, BLOCKS, SIZE, KV_HEADS, DIM, dtype=torch.bfloat16, device="cpu", layout=layout)
@@ -99,15 +107,15 @@ def caches(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_usual_call_is_served() -> None:
-    assert support.why_not(call()) == ""
+    assert refused(call()) == ""
     fused = torch.zeros(40, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
-    assert support.why_not(call(query=fused[:, :HEADS])) == ""
+    assert refused(call(query=fused[:, :HEADS])) == ""
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_our_own_caches_are_served(layout: str) -> None:
     key, value = caches(layout)
-    assert support.why_not(call(key=key, value=value)) == ""
+    assert refused(call(key=key, value=value)) == ""
 
 
 REFUSED = {
@@ -128,7 +136,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_others_are_refused_with_a_reason(reason: str) -> None:
-    assert reason in support.why_not(call(**REFUSED[reason]))
+    assert reason in refused(call(**REFUSED[reason]))
 
 
 def strided(*stride: int) -> torch.Tensor:
@@ -149,7 +157,7 @@ def strided(*stride: int) -> torch.Tensor:
     ],
 )
 def test_strides(stride: tuple[int, ...], served: bool) -> None:
-    assert (support.why_not(call(key=strided(*stride))) == "") == served
+    assert (refused(call(key=strided(*stride))) == "") == served
 
 
 @pytest.mark.parametrize(
@@ -157,80 +165,67 @@ def test_strides(stride: tuple[int, ...], served: bool) -> None:
     [(1, 1, 128), (4, 4, 32), (5, 1, 128), (6, 2, 64), (8, 8, 16), (96, 32, 4), (128, 64, 2)],
 )
 def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
-    assert tile_schedule.pack_of(group) == pack and tile_schedule.tokens_of(group) == tokens
+    assert sm90.heads_per_tile(group) == pack and sm90.tokens_per_tile(group) == tokens
 
 
-def test_prompts_go_there_and_decodes_do_not(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixed batch: the list is of the sequences that are no decodes, and covers their rows alone."""
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """Kernels that were to be launched, by family, and what with."""
     pytest.importorskip("triton")
-    seen: dict[str, Any] = {}
-    module = import_module("pagedattn.ops.paged_attention")
-    real = module.kernels
+    module, seen = import_module("pagedattn.ops.paged_attention"), []
 
-    def kernels(name: str) -> Any:
-        if name == "prefill_hopper":
-            return SimpleNamespace(
-                launch=lambda inputs, items, room: seen.update(inputs=inputs, items=items, room=room)
-            )
-        return SimpleNamespace(launch=lambda *args: seen.update({name: args})) if name == "decode" else real(name)
+    def load(name: str) -> Any:
+        family = name.split(".")[1]
+        return SimpleNamespace(launch=lambda *args: seen.append((family, args)))
 
-    monkeypatch.setattr(module, "kernels", kernels)
-    tensors = [x.to(device) for x in call(dtype=torch.float16)[:6] if x is not None]
-    ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, path="triton")
-    assert "decode" in seen
-    assert seen["inputs"].seq_lens.tolist() == [60] and seen["inputs"].query_start_loc.tolist() == [1, 40]
-    entries = seen["items"][2 : 2 + int(seen["items"][1, 0]), :5].tolist()
+    monkeypatch.setattr(module, "load", load)
+    return seen
+
+
+def test_prompts_go_there_and_decodes_do_not(device: torch.device, launched: list[tuple[str, tuple[Any, ...]]]) -> None:
+    """A mixed batch: the schedule is of the sequences that are no decodes, and covers their rows alone."""
+    inputs = call(dtype=torch.float16, max_seq_len=6000)
+    tensors = [x.to(device) for x in inputs[:6] if x is not None]
+    bounds: dict[str, Any] = {"max_query_len": 39, "max_seq_len": 6000, "num_decodes": 1}
+    bounds |= {"scale": 0.1, "path": "triton"}
+    ops.paged_attention(*tensors, **bounds)
+    (decode, _), (prefill, (part, schedule, workspace)) = launched
+    assert (decode, prefill) == ("decode", "prefill_sm90") and workspace is not None
+    assert part.seq_lens.tolist() == [60] and part.query_start_loc.tolist() == [1, 40]
+    entries = schedule[2 : 2 + int(schedule[1, 0]), :5].tolist()
     assert entries == [[33, 7, 53, 60, 0], [1, 32, 21, 60, 0]]
-    seen.clear()
-    starts, lens = tensors[4:]
-    of = tile_schedule.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 64, 132)
-    mine = tile_schedule.new_items(of, Bounds(40, 1, 0, 39, 60), device)
-    tile_schedule.list_items(of, mine, starts[1:], lens[1:])
-    ops.paged_attention(
-        *tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, items=mine, path="triton"
-    )
-    assert seen["items"] is mine and seen["room"] is None
-    cut = tile_schedule.new_items(of, Bounds(40, 1, 0, 39, 6000), device)
-    room = torch.zeros(of.workspace, dtype=torch.int32, device=device)
-    given = {"items": cut, "workspace": room, "path": "triton"}
-    ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, **given)
-    assert seen["items"] is cut and seen["room"] is room
-    with pytest.raises(InvalidInputError, match="workspace"):
-        given["workspace"] = room[:10000]
-        ops.paged_attention(*tensors, max_query_len=39, max_seq_len=6000, scale=0.1, num_decodes=1, **given)
+    launched.clear()
+    plan = plan_call(inputs._replace(**dict(zip(inputs._fields, tensors, strict=False))))
+    ops.paged_attention(*tensors, **bounds, plan=plan)
+    _, (_, (_, schedule, workspace)) = launched
+    assert schedule is plan.tile_schedule and workspace is plan.workspace
 
 
-def test_calls_whose_metadata_planned_otherwise(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_whose_metadata_planned_otherwise(
+    device: torch.device, launched: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Metadata do not know every block size, nor which strides TMA follows."""
-    pytest.importorskip("triton")
-    seen: list[tuple[str, Any]] = []
-    module = import_module("pagedattn.ops.paged_attention")
-
-    def kernels(name: str) -> Any:
-        def launch(*args: Any) -> None:
-            seen.append((name, args[2]))
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(module, "kernels", kernels)
     cache, few = torch.zeros(200, SIZE, KV_HEADS, DIM, dtype=torch.float16, device=device), [0, 16]
     starts, lens = (torch.tensor(n, dtype=torch.int32, device=device) for n in (few, [3000]))
-    table, wide = torch.zeros(1, 200, dtype=torch.int32, device=device), torch.zeros(16, HEADS, 132, device=device)
+    table = torch.zeros(1, 200, dtype=torch.int32, device=device)
+    query = torch.zeros(16, HEADS, DIM, dtype=torch.float16, device=device)
+    heads = (KV_HEADS, HEADS // KV_HEADS, DIM, DIM)
+    planned = AttentionShape(query.dtype, cache.dtype, *heads, True, 0, False, True, False, SIZE)
 
-    def run(query: torch.Tensor, **given: torch.Tensor) -> tuple[str, Any]:
-        """The kernel launched, and its workspace."""
-        bounds = {"max_query_len": 16, "max_seq_len": 3000, "scale": 0.1, "path": "triton"}
-        ops.paged_attention(query.half(), cache, cache, table, starts, lens, **bounds, **given)  # type: ignore[arg-type]
-        return seen.pop()
+    def run(shape: AttentionShape, max_keys: int) -> tuple[str, bool]:
+        """The kernel launched, and whether with a tile schedule that was made before."""
+        plan = attention_plan.plan_attention(shape, BatchBounds(16, 1, 0, 16, 3000, max_keys), device)
+        plan.allocate(device, table)
+        plan.workspace = new_workspace(plan.workspace_size, device)
+        bounds = {"max_query_len": 16, "max_seq_len": 3000}
+        ops.paged_attention(query, cache, cache, table, starts, lens, **bounds, scale=0.1, path="triton", plan=plan)
+        family, args = launched.pop()
+        assert any(one is plan.workspace for one in args), "one that is large enough"
+        return family, any(one is plan.tile_schedule for one in args if plan.tile_schedule is not None)
 
-    of = tile_schedule.Listing(KV_HEADS, HEADS // KV_HEADS, DIM, True, 0, 3200, 132)
-    items = tile_schedule.new_items(of, Bounds(16, 1, 0, 16, 3000), device)
-    room = torch.zeros(of.workspace, dtype=torch.int32, device=device)
-    query = wide[..., :DIM].contiguous()
-    assert run(query, items=items, workspace=room) == ("prefill_hopper", room)
-    name, own = run(query, workspace=room)
-    assert (name, own is room) == ("decode", True), "a list was made that no other layer can use"
-    assert run(query)[0] == "prefill_hopper"
-    monkeypatch.setattr(support, "why_not", lambda inputs: "strides that TMA cannot follow")
-    name, own = run(query, items=items, workspace=room[:10])
-    assert name == "decode" and own is not None and own.numel() > 10
+    assert run(planned, 3200) == ("prefill_sm90", True)
+    assert run(planned._replace(block_size=None), 0) == ("decode", False), "tables of unknown size are not split"
+    assert run(planned._replace(block_size=32), 3200) == ("prefill_sm90", False), "of blocks of another size"
+    assert run(planned._replace(window=2500), 3200) == ("prefill_sm90", False)
+    monkeypatch.setattr(sm90, "why_not_tensors", lambda inputs: "strides that TMA cannot follow")
+    assert run(planned, 3200) == ("decode", False)

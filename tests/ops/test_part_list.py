@@ -11,8 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from pagedattn.kernels.prefill_sm90 import tile_schedule
-from pagedattn.kernels.prefill_sm90.tile_schedule import Bounds, Listing, tile_of, tokens_of
+from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams, keys_per_tile, tokens_per_tile
+from pagedattn.kernels.prefill_sm90.tile_schedule import fill_tile_schedule
+from pagedattn.kernels.shape import BatchBounds
 
 SMS = 132
 
@@ -30,34 +32,36 @@ class Entry(NamedTuple):
     origin: int
 
 
-def listing(kv_heads: int = 8, group: int = 4, dim: int = 128, **changes: int) -> Listing:
+def listing(kv_heads: int = 8, group: int = 4, dim: int = 128, **changes: int) -> TileSchedulerParams:
     values = {"causal": True, "window": 0, "max_keys": 1 << 20, "num_sms": SMS, **changes}
-    return Listing(kv_heads, group, dim, **values)  # type: ignore[arg-type]
+    return TileSchedulerParams(kv_heads, group, dim, **values)  # type: ignore[arg-type]
 
 
-def bounds(query_lens: list[int]) -> Bounds:
-    return Bounds(sum(query_lens), len(query_lens), 0, max(query_lens), 1 << 20)
+def bounds(query_lens: list[int]) -> BatchBounds:
+    return BatchBounds(sum(query_lens), len(query_lens), 0, max(query_lens), 1 << 20)
 
 
-def listed(of: Listing, query_lens: list[int], seq_lens: list[int], device: torch.device) -> list[Entry]:
+def listed(of: TileSchedulerParams, query_lens: list[int], seq_lens: list[int], device: torch.device) -> list[Entry]:
     """Entries in order; queries start at row 3."""
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32) + 3
-    shape = tile_schedule.new_items(of, bounds(query_lens), device).shape
-    assert shape[1] == tile_schedule.PART_FIELDS
+    shape = sm90.schedule_shape(of, bounds(query_lens))
+    assert shape[1] == sm90.SPLIT_FIELDS
     around = torch.full((32 + shape[0] + 32, shape[1]), 7, dtype=torch.int32, device=device)
     items = around[32:-32]
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-    tile_schedule.list_items(of, items, starts.to(device), lens)
+    fill_tile_schedule(of, items, starts.to(device), lens)
     assert not items[0, :2].any(), "the counters that hand items out start at zero"
     count = int(items[1, 0])
     assert (around[:32] == 7).all() and (around[34 + count :] == 7).all() and (items[2:, 10:] == 7).all()
     return [Entry(*entry[:10]) for entry in items[2 : 2 + count].tolist()]
 
 
-def spans(of: Listing, query_lens: list[int], seq_lens: list[int]) -> dict[int, tuple[int, int, int, int, int, int]]:
+def spans(
+    of: TileSchedulerParams, query_lens: list[int], seq_lens: list[int]
+) -> dict[int, tuple[int, int, int, int, int, int]]:
     """By first token: tokens, position, keys, sequence, and the tiles that any row of a block sees.
     Where none does, an entry of one tile is for its rows to be written."""
-    found, start, block_q, tile = {}, 3, tokens_of(of.group), tile_of(of.head_dim)
+    found, start, block_q, tile = {}, 3, tokens_per_tile(of.group), keys_per_tile(of.head_dim)
     for seq, (queries, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for done in range(0, queries, block_q):
             tokens, position, room = min(block_q, queries - done), keys - queries + done, min(keys, of.max_keys)
@@ -72,7 +76,7 @@ def spans(of: Listing, query_lens: list[int], seq_lens: list[int]) -> dict[int, 
     return found
 
 
-def drawn(seed: int) -> tuple[Listing, list[int], list[int]]:
+def drawn(seed: int) -> tuple[TileSchedulerParams, list[int], list[int]]:
     """Heads, and lengths of sequences whose items may be parts."""
     draw = random.Random(seed)
     while True:
@@ -80,7 +84,7 @@ def drawn(seed: int) -> tuple[Listing, list[int], list[int]]:
         of = of._replace(causal=draw.random() < 0.7, window=draw.choice((0, 0, 100, 3000)))
         of = of._replace(max_keys=draw.choice((1 << 20, 1 << 20, 5000)), num_sms=draw.choice((4, 16, 30, SMS, SMS)))
         query_lens = [draw.choice((0, 1, 5, 33, 129, 635)) for _ in range(draw.randint(1, 8))]
-        if tile_schedule.in_parts(of, bounds(query_lens)):
+        if sm90.splits_kv(of, bounds(query_lens)):
             return of, query_lens, [draw.choice((0, n // 2, n, n + 700, 6000, 9000)) for n in query_lens]
 
 
@@ -105,7 +109,7 @@ def test_every_tile_once(seed: int, device: torch.device) -> None:
             mine = set(range(parts[0].origin, parts[0].origin + len(parts)))
             assert not mine & places, "two blocks leave their states in one place"
             places |= mine
-    assert len(places) * of.heads <= of.places
+    assert len(places) * of.heads <= of.max_partials
     cut = [entry for entry in entries if entry.parts > 1]
     if cut:
         step = max(entry.end - entry.begin for entry in cut)

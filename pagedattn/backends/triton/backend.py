@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
 from ... import env
-from ...kernels.prefill_sm90 import support
+from ...ops.attention_plan import LaunchPlan
 from ...runtime import triton_versions
 from ...runtime.op_registry import interpreted
 from ...spec import AttentionSpec, AttentionType, GraphLevel
@@ -24,13 +22,8 @@ class TritonImpl(OpAttentionImpl):
     path = "triton"
     records = env.replay()
 
-    def planned(self, metadata: AttentionMetadata) -> Mapping[str, Any]:
-        if not isinstance(metadata, TritonMetadata):
-            return {}
-        planned = {"workspace": metadata.workspace, "items": metadata.items}
-        if metadata.prefix is not None:
-            planned |= {"shared_prefix_len": metadata.prefix.bound, "split": metadata.prefix.split}
-        return planned
+    def planned(self, metadata: AttentionMetadata) -> LaunchPlan | None:
+        return metadata.plan if isinstance(metadata, TritonMetadata) else None
 
 
 class TritonBackend(AttentionBackend):
@@ -78,7 +71,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def leads(cls, phase: str, spec: AttentionSpec) -> bool:
-        return phase == "prefill" and not why_not_hopper(spec, support.why_not_on(spec.capability))
+        return phase == "prefill" and not why_not_hopper(spec)
 
     @classmethod
     def rejections(cls, spec: AttentionSpec) -> list[Rejection]:

@@ -15,12 +15,12 @@ A prefix in a sliding window, or under ALiBi, is not shared: its keys' distances
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import InvalidInputError
-from ...runtime.op_registry import expect
 from ..inputs import VARYING, AttentionInputs
 from .plan import DecodeConfig
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Keys and values that must not pass to the cores again, in bytes, for a second launch to pay: 32 MB are 8 us of 4 TB/s,
 # where a launch, its uneven end and the states take about 6 (bench/results/h200/shared.json).
 SAVED_BYTES = 32 << 20
-_HEAD = 3  # elements of a split before the sequences' lengths, behind which stands their table
+_HEAD = 3  # elements before the sequences' lengths
 # What the first of the two launches does not take from a layer: it writes a state, in the stored values' own unit.
 _NOT_VARYING = {VARYING.index(name) for name in ("out", "lse_out", "v_scale", "out_scale")}
 
@@ -48,85 +48,78 @@ def pays(alone: DecodeConfig, prefix: DecodeConfig, rest: DecodeConfig, key_byte
     return (alone.keys - prefix.keys - rest.keys) * key_bytes >= SAVED_BYTES
 
 
-def new_split(num_seqs: int, width: int, device: torch.device) -> torch.Tensor:
-    """What the two calls read in place of a step's own lengths and table, [num_seqs, width], for `fill_split`."""
-    return torch.empty(_HEAD + num_seqs * (1 + width), dtype=torch.int32, device=device)
-
-
-def set_length(split: torch.Tensor, length: int) -> None:
-    """Say how many keys are shared, whole blocks, before `fill_split`."""
-    split[2].fill_(length)
-
-
-def fill_split(
-    split: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-) -> None:
-    """Write 0, all rows, every sequence's keys past the shared ones, and the blocks that these lie in.
-
-    All on the device, how many are shared too: a CUDA graph that records this follows `set_length`.
-
-    query_start_loc, seq_lens, block_table: of a step that begins with the sequences of `split`, one at least.
-    """
-    width = block_table.shape[1]
-    lens, table = _rest(split, width)
-    count, length = len(lens), split[2:_HEAD]
-    split[:2].copy_(query_start_loc[: count + 1 : count])
-    torch.sub(seq_lens[:count], length, out=lens).clamp_(min=0)  # padding has no keys
-    source = torch.arange(width, device=split.device) + length // block_size
-    torch.index_select(block_table[:count], 1, source.clamp(max=width - 1), out=table)
-    table.masked_fill_(source >= width, -1)
-
-
-def divide(inputs: AttentionInputs, length: int, split: torch.Tensor | None) -> tuple[AttentionInputs, ...]:
-    """The call over the first keys, which writes float32 states, and that over the rest; or, where the prefix cannot
-    be told from the rest, the call as it is.
-
-    length: the most keys of the prefix, where `split` is given, which has its length.
-    split: of `fill_split` for these sequences; made here where None.
-
-    Raises:
-        InvalidInputError: a length that is no whole number of blocks, or a split for others.
-    """
-    table, block_size, count = inputs.block_table, inputs.key.shape[1], len(inputs.seq_lens)
-    if table is None or inputs.window or inputs.alibi_slopes is not None:
-        return (inputs,)
+def check_length(length: int, block_size: int) -> None:
+    """Raise InvalidInputError for a prefix that is no whole number of blocks."""
     if length < 0 or length % block_size:
         raise InvalidInputError("shared_prefix_len", f"whole blocks of {block_size} keys", length)
-    width = table.shape[1]
-    if split is None:
-        split = new_split(count, width, table.device)
-        set_length(split, length)
-        fill_split(split, inputs.query_start_loc, inputs.seq_lens, table, block_size)
-    size = _HEAD + count * (1 + width)
-    fits = split.dtype == torch.int32 and split.shape == (size,) and split.is_contiguous()
-    expect(fits and split.device == table.device, "split", f"int32 [{size}] on {table.device}", split)
-    lens, table_of_rest = _rest(split, width)
-    state = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value.shape[-1], dtype=torch.float32)
-    prefix = inputs._replace(
-        block_table=table[:1],
-        query_start_loc=split[:2],
-        seq_lens=split[2:_HEAD],
-        v_scale=None,
-        out_scale=1.0,
-        out=state,
-        lse=state.new_empty(state.shape[:2]),
-        causal=False,
-        max_query_len=inputs.max_query_len * count,
-        max_seq_len=length,
-    )
-    # A step that uses these launches again may share less than this one.
-    rest = inputs._replace(block_table=table_of_rest, seq_lens=lens, sinks=None)  # the prefix's state has the sinks
-    return prefix, rest
 
 
-def _rest(split: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a split: lengths [B] of what is not shared, and its block table [B, width]."""
-    count = (len(split) - _HEAD) // (1 + width)
-    return split[_HEAD : _HEAD + count], split[_HEAD + count :].view(count, width)
+@dataclass(slots=True)
+class CascadeMetadata:
+    """A prefix that decodes attend to once: of `length` keys, and at most `max_length` in a step that uses this again.
+
+    tensor: int32, what the two calls read in place of the step's own: begin and end of all rows, the prefix's length,
+    then the lengths [B] of what is not shared, and its block table [B, width].
+    """
+
+    max_length: int
+    length: int
+    num_seqs: int
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, max_length: int, length: int, num_seqs: int, block_table: torch.Tensor) -> CascadeMetadata:
+        """For a step whose first num_seqs sequences decode, to be filled."""
+        elements = _HEAD + num_seqs * (1 + block_table.shape[1])
+        made = cls(max_length, 0, num_seqs, torch.empty(elements, dtype=torch.int32, device=block_table.device))
+        made.set_length(length)
+        return made
+
+    def set_length(self, length: int) -> None:
+        """Say how many keys are shared, whole blocks, before `fill`."""
+        self.length = length
+        self.tensor[2].fill_(length)
+
+    @property
+    def rest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lengths [B] of what is not shared, and its block table [B, width]."""
+        end = _HEAD + self.num_seqs
+        return self.tensor[_HEAD:end], self.tensor[end:].view(self.num_seqs, -1)
+
+    def fill(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, block_size: int
+    ) -> None:
+        """Fill the tensor but for the length, all on the device: a CUDA graph that records this follows `set_length`.
+
+        query_start_loc, seq_lens, block_table: of a step that begins with the sequences that decode, one at least.
+        """
+        count, width, (lens, table) = self.num_seqs, block_table.shape[1], self.rest
+        length = self.tensor[2:_HEAD]
+        self.tensor[:2].copy_(query_start_loc[: count + 1 : count])
+        torch.sub(seq_lens[:count], length, out=lens).clamp_(min=0)  # padding has no keys
+        source = torch.arange(width, device=self.tensor.device) + length // block_size
+        torch.index_select(block_table[:count], 1, source.clamp(max=width - 1), out=table)
+        table.masked_fill_(source >= width, -1)
+
+    def divide(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
+        """A call of these sequences as two: over the first keys, which writes float32 states, and over the rest, which
+        begins from there."""
+        lens, table = self.rest
+        state = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value.shape[-1], dtype=torch.float32)
+        prefix = inputs._replace(
+            block_table=None if inputs.block_table is None else inputs.block_table[:1],
+            query_start_loc=self.tensor[:2],
+            seq_lens=self.tensor[2:_HEAD],
+            v_scale=None,
+            out_scale=1.0,
+            out=state,
+            lse=state.new_empty(state.shape[:2]),
+            causal=False,
+            max_query_len=inputs.max_query_len * self.num_seqs,
+            max_seq_len=self.max_length,
+        )
+        # A step that uses these launches again may share less than this one.
+        return prefix, inputs._replace(block_table=table, seq_lens=lens, sinks=None)  # the prefix's state has the sinks
 
 
 def without_layer_outputs(launch: Launch) -> Launch:

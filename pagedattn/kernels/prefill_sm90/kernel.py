@@ -22,8 +22,8 @@ from ...runtime.target import target_of
 from ..inputs import VARYING, AttentionInputs
 from .consumer import LOG2E, Output, consume
 from .pipeline import Channels, make_ring
+from .plan import FIELDS, heads_per_tile, keys_per_tile
 from .producer import produce_items, produce_keys, produce_values
-from .tile_schedule import FIELDS, pack_of, tile_of
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -108,9 +108,9 @@ def constants_of(
     dim: int, group: int, page: int, *, causal: bool, window: int, softcap: bool, fields: int = FIELDS
 ) -> dict[str, Any]:
     """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
-    pack = pack_of(group)
+    pack = heads_per_tile(group)
     return {
-        "BLOCK_N": tile_of(dim),
+        "BLOCK_N": keys_per_tile(dim),
         "D": dim,
         "PACK": pack,
         "PACKS": group // pack,
@@ -129,9 +129,8 @@ _launch = Launcher(_prefill_kernel, VARYING)
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> Launch | None:
-    """One launch over the items that `work_list` listed, [2 + n, 8] int32, for blocks of `tokens_of(group)` tokens, or
-    `part_list`, [2 + n, 16], and how to make it again over the same items. workspace: for the states of parts, as for
-    `decode.launch`."""
+    """One launch over a tile schedule, and how to make it again over the same. workspace: for the partials of splits,
+    as for the decode kernel."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     group = query.shape[1] // key.shape[2]
     flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from .tile_schedule import Listing, tile_of, tokens_of
+from .plan import TileSchedulerParams, keys_per_tile, tokens_per_tile
 from .tile_scheduler import look_up
 
 _CANDIDATES = 64
@@ -138,18 +138,20 @@ def _part_list_kernel(
 _launch = Launcher(_part_list_kernel)
 
 
-def launch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, listing: Listing) -> None:
-    """Fill `items` [2 + entries, 16] int32 for sequences [B] whose query blocks take at most `entries` less the places
-    for parts."""
-    num_seqs, entries, heads = len(seq_lens), len(items) - 2, listing.heads
-    slots = entries - listing.places // heads
-    counts = (num_seqs, num_seqs.bit_length() + 1, slots, entries, listing.kv_heads, heads, listing.places)
-    arguments = (query_start_loc, seq_lens, items, *counts, listing.max_keys, listing.num_sms)
+def launch(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.Tensor, params: TileSchedulerParams
+) -> None:
+    """Fill `items` [2 + entries, 16] int32 for sequences [B] whose query blocks take at most `entries` less those for
+    splits."""
+    num_seqs, entries, heads = len(seq_lens), len(items) - 2, params.heads
+    slots = entries - params.max_partials // heads
+    counts = (num_seqs, num_seqs.bit_length() + 1, slots, entries, params.num_kv_heads, heads, params.max_partials)
+    arguments = (query_start_loc, seq_lens, items, *counts, params.max_keys, params.num_sms)
     constants = {
-        "BLOCK_Q": tokens_of(listing.group),
-        "BLOCK_N": tile_of(listing.head_dim),
-        "CAUSAL": listing.causal,
-        "WINDOW": listing.window,
+        "BLOCK_Q": tokens_per_tile(params.group),
+        "BLOCK_N": keys_per_tile(params.head_dim),
+        "CAUSAL": params.causal,
+        "WINDOW": params.window,
         "SLOTS": 64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile
         "CANDIDATES": _CANDIDATES,
         "FIELDS": items.shape[1],

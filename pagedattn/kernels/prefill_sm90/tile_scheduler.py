@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from .tile_schedule import FIELDS
+from .plan import FIELDS
 
 _CHUNK = 128
 

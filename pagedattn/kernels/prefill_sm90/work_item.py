@@ -6,9 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from .gluon_names import thread_barrier
-from .tile_schedule import PART_FIELDS as _PART_FIELDS
+from .plan import SPLIT_FIELDS as _PART_FIELDS
 
-PART_FIELDS = gl.constexpr(_PART_FIELDS)
+SPLIT_FIELDS = gl.constexpr(_PART_FIELDS)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 LOADERS = gl.constexpr(2)  # warps that load the keys of a tile, and as many its values
@@ -36,7 +36,7 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE):
-        self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == PART_FIELDS.value)
+        self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS.value)
         self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS.value))
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)

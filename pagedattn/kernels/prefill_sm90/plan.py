@@ -1,0 +1,160 @@
+"""Which calls the Hopper prefill kernel serves, and how large the tile schedule and workspace of a step are."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.op_registry import interpreted
+from ...runtime.triton_versions import why_untried
+from ...runtime.workspace import COUNTERS
+from ..inputs import AttentionInputs
+from ..shape import AttentionShape, BatchBounds
+from ..tiles import MIN_SPLIT_KEYS, max_visible_keys
+
+HEAD_DIMS = (64, 128, 256)
+TILE_ROWS = 128  # packed query rows of a tile
+FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
+SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
+_TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
+_MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler looks at all together
+
+
+class TileSchedulerParams(NamedTuple):
+    """What a tile schedule depends on besides a step's lengths. max_keys: as of `BatchBounds`."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    causal: bool
+    window: int
+    max_keys: int
+    num_sms: int
+
+    @property
+    def heads(self) -> int:
+        """Packs of query heads: an entry of the schedule is a tile of each."""
+        return self.num_kv_heads * self.group // heads_per_tile(self.group)
+
+    @property
+    def max_partials(self) -> int:
+        """Splits that leave a partial (m, l, O), of all heads together, at most."""
+        return min(2 * self.num_sms, 3 * COUNTERS // 4)  # each has four counters
+
+    @property
+    def workspace(self) -> int:
+        """int32 elements of a workspace for those partials: counters, then two halves of each."""
+        return 3 * COUNTERS + 2 * self.max_partials * partial_size(self.head_dim)
+
+
+def params_of(shape: AttentionShape, max_keys: int, num_sms: int) -> TileSchedulerParams:
+    """Of the calls of a plan."""
+    heads = (shape.num_kv_heads, shape.group, shape.head_dim)
+    return TileSchedulerParams(*heads, shape.causal, shape.window, max_keys, num_sms)
+
+
+def heads_per_tile(group: int) -> int:
+    """Query heads of a group in one tile: a power of two that divides it, 64 at most."""
+    return min(group & -group, 64)
+
+
+def tokens_per_tile(group: int) -> int:
+    """Query tokens of a tile."""
+    return TILE_ROWS // heads_per_tile(group)
+
+
+def keys_per_tile(head_dim: int) -> int:
+    """Keys that are loaded at once."""
+    return 128 if head_dim <= 128 else 64
+
+
+def partial_size(head_dim: int) -> int:
+    """Elements of the partial of half a tile: maxima, sums, outputs."""
+    return TILE_ROWS // 2 * (head_dim + 2)
+
+
+def max_query_blocks(params: TileSchedulerParams, bounds: BatchBounds) -> int:
+    """Query blocks at most; the query may have padding rows."""
+    tokens = min(bounds.num_tokens, bounds.num_seqs * bounds.max_query_len)
+    return tokens // tokens_per_tile(params.group) + bounds.num_seqs
+
+
+def splits_kv(params: TileSchedulerParams, bounds: BatchBounds) -> bool:
+    """Whether tiles may be splits of the keys of a query block: where the blocks are so few that SMs would be idle, and
+    their keys so many that it matters. Which are split, the device decides. Decodes among prompts are not split."""
+    if not params.max_keys or bounds.num_decodes:
+        return False
+    keys = max_visible_keys(params.window, bounds.max_query_len, bounds.max_seq_len)
+    few = min(_MOST_SPLIT_BLOCKS, _TILES_PER_SM * params.num_sms // params.heads)
+    return max_query_blocks(params, bounds) <= few and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
+
+
+def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[int, int]:
+    """Of a tile schedule: 2 + tiles at most, FIELDS or SPLIT_FIELDS."""
+    entries = 2 + max_query_blocks(params, bounds)
+    if splits_kv(params, bounds):
+        return entries + params.max_partials // params.heads, SPLIT_FIELDS
+    return entries, FIELDS
+
+
+def why_not_here(device: torch.device) -> str:
+    """Why the kernel cannot run on `device`; "" where it can."""
+    return why_not_on(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+@cache
+def why_not_on(capability: tuple[int, int] | None) -> str:
+    """Why the kernel cannot run on a GPU of this compute capability (None: no GPU); "" where it can."""
+    if capability != (9, 0):
+        return "no Hopper GPU"
+    if reason := why_untried():
+        return reason
+    return "kernels are interpreted" if interpreted() else ""
+
+
+def why_not(shape: AttentionShape, here: str) -> str:
+    """Why the kernel does not serve calls of this shape, where `here` is what speaks against the GPU; "" where it
+    does."""
+    if not shape.paged or shape.deterministic:
+        return "deterministic" if shape.deterministic else "no paged cache"
+    if here:
+        return here
+    if shape.dtype not in (torch.bfloat16, torch.float16) or shape.stored_dtype != shape.dtype:
+        return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
+    if shape.head_dim not in HEAD_DIMS or shape.head_dim_v != shape.head_dim:
+        return f"head dims {shape.head_dim} and {shape.head_dim_v}, not {', '.join(map(str, HEAD_DIMS))}"
+    size = shape.block_size
+    if size is not None and (size < 16 or size & (size - 1)):
+        return f"blocks of {size}, not of a power of two from 16 on"
+    return "ALiBi" if shape.alibi else ""
+
+
+def why_not_tensors(inputs: AttentionInputs) -> str:
+    """Why the kernel does not serve these tensors, whose shape it serves; "" where it does."""
+    query, key, value, table = inputs[:4]
+    if table is None or not table.shape[1] or not len(key) or inputs.scale <= 0:
+        return "an empty cache, or a scale that is not positive"
+    if inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0:
+        return "scales of a cache that is not fp8"
+    if not (_aligned(query) and _aligned(key) and _aligned(value) and _is_matrix(key) and _is_matrix(value)):
+        return "strides that TMA cannot follow"
+    return ""
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read it: 16-byte addresses, the last dimension contiguous."""
+    steps = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and steps and tensor.stride(-1) == 1
+
+
+def _is_matrix(cache: torch.Tensor) -> bool:
+    """Whether a cache [P, S, H, D] is a matrix of slots: blocks a whole number of slots apart, and heads either so too
+    or beside each other within a slot; with rows that int32 can count."""
+    blocks, size, heads, dim = cache.shape
+    per_block, per_slot, per_head, _ = cache.stride()
+    if per_slot < dim or per_block % per_slot or (blocks * per_block) // per_slot + heads * size >= 1 << 31:
+        return False
+    within = (heads - 1) * per_head + dim <= per_slot
+    return heads == 1 or within or (per_head >= per_slot and per_head % per_slot == 0)

@@ -1,0 +1,63 @@
+"""What a launch plan depends on, as values: the shape of a layer's attention, and the bounds of a step's lengths."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .inputs import AttentionInputs
+
+
+class AttentionShape(NamedTuple):
+    """Heads, dtypes and features that all calls of a plan have in common."""
+
+    dtype: torch.dtype
+    stored_dtype: torch.dtype  # of the cache, or of packed keys
+    num_kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    window: int  # 0 is none
+    alibi: bool
+    paged: bool
+    deterministic: bool
+    block_size: int | None  # None: unknown, or no cache
+
+    def covers(self, other: AttentionShape) -> bool:
+        """Whether a plan for this shape serves calls of the other one: it is the same, where this one is known."""
+        return self == (other if self.block_size is not None else other._replace(block_size=None))
+
+
+class BatchBounds(NamedTuple):
+    """What the host knows of a step's sequences: at most so many tokens and keys. The first num_decodes have one token
+    each. max_keys: keys that the block table has room for, 0 where unknown."""
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    max_keys: int = 0
+
+    def part(self, first: int, last: int, max_query_len: int) -> BatchBounds:
+        """Of sequences first..last alone, whose queries are at most so long."""
+        decodes = min(max(self.num_decodes - first, 0), last - first)
+        return self._replace(num_seqs=last - first, num_decodes=decodes, max_query_len=max_query_len)
+
+
+def shape_of(inputs: AttentionInputs) -> AttentionShape:
+    """The shape of a call."""
+    query, key, value, table = inputs[:4]
+    paged, kv_heads = table is not None, key.shape[-2]
+    heads = (kv_heads, query.shape[1] // kv_heads, key.shape[-1], value.shape[-1])
+    features = (inputs.causal, inputs.window, inputs.alibi_slopes is not None, paged, inputs.deterministic)
+    return AttentionShape(query.dtype, key.dtype, *heads, *features, key.shape[1] if paged else None)
+
+
+def bounds_of(inputs: AttentionInputs) -> BatchBounds:
+    """The bounds of a call's sequences."""
+    table, lens = inputs.block_table, (inputs.max_query_len, inputs.max_seq_len)
+    max_keys = 0 if table is None else table.shape[1] * inputs.key.shape[1]
+    return BatchBounds(len(inputs.query), len(inputs.seq_lens), inputs.num_decodes, *lens, max_keys)
