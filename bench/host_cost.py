@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import pagedattn
-from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
+from pagedattn import Attention, AttentionCall, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
 from pagedattn.errors import PagedAttnError
-from pagedattn.layers.layer_call import layout_of
+from pagedattn.layers import replay
 from pagedattn.layers.validation import check_call
 from pagedattn.ops import paged_attention, reshape_and_cache
 
@@ -67,6 +67,8 @@ def stages(seqs: int) -> dict[str, float]:
     caches = PagedKVCache(32, seqs * 32, SIZE, KV_HEADS, DIM, dtype=DTYPE, device=DEVICE)
     cache, step = caches.layer(0), plan_step([layer], common)
     (metadata,) = step.by_key.values()
+    assert metadata.plan is not None
+    calls = metadata.plan.calls
     query, key, value = (torch.randn(seqs, h, DIM, device=DEVICE).to(DTYPE) for h in (HEADS, KV_HEADS, KV_HEADS))
     flat = [x.flatten(1) for x in (query, key, value)]
     fused = torch.cat(flat, 1).split([x.shape[1] for x in flat], 1)
@@ -76,7 +78,7 @@ def stages(seqs: int) -> dict[str, float]:
             layer(query, key, value, caches.layer(index), step)
 
     def careful() -> None:
-        metadata.calls.clear()
+        calls.clear()
         layer(query, key, value, cache, step)
 
     found = {
@@ -87,31 +89,25 @@ def stages(seqs: int) -> dict[str, float]:
         "layer call, 32 layers of a new step": host_us(lambda: model(plan_step([layer], common)), 10) / 32,
         "layer call, the first of a step": host_us(careful),
     }
-    op: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
-    usual, op._launches_again = op._launches_again, lambda device, tokens: False
-    metadata.calls.clear()
-    found["layer call, written by the extension"] = host_us(lambda: layer(query, key, value, cache, step))
-    op._launches_again = usual
-    metadata.calls.clear()
     layer(query, key, value, cache, step)
-    (call,) = metadata.calls.values()
-    spec, slots, nothing = layer.spec, common.slot_mapping, (None, None, None, None)
-    out, kept = torch.empty_like(query), (cache.key, cache.value, slots, None, None)
+    (call,) = calls.values()
+    impl, spec, slots, given = layer._impl, layer.spec, common.slot_mapping, AttentionCall(query, cache, key, value)
+    out = torch.empty_like(query)
     bounds = {"max_query_len": 1, "max_seq_len": 512, "num_decodes": seqs, "scale": 0.1, "path": "triton"}
     tables = common.block_table, common.query_start_loc, common.seq_lens
     assert call.write is not None
     write = call.write
     return {
         **found,
-        "checks": host_us(lambda: check_call(spec, query, key, value, cache, common)),
-        "layout": host_us(lambda: layout_of(layer._kind, query, key, value, cache, None, nothing)),
+        "checks": host_us(lambda: check_call(spec, given, common)),
+        "layout": host_us(lambda: replay.layout_of(layer._kind, given)),
         "output": host_us(lambda: call.empty(query)),
-        "write, repeated": host_us(lambda: write(key, value, *kept)),
+        "write, repeated": host_us(lambda: replay._write_again(write, given, cache, slots)),
         "write, op": host_us(lambda: reshape_and_cache(key, value, cache.key, cache.value, slots)),
         "write, op by Triton": host_us(
             lambda: reshape_and_cache(key, value, cache.key, cache.value, slots, path="triton")
         ),
-        "attention, repeated": host_us(lambda: call.attend(query, cache.key, cache.value, out)),
+        "attention, repeated": host_us(lambda: call.again(impl, given._replace(key=None, out=out), slots)),
         "attention, op": host_us(lambda: paged_attention(query, cache.key, cache.value, *tables, **bounds)),
     }
 

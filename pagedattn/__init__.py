@@ -11,6 +11,7 @@ from .cache.block_pool import BlockPool
 from .cache.block_table import BlockTable
 from .cache.kv_cache import PagedKVCache
 from .cache.specs import FullAttentionSpec, SlidingWindowSpec
+from .call import AttentionCall
 from .formats.base import LayerCache
 from .layers.attention import Attention
 from .layers.functional import paged_attention
@@ -46,6 +47,7 @@ _start_log()
 __all__ = [
     "Attention",
     "AttentionBackend",
+    "AttentionCall",
     "AttentionImpl",
     "AttentionMetadata",
     "AttentionMetadataBuilder",

@@ -9,7 +9,7 @@ from .errors import InvalidInputError
 VARIABLES = {
     "PAGEDATTN_BACKEND": "backend by name (`TRITON`), or one per phase (`prefill=TRITON,decode=TORCH`)",
     "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
-    "PAGEDATTN_FLASH_ATTN": "2, 3 or 4: the only FlashAttention version to use (4 is used in no other way)",
+    "PAGEDATTN_FLASH_ATTN": "2 or 3: the only FlashAttention version to use",
     "PAGEDATTN_LOG": "debug, info, warning, error: the log to standard error from this level on (not set: warnings)",
     "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 to 3.9), 0 through it",
     "PAGEDATTN_TRACEBACK": "1: the command line shows tracebacks, as with `--traceback`; 0 (default) does not",
@@ -29,7 +29,7 @@ def check_level() -> int:
 
 def flash_attn_version() -> int | None:
     """The FlashAttention version that `PAGEDATTN_FLASH_ATTN` insists on, or None."""
-    return int(_one_of("PAGEDATTN_FLASH_ATTN", ("", "2", "3", "4"), "") or 0) or None
+    return int(_one_of("PAGEDATTN_FLASH_ATTN", ("", "2", "3"), "") or 0) or None
 
 
 def log_level() -> str | None:

@@ -67,12 +67,13 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     """Of a second layer's call, whether it is made without checks, and launches what one with all checks does, and what
     Triton itself does."""
     (metadata,), out, lines = plan.by_key.values(), torch.empty(query.shape, dtype=query.dtype), []
+    assert metadata.plan is not None
     layer(query, None, None, caches.layer(0), plan, out)
-    kept = dict(metadata.calls)
+    kept = dict(metadata.plan.calls)
     for calls, direct in ((kept, True), ({}, True), ({}, False)):
         kernel._launch._direct = direct
-        metadata.calls.clear()
-        metadata.calls.update(calls)
+        metadata.plan.calls.clear()
+        metadata.plan.calls.update(calls)
         launched.clear()
         layer(query[:, :], None, None, caches.layer(1), plan, out)
         lines.append([line for call in launched for line in call])

@@ -151,32 +151,34 @@ ONCE = {name: LAYERS[name] for name in ("plain", *(name for name in LAYERS if "f
 
 def layers(options: dict[str, Any], flat: bool, queries: list[int], writer: str, shared: int = 0) -> dict[str, Any]:
     """Three layers of a kind: whether what the second and third repeat is what a call with all checks does."""
-    reshape.choose = lambda *args, **rows: writer
+    reshape.choose = lambda *args: writer
     models = [_model(options, index) for index in range(3)]
     caches = [_cache(options) for _ in models]
     table = torch.arange(SEQS * 2, dtype=torch.int32).view(SEQS, 2)
     common = CommonAttentionMetadata.from_lengths(queries, [20] * SEQS, table, block_size=SIZE)
     step = plan_step(models, common.replace(shared_prefix_len=shared))
     (metadata,) = step.by_key.values()
+    assert metadata.plan is not None
+    calls = metadata.plan.calls
     same, careful, repeated, once = True, [], ([], []), "attended once" in step.describe()
     for model, cache in zip(models, caches, strict=True):
         call = _call_of(model, cache, step, flat, sum(queries))
         if model is models[0]:
             call()  # Triton's own launch, with other arguments before the kernel's
-            metadata.calls.clear()
+            calls.clear()
             call()
         checked = []
         counted = lambda *args, run=model._call, checked=checked: (checked.append(1), run(*args))[1]  # noqa: E731
         vars(model)["_call"] = counted
         repeated = lines_of(call, once), stored(cache)
         careful.append(len(checked))
-        kept = dict(metadata.calls)
-        metadata.calls.clear()
+        kept = dict(calls)
+        calls.clear()
         same = same and len(repeated[0]) > 0 and repeated == (lines_of(call, once), stored(cache)) and len(checked) == 1
-        metadata.calls.update(kept)
+        calls.update(kept)
         cache.key.view(torch.uint8).zero_()
     chained = [line[CHAINED] for line in repeated[0]][writer == "triton" :]
-    return {"same": same, "careful": careful, "kept": len(metadata.calls), "chained": chained, "once": once}
+    return {"same": same, "careful": careful, "kept": len(calls), "chained": chained, "once": once}
 
 
 def _model(options: dict[str, Any], index: int) -> Attention:
@@ -186,7 +188,8 @@ def _model(options: dict[str, Any], index: int) -> Attention:
             made[name] = torch.rand(KV_HEADS if "scale" in name else HEADS) + 0.5
         elif name in made:
             made[name] *= index + 1
-    return Attention(HEADS, DIM, KV_HEADS, block_size=SIZE, backend="TRITON", dtype=torch.float16, **made)
+    made.setdefault("backend", "TRITON")
+    return Attention(HEADS, DIM, KV_HEADS, block_size=SIZE, dtype=torch.float16, **made)
 
 
 def _cache(options: dict[str, Any]) -> LayerCache:
@@ -207,6 +210,25 @@ def _call_of(model: Attention, cache: LayerCache, step: StepMetadata, flat: bool
 def stored(cache: LayerCache) -> list[list[float]]:
     """What a cache holds, in which the extension's writes are seen."""
     return [x.float().flatten().tolist() for x in (cache.key, cache.value)]
+
+
+def unkept() -> dict[str, Any]:
+    """Calls that are more than a plan's launches: what is kept of them, and how often a write of its own ran."""
+    reshape.choose = lambda *args: "triton"
+    model, other, cache = _model({}, 0), _model({"sliding_window": 9}, 0), _cache({})
+    table = torch.arange(SEQS * 2, dtype=torch.int32).view(SEQS, 2)
+    common = CommonAttentionMetadata.from_lengths([1] * SEQS, [20] * SEQS, table, block_size=SIZE)
+    query = torch.randn(SEQS, HEADS, DIM).half()
+    foreign, mine, writes = model.build(common), model.build(common), []
+    assert foreign.plan is not None and mine.plan is not None
+    for _ in range(2):
+        other(query, None, None, cache, foreign)
+    write = model._impl.write_kv
+    model._impl.write_kv = lambda *args, **scales: (writes.append(1), write(*args, **scales))[1]  # type: ignore[method-assign]
+    for _ in range(3):
+        model(query, query[:, :KV_HEADS], query[:, :KV_HEADS], cache, mine)
+    kept = [one.write is None for one in mine.plan.calls.values()]
+    return {"foreign": len(foreign.plan.calls), "writes": len(writes), "kept": kept}
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -243,10 +265,10 @@ def wrong() -> dict[str, list[str]]:
     for name, changes in WRONG.items():
         kept, said = model.build(common), []
         model(**right, metadata=kept)
-        assert len(kept.calls) == 1
+        assert kept.plan is not None and len(kept.plan.calls) == 1
         if changes.get("long"):
-            kept, changes = model.build(too_long), {}
-        for metadata in (kept, model.build(kept.common)):
+            kept, changes = too_long, {}
+        for metadata in (kept, kept if kept is too_long else model.build(common)):
             try:
                 model(**{**right, **changes}, metadata=metadata)
                 said.append("nothing")
@@ -278,11 +300,12 @@ def main() -> None:
         for kind, queries in steps.items()
         for writer in writers
     }
+    two = {"backend": "prefill=TRITON,decode=TORCH"}
+    found["two backends, heads, prompts"] = layers(two, False, [5, 5, 20, 20], writers[0])
     cascade.SAVED_BYTES = -(1 << 62)
     found |= {f"{name}, once": layers(options, False, [1] * SEQS, writers[0], SIZE) for name, options in ONCE.items()}
-    print(
-        json.dumps({"toys": toys(), "replays": replays(), "described": described(), "layers": found, "wrong": wrong()})
-    )
+    parts = {"toys": toys(), "replays": replays(), "described": described(), "wrong": wrong(), "unkept": unkept()}
+    print(json.dumps({**parts, "layers": found}))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ PEERS = (
         ("flash_attn/flash_attn_interface.py", "hopper/flash_attn_interface.py", "hopper/test_util.py"),
         ("--no-binary", "flash-attn", "--no-build-isolation"),
     ),
-    Peer(versions.FA4.releases, ("flash_attn/cute/interface.py",)),
 )
 
 

@@ -19,7 +19,7 @@ LIBRARY, ENGINE = ROOT / "pagedattn", ROOT / "engine"
 
 # What each folder of the library may import, on the floors below its own. A file at the top is a folder of its own.
 _VALUES = ("errors", "env", "spec", "formats")
-_KERNELS = (*_VALUES, "runtime", "kernels")
+_KERNELS = (*_VALUES, "call", "runtime", "kernels")
 _OPS = (*_KERNELS, "ops")
 _BACKENDS = (*_OPS, "cache", "step", "backends")
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -27,7 +27,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "env": ("errors",),
     "spec": ("errors", "spec"),
     "formats": ("errors", "spec", "formats"),
-    "runtime": (*_VALUES, "runtime"),
+    "call": ("errors", "spec", "formats"),
+    "runtime": (*_VALUES, "call", "runtime"),
     "kernels": _KERNELS,
     "ops": _OPS,
     "cache": (*_OPS, "cache"),

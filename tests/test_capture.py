@@ -63,7 +63,7 @@ def test_a_composite_replays_the_same_split_only(monkeypatch: pytest.MonkeyPatch
     replayed(layer, mixed(1, 1, 1, 1), Case(query_lens=(1, 1, 0, 0), seq_lens=(9, 40, 0, 0), write=False, **SIZE))
     static = plan_step([layer], CommonAttentionMetadata.from_lengths([1, 3], [1, 3]), capture=True)
     rows = torch.randn(4, 4, 32)
-    with pytest.raises(UnsupportedError, match="no attention without a cache"):
+    with pytest.raises(UnsupportedError, match="capture without a KV cache takes a single backend"):
         layer(rows, rows[:, :2], rows[:, :2], None, static)
 
 

@@ -20,7 +20,7 @@ from pagedattn.backends.base import Availability
 from pagedattn.backends.registry import register_backend
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.cli import command as cli
-from pagedattn.cli import environment as cli_env
+from pagedattn.cli import env_report as cli_env
 from pagedattn.cli.display import WIDTH
 from pagedattn.runtime.op_registry import csrc_status
 from pagedattn.spec import Capabilities, GraphLevel, IntRange

@@ -249,7 +249,7 @@ def test_tracebacks_only_where_asked_for(capsys: pytest.CaptureFixture[str], mon
     def broken(args: object) -> int:
         raise KeyError("seven")
 
-    monkeypatch.setattr(cli.environment, "run", broken)
+    monkeypatch.setattr(cli.env_report, "run", broken)
     assert run(capsys, "env", status=1)[1] == "pagedattn: KeyError: 'seven' (--traceback shows where)\n"
     assert "in broken" in run(capsys, "env", "--traceback", status=1)[1]
     monkeypatch.setenv("PAGEDATTN_TRACEBACK", "1")
@@ -264,5 +264,5 @@ def test_an_interrupted_command_has_status_130(
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.environment, "run", interrupted)
+    monkeypatch.setattr(cli.env_report, "run", interrupted)
     assert run(capsys, "env", status=130) == ("", "")

@@ -20,7 +20,7 @@ READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
         {"TRITON": "TRITON", "TORCH ": "TORCH", " ": None, "prefill=A,decode=B": "prefill=A,decode=B"},
     ),
     "PAGEDATTN_CHECK": (env.check_level, 1, {"0": 0, "1": 1, "2": 2}),
-    "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3, "4": 4}),
+    "PAGEDATTN_FLASH_ATTN": (env.flash_attn_version, None, {"2": 2, "3": 3}),
     "PAGEDATTN_REPLAY": (env.replay, True, {"0": False, "1": True}),
     "PAGEDATTN_LOG": (env.log_level, None, {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
     "PAGEDATTN_TRACEBACK": (env.traceback, False, {"0": False, "1": True}),
@@ -28,7 +28,7 @@ READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
 }
 BAD = {
     "PAGEDATTN_CHECK": ("3", "-1", "yes", ""),
-    "PAGEDATTN_FLASH_ATTN": ("1", "FA3"),
+    "PAGEDATTN_FLASH_ATTN": ("1", "4", "FA3"),
     "PAGEDATTN_REPLAY": ("yes", "2"),
     "PAGEDATTN_LOG": ("INFO", "trace", ""),
     "PAGEDATTN_TRACEBACK": ("yes", ""),

@@ -32,16 +32,13 @@ def test_decodes_are_items_among_those_of_prompts() -> None:
 def test_long_decodes_have_a_launch_of_their_own() -> None:
     made = calls()["prompts and long decodes"]
     assert made["launches"] == [1, 2, 1, 1]
-    assert (
-        "decode kernel: 2 sequences" in made["describe"]
-        and "1 sequences (for Hopper, keys shared out)" in made["describe"]
-    )
+    assert "decode kernel: 2 sequences" in made["describe"] and "1 sequences (for Hopper, split-KV)" in made["describe"]
 
 
 @pytest.mark.parametrize("name", ["a prompt on a long context", "several tokens each"])
 def test_few_query_blocks_share_their_keys_out(name: str) -> None:
     made = calls()[name]
-    assert made["launches"] == [1, 1, 1, 1] and made["describe"].endswith("(for Hopper, keys shared out)")
+    assert made["launches"] == [1, 1, 1, 1] and made["describe"].endswith("(for Hopper, split-KV)")
 
 
 @pytest.mark.parametrize(

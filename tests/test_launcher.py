@@ -56,11 +56,22 @@ def test_a_repeated_call_is_what_a_checked_call_does() -> None:
     assert len(layers) >= 28
     for name, layer in layers.items():
         # The decode kernel may overlap what runs before it, and is repeated with another beside it too.
-        chained = [False] if "deterministic" in name else [True] if "decodes" in name else [True, False]
+        chained = (
+            [False] if "deterministic" in name or "prompts" in name else [True] if "decodes" in name else [True, False]
+        )
         once = "once" in name
         chained = [True, True] if once else chained
         assert layer == {"same": True, "careful": [0, 0, 0], "kept": 1, "chained": chained, "once": once}, name
     assert sum("once" in name for name in layers) == 4
+
+
+def test_a_call_that_a_plan_does_not_serve_is_not_kept() -> None:
+    assert found()["unkept"]["foreign"] == 0
+
+
+def test_a_backend_that_writes_itself_does_so_each_time() -> None:
+    unkept = found()["unkept"]
+    assert unkept["writes"] == 3 and unkept["kept"] == [True]
 
 
 def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:

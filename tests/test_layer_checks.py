@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, PagedKVCache, env, paged_attention
+from pagedattn import (
+    Attention,
+    AttentionType,
+    CommonAttentionMetadata,
+    LayerCache,
+    PagedKVCache,
+    env,
+    paged_attention,
+    plan_step,
+)
 from pagedattn.cache.specs import MLASpec
 from pagedattn.errors import InvalidInputError
 from pagedattn.runtime.op_registry import interpreted
@@ -111,6 +120,15 @@ def test_a_wrong_argument_is_named(name: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^{param} must be .*{match}") as error:
         call(**changes)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("name", ["longest query", "longest sequence"])
+def test_bounds_are_checked_when_a_step_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (changes, param, match), layer = BAD_CALLS[name], Attention(4, 16, 2, backend="TORCH")
+    with pytest.raises(InvalidInputError, match=rf"^{param} must be .*{match}"):
+        plan_step([layer], changes["metadata"])
+    monkeypatch.setenv("PAGEDATTN_CHECK", "0")
+    plan_step([layer], changes["metadata"])
 
 
 def test_the_right_call_is_served_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,6 @@ def test_metadata_that_skip_the_base_constructor_are_served() -> None:
     metadata = Plain(common)
     for _ in range(2):
         assert torch.equal(layer(query, key, value, None, metadata), layer(query, key, value, None, common))
-    metadata.common = common.replace(max_query_len=2)
+    assert metadata.plan is None and not metadata.shares_prefix
     with pytest.raises(InvalidInputError, match="max_query_len must be at least 3"):
-        layer(query, key, value, None, metadata)
+        layer(query, key, value, None, common.replace(max_query_len=2))

@@ -58,7 +58,7 @@ def test_priority_decides_where_nobody_asks() -> None:
 
 def test_who_leads_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(selector.PRIORITY, "cpu", {"prefill": ("TORCH", "SMALL"), "decode": ("TORCH", "SMALL")})
-    monkeypatch.setattr(SmallBlocks, "leads", classmethod(lambda cls, phase, spec: phase == "prefill"))
+    monkeypatch.setattr(SmallBlocks, "is_fastest_for", classmethod(lambda cls, phase, spec: phase == "prefill"))
     assert select_backend(SPEC).name == "prefill=SMALL,decode=TORCH"
 
 
@@ -82,7 +82,7 @@ def test_a_triton_that_was_not_tried_says_so_once(
     monkeypatch.setattr(sm90, "why_not_on", sm90.why_not_on.__wrapped__)
     selector._warn_once.cache_clear()
     spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.float16, head_dim=128)
-    assert not TritonBackend.leads("prefill", spec) and found in sm90.why_not_on((9, 0))
+    assert not TritonBackend.is_fastest_for("prefill", spec) and found in sm90.why_not_on((9, 0))
     for _ in range(2):
         assert select_backend(spec, "TRITON").name == "TRITON"
     said = [record.getMessage() for record in caplog.records if "was not tried" in record.getMessage()]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from .. import env, ops
+from ..call import AttentionCall
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache
-from ..ops.attention_replay import AttentionReplay
-from ..ops.write_replay import WriteReplay
+from ..ops.attention_plan import LaunchPlan
 from ..spec import AttentionSpec, GraphLevel, Scale
 from ..spec.capabilities import Capabilities, Rejection
 from ..step.bounds import check_bounds
@@ -42,25 +41,23 @@ class Limits:
 _STATIC = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 
-@dataclass(slots=True)
+@dataclass
 class AttentionMetadata:
     """What a builder makes of one step. Backends add fields; integers inside captured metadata are bounds."""
 
     common: CommonAttentionMetadata
-    # Layers' calls that were made with this metadata, by layout: see `pagedattn.layers.layer_call`.
-    calls: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # `common`, once it was found to agree with the lengths that the host knows, which is so for every layer.
-    checked: CommonAttentionMetadata | None = field(default=None, init=False, repr=False, compare=False)
+    # What a layer launches, where its attention is these launches and nothing else; None where it is more, or unknown.
+    plan: LaunchPlan | None = field(default=None, kw_only=True)
 
     @property
     def shares_prefix(self) -> bool:
         """Whether the keys that all sequences share are read once. Of captured metadata: of each step that is replayed,
         which may share another prefix than the captured one, or none."""
-        return False
+        return self.plan is not None and self.plan.cascade is not None
 
     def describe(self) -> str:
         """Which kernel and path will run on this step."""
-        return type(self).__name__
+        return type(self).__name__ if self.plan is None else self.plan.describe()
 
 
 class AttentionMetadataBuilder(ABC):
@@ -94,7 +91,7 @@ class AttentionMetadataBuilder(ABC):
         return None
 
 
-def static_copy(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def clone_for_capture(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """`common` with device tensors of its own for a graph to record, and without what would not stay true of a replay:
     lengths on the host, what is shared, and how many sequences decode, unless all do."""
     tensors = {name: getattr(common, name).clone() for name in _STATIC}
@@ -117,17 +114,16 @@ def check_capture(level: GraphLevel, common: CommonAttentionMetadata) -> None:
         )
 
 
-def check_announced(spec: AttentionSpec, sinks: object, alibi_slopes: object, q_scale: object) -> None:
-    """Raise where a call brings what the spec did not announce, or lacks what it did."""
-    for name, announced, given in (("sinks", spec.has_sinks, sinks), ("alibi_slopes", spec.has_alibi, alibi_slopes)):
+def check_matches_spec(spec: AttentionSpec, call: AttentionCall) -> None:
+    """Raise InvalidInputError where a call brings what the spec did not announce, or lacks what it did."""
+    extras = (("sinks", spec.has_sinks, call.sinks), ("alibi_slopes", spec.has_alibi, call.alibi_slopes))
+    for name, announced, given in extras:
         if announced != (given is not None):
             expected = "given, as the spec announces" if announced else "None, as the spec announces none"
             raise InvalidInputError(name, expected, "a tensor" if given is not None else "None")
-    if q_scale is not None:
-        raise UnsupportedError("fp8 queries are not served; pass q_scale=None")
 
 
-def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMetadata) -> None:
+def copy_into_captured(captured: CommonAttentionMetadata, common: CommonAttentionMetadata) -> None:
     """Copy a step into captured tensors, padded with sequences that have no tokens; nothing where it stands in them.
 
     Raises:
@@ -163,60 +159,16 @@ def rewrite_static(captured: CommonAttentionMetadata, common: CommonAttentionMet
 class AttentionImpl(ABC):
     """Runs one layer's attention. Stateless but for the spec."""
 
-    # Whether `record` is worth calling: its calls can be made again without validation.
-    records: bool = False
-
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
     @abstractmethod
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache | None,
-        metadata: AttentionMetadata,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend, writing nothing to the cache.
-
-        Args:
-            query: [T, Hq, D]. key, value: [T', Hkv, D] and [T', Hkv, Dv], read only where kv_cache is None.
-            kv_cache: the layer's cache, already written; None for dense attention over packed key and value.
-            out: [T, Hq, Dv]. sinks, alibi_slopes: [Hq], exactly where the spec announces them.
-            k_scale, v_scale: what stored fp8 elements are multiplied with, of the kind that spec.kv_scale announces: a
-                host float, a float32 tensor of one element, or one of [Hkv]; None is 1.
+    def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
+        """Attend, writing nothing to the cache; see `AttentionCall` for shapes.
 
         Returns:
-            output [T, Hq, Dv], and LSE [T, Hq] float32 (natural log) with return_lse, else None.
+            `call.out`, or a new tensor [T, Hq, Dv]; `call.lse` is filled where it is given.
         """
-
-    def record(
-        self,
-        query: torch.Tensor,
-        kv_cache: LayerCache,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-    ) -> AttentionReplay | None:
-        """`forward` over a cache into `out`, and how to do that again with this metadata for tensors laid out the same.
-
-        Returns:
-            (query, key, value, out, sinks, alibi_slopes, k_scale, v_scale) -> whether it was done, key and value being
-            the cache's; None where it takes another `forward`.
-        """
-        self.forward(query, None, None, kv_cache, metadata, out, sinks, alibi_slopes, None, k_scale, v_scale)
-        return None
 
     def write_kv(
         self,
@@ -226,17 +178,10 @@ class AttentionImpl(ABC):
         slot_mapping: torch.Tensor,
         k_scale: Scale = None,
         v_scale: Scale = None,
-        *,
-        replays: list[WriteReplay] | None = None,
     ) -> None:
-        """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots.
-
-        `replays`, which only an implementation that `records` is given, takes how to do it again.
-        """
+        """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots."""
         target = None if value is None else kv_cache.value
-        ops.reshape_and_cache(
-            key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale, replays=replays
-        )
+        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 class AttentionBackend(ABC):
@@ -267,7 +212,7 @@ class AttentionBackend(ABC):
         return cls.capabilities().default_block_size
 
     @classmethod
-    def leads(cls, phase: str, spec: AttentionSpec) -> bool:
+    def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:
         """Whether it was measured to be the fastest of all at just this, whatever the usual order of a phase is."""
         return False
 

@@ -8,11 +8,9 @@ from functools import cache
 
 import torch
 
+from ..call import AttentionCall
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
-from ..formats.base import LayerCache
-from ..ops.attention_replay import AttentionReplay
-from ..ops.write_replay import WriteReplay
-from ..spec import AttentionSpec, Scale
+from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .base import (
     AttentionBackend,
@@ -20,8 +18,8 @@ from .base import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     Limits,
-    rewrite_static,
-    static_copy,
+    clone_for_capture,
+    copy_into_captured,
 )
 
 
@@ -79,8 +77,10 @@ class CompositeBuilder(AttentionMetadataBuilder):
         for phase, first, last in spans:
             metadata = self._builders[phase].build(slice_sequences(common, first, last), None, capture)
             parts.append(Part(phase, slice(first, last) if phase == "decode" else slice(first, None), metadata))
-        mine = static_copy(common) if capture else common
-        return CompositeMetadata(mine, tuple(parts), cache(lambda: self._builders["prefill"].build(common)), capture)
+        mine = clone_for_capture(common) if capture else common
+        whole = cache(lambda: self._builders["prefill"].build(common))
+        plan = parts[0].metadata.plan if len(parts) == 1 else None
+        return CompositeMetadata(mine, tuple(parts), whole, capture, plan=plan)
 
     def _rewrite(self, common: CommonAttentionMetadata, into: CompositeMetadata) -> CompositeMetadata:
         first, *rest = into.parts
@@ -96,7 +96,7 @@ class CompositeBuilder(AttentionMetadataBuilder):
         for part, end in zip(into.parts, ends, strict=True):
             self._builders[part.phase].build(slice_sequences(common, start, end), part.metadata)
             start = end
-        rewrite_static(into.common, common)
+        copy_into_captured(into.common, common)
         return into
 
     def device_update(self, metadata: AttentionMetadata) -> None:
@@ -127,80 +127,29 @@ def slice_sequences(common: CommonAttentionMetadata, first: int, last: int) -> C
 
 
 class CompositeImpl(AttentionImpl):
-    """Runs either part on its rows of query and output."""
+    """Runs either part on its rows of query and output; the prefill backend writes."""
 
     def __init__(self, prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._impls = {"prefill": prefill.impl(spec), "decode": decode.impl(spec)}
-        self.records = any(impl.records for impl in self._impls.values())
+        self.write_kv = self._impls["prefill"].write_kv
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache | None,
-        metadata: AttentionMetadata,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
         if not isinstance(metadata, CompositeMetadata):
             raise InvalidInputError("metadata", "of two backends", type(metadata).__name__, "build it with the layer")
-        rest = (sinks, alibi_slopes, q_scale, k_scale, v_scale, return_lse)
-        if kv_cache is None and metadata.captured:
-            raise UnsupportedError("two backends capture no attention without a cache; name one backend for the layer")
-        if kv_cache is None:  # packed keys are not split where the queries are
-            return self._impls["prefill"].forward(query, key, value, None, metadata.whole(), out, *rest)
+        if call.kv_cache is None:  # packed keys are not split where the queries are
+            if metadata.captured:
+                raise UnsupportedError("capture without a KV cache takes a single backend; name one for the layer")
+            return self._impls["prefill"].forward(call, metadata.whole())
         if len(metadata.parts) == 1:
             (only,) = metadata.parts
-            return self._impls[only.phase].forward(query, None, None, kv_cache, only.metadata, out, *rest)
-        if out is None:
-            out = query.new_empty(*query.shape[:2], self.spec.value_dim)
-        lses = []
+            return self._impls[only.phase].forward(call, only.metadata)
+        out, lse = call.output(self.spec.value_dim), call.lse
         for part in metadata.parts:
-            impl, rows = self._impls[part.phase], part.rows
-            lses.append(impl.forward(query[rows], None, None, kv_cache, part.metadata, out[rows], *rest)[1])
-        return out, torch.cat(lses) if return_lse else None
-
-    def record(
-        self,
-        query: torch.Tensor,
-        kv_cache: LayerCache,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-    ) -> AttentionReplay | None:
-        given = (out, sinks, alibi_slopes, k_scale, v_scale)
-        if not isinstance(metadata, CompositeMetadata) or len(metadata.parts) != 1:
-            return super().record(query, kv_cache, metadata, *given)
-        (only,) = metadata.parts
-        return self._impls[only.phase].record(query, kv_cache, only.metadata, *given)
-
-    def write_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache,
-        slot_mapping: torch.Tensor,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        *,
-        replays: list[WriteReplay] | None = None,
-    ) -> None:
-        given = (key, value, kv_cache, slot_mapping, k_scale, v_scale)
-        writer = self._impls["prefill"]
-        if replays is None or type(writer).write_kv is not AttentionImpl.write_kv:
-            writer.write_kv(*given)
-        else:
-            writer.write_kv(*given, replays=replays)
+            rows = part.rows
+            mine = call._replace(query=call.query[rows], out=out[rows], lse=None if lse is None else lse[rows])
+            self._impls[part.phase].forward(mine, part.metadata)
+        return out
 
 
 def make_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> AttentionImpl:

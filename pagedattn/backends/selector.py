@@ -176,7 +176,7 @@ def _pick(
 def _order(phase: str, spec: AttentionSpec) -> list[str]:
     """The priority of a phase, but who was measured to be the fastest at just this comes first."""
     names = PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]
-    return sorted(names, key=lambda name: not get_backend(name).leads(phase, spec))
+    return sorted(names, key=lambda name: not get_backend(name).is_fastest_for(phase, spec))
 
 
 def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:

@@ -1,5 +1,12 @@
 """The command line, `pagedattn` or `python -m pagedattn`."""
 
-from .command import main
+from __future__ import annotations
 
-__all__ = ["main"]
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see `command.main`."""
+    from .command import main as run  # which imports every sub-command
+
+    return run(argv)

@@ -14,7 +14,7 @@ from typing import NoReturn
 from .. import env
 from ..errors import InvalidInputError, PagedAttnError
 from . import backends as cli_backends
-from . import chat, checkout, environment, generate
+from . import chat, checkout, env_report, generate
 from . import conformance as cli_conformance
 from .display import one_line
 from .spec_options import add_spec_options
@@ -84,7 +84,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     about = "Paged attention: backends, how one is chosen, this machine, and text from a model."
     parser = _Parser(prog="pagedattn", description=about, epilog=_EXIT_STATUS)
-    parser.add_argument("--version", action="version", version=f"pagedattn {environment.package_version('pagedattn')}")
+    parser.add_argument("--version", action="version", version=f"pagedattn {env_report.package_version('pagedattn')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     cli_backends.add_backends_options(backends)
     add_spec_options(command("why", cli_backends.why, "which backend serves a layer, and why no other"))
-    command("env", environment.run, "versions, kernel libraries and PAGEDATTN_* variables")
+    command("env", env_report.run, "versions, kernel libraries and PAGEDATTN_* variables")
     conformance = command("conformance", cli_conformance.run, "run a backend against the oracle, on all that it serves")
     cli_conformance.add_options(conformance)
     generate.add_options(command("generate", generate.run, "continue prompts with a model"))

@@ -43,6 +43,8 @@ class BatchBounds(NamedTuple):
 
     def part(self, first: int, last: int, max_query_len: int) -> BatchBounds:
         """Of sequences first..last alone, whose queries are at most so long."""
+        if first == 0 and last == self.num_seqs and max_query_len == self.max_query_len:
+            return self
         decodes = min(max(self.num_decodes - first, 0), last - first)
         return self._replace(num_seqs=last - first, num_decodes=decodes, max_query_len=max_query_len)
 

@@ -12,14 +12,15 @@ from .. import env
 from ..backends.base import AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
 from ..backends.hybrid import make_builder, make_impl
 from ..backends.selector import Selection, current_request, select_backend
+from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..ops.write_replay import WriteReplay
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from ..spec.scales import LayerScales, require_fp8
+from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
-from .layer_call import keep, layout_of
 from .plan_step import Key, StepMetadata
+from .replay import layout_of, run_and_keep, split_heads
 from .validation import check_call, check_contents
 
 # Equal keys are one object, which a lookup recognises without a comparison; a kind is a key that costs nothing to hash.
@@ -183,6 +184,8 @@ class Attention(nn.Module):
 
     def build(self, common: CommonAttentionMetadata, capture: bool = False) -> AttentionMetadata:
         """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
+        if env.check_level() and not torch.compiler.is_compiling():
+            check_bounds(common)
         return self.builder.build(common, None, capture)
 
     def forward(
@@ -211,61 +214,44 @@ class Attention(nn.Module):
         Raises:
             InvalidInputError: shapes, dtypes or devices that do not fit (PAGEDATTN_CHECK=1), or contents (2).
         """
-        if kv_cache is None or not self._impl.records or torch.compiler.is_dynamo_compiling():
-            return self._call(query, key, value, kv_cache, self._metadata(metadata), out, k_scale, v_scale, None)
         built = self._metadata(metadata)
-        extras = (self.sinks, self._slopes, *self._placed_scales.of_call(k_scale, v_scale))
-        layout = layout_of(self._kind, query, key, value, kv_cache, out, extras)
-        known = built.calls.get(layout)
-        if known is not None:
-            result = known.again(query, key, value, kv_cache, built.common.slot_mapping, out, extras)
-            if result is not None:
-                return result
-        return self._call(query, key, value, kv_cache, built, out, k_scale, v_scale, layout)
-
-    @torch.no_grad()
-    def _call(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache | None,
-        built: AttentionMetadata,
-        out: torch.Tensor | None,
-        k_scale: Scale,
-        v_scale: Scale,
-        layout: tuple[object, ...] | None,
-    ) -> torch.Tensor:
-        """With all checks; kept under `layout` where the backend can do it again."""
-        spec = self.spec
-        given, flat = query, query.dim() == 2
-        query = _heads(query, spec.num_heads, spec.head_dim)
-        key = None if key is None else _heads(key, spec.kv_heads, spec.head_dim)
-        value = None if value is None else _heads(value, spec.kv_heads, spec.value_dim)
-        level = env.check_level()
-        if level:
-            check_call(spec, query, key, value, kv_cache, built.common, built)
-        if level == 2:
-            check_contents(spec, key, value, kv_cache, built.common)
         # Keys that come with the call are not quantised.
         scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
-        target = None if out is None else _heads(out, spec.num_heads, spec.value_dim)
-        if kv_cache is None or layout is None or level == 2:
-            if kv_cache is not None and key is not None:
-                self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales)
-            extras = (target, self.sinks, self._slopes, None, scales[0], scales[1])
-            target, _ = self._impl.forward(query, key, value, kv_cache, built, *extras)
-            return target.flatten(1) if flat else target
-        writes: list[WriteReplay] = []
-        if key is not None:
-            self._impl.write_kv(key, value, kv_cache, built.common.slot_mapping, *scales, replays=writes)
-        if target is None:
-            target = query.new_empty(*query.shape[:2], spec.value_dim)
-        attend = self._impl.record(query, kv_cache, built, target, self.sinks, self._slopes, *scales)
-        result = target.flatten(1) if flat else target
-        if attend is not None and (writes or key is None):
-            keep(built.calls, layout, writes[0] if writes else None, attend, given, result)
-        return result
+        call = AttentionCall(query, kv_cache, key, value, out, None, self.sinks, self._slopes, *scales)
+        plan = None if kv_cache is None or torch.compiler.is_dynamo_compiling() else built.plan
+        if plan is None:
+            return self._call(call, built, None)
+        layout = layout_of(self._kind, call)
+        known = plan.calls.get(layout)
+        if known is not None:
+            result = known.again(self._impl, call, built.common.slot_mapping)
+            if result is not None:
+                return result
+        return self._call(call, built, layout)
+
+    @torch.no_grad()
+    def _call(self, call: AttentionCall, built: AttentionMetadata, layout: object) -> torch.Tensor:
+        """With all checks; kept under `layout` where it can be made again."""
+        spec, given, key, value, out = self.spec, call.query, call.key, call.value, call.out
+        call = call._replace(
+            query=split_heads(given, spec.num_heads, spec.head_dim),
+            key=None if key is None else split_heads(key, spec.kv_heads, spec.head_dim),
+            value=None if value is None else split_heads(value, spec.kv_heads, spec.value_dim),
+            out=None if out is None else split_heads(out, spec.num_heads, spec.value_dim),
+        )
+        level = env.check_level()
+        if level:
+            check_call(spec, call, built.common)
+        if level == 2:
+            check_contents(spec, call, built.common)
+        if layout is not None and level < 2:
+            result = run_and_keep(self._impl, call, built, given, layout)
+        else:
+            if call.kv_cache is not None and call.key is not None:
+                slots = built.common.slot_mapping
+                self._impl.write_kv(call.key, call.value, call.kv_cache, slots, call.k_scale, call.v_scale)
+            result = self._impl.forward(call, built)
+        return result.flatten(1) if given.dim() == 2 else result
 
     def _metadata(self, metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata) -> AttentionMetadata:
         if isinstance(metadata, StepMetadata):
@@ -289,10 +275,3 @@ def _values(
     if given is None or isinstance(given, torch.Tensor):
         return given
     return torch.tensor(given, dtype=dtype or torch.get_default_dtype(), device=device)
-
-
-def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """[T, H * D] as [T, H, D]; three dimensions stay as they are."""
-    if tensor.dim() == 2 and tensor.shape[1] == heads * dim:
-        return tensor.unflatten(1, (heads, dim))
-    return tensor

@@ -10,10 +10,12 @@ from .. import env
 from ..backends.hybrid import make_builder, make_impl
 from ..backends.selector import Request, current_request, select_backend
 from ..cache.specs import stored_name
+from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
 from ..spec import AttentionSpec, AttentionType, Scale
 from ..spec.scales import require_fp8, scale_kind
+from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
 from .validation import check_call, check_kinds
 
@@ -55,11 +57,12 @@ def paged_attention(
         InvalidInputError: neither cache nor keys, or wrong shapes. UnsupportedError: no backend serves this.
     """
     check_kinds(kv_cache, common)
-    keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
-    if keys is None or values is None:
-        raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
     if query.dim() != 3:
         raise InvalidInputError("query", "[T, Hq, D]", list(query.shape))
+    lse = torch.empty(query.shape[:2], dtype=lse_dtype(query.dtype), device=query.device) if return_lse else None
+    scales = (None, None) if kv_cache is None else (k_scale, v_scale)  # keys that come with the call are not quantised
+    call = AttentionCall(query, kv_cache, key, value, None, lse, sinks, alibi_slopes, *scales)
+    keys, values = call.keys_and_values
     gpu = query.device.type == "cuda"
     spec = AttentionSpec(
         num_heads=query.shape[1],
@@ -84,16 +87,14 @@ def paged_attention(
         deterministic=deterministic,
     )
     if env.check_level():
-        check_call(spec, query, key, value, kv_cache, common)
-    if kv_cache is None:  # keys that come with the call are not quantised
-        k_scale = v_scale = None
-    elif spec.kv_scale != "none":
+        check_bounds(common)
+        check_call(spec, call, common)
+    if spec.kv_scale != "none":
         require_fp8(spec.kv_cache_dtype)
     impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())
     if kv_cache is not None and key is not None:
-        impl.write_kv(key, value, kv_cache, common.slot_mapping, k_scale, v_scale)
-    given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
-    return impl.forward(query, key, value, kv_cache, builder.build(common), **given, return_lse=return_lse)
+        impl.write_kv(key, value, kv_cache, common.slot_mapping, *scales)
+    return impl.forward(call, builder.build(common)), lse
 
 
 @lru_cache(maxsize=256)

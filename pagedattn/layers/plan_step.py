@@ -6,9 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
+from .. import env
 from ..backends.base import AttentionMetadata, AttentionMetadataBuilder
 from ..errors import InvalidInputError
 from ..spec import AttentionSpec
+from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
 
 Key = tuple[int, AttentionSpec, str]  # KV group, spec, name of the backend
@@ -86,5 +90,7 @@ def plan_step(
         if layer.kv_group not in by_group:
             raise InvalidInputError("commons", f"an entry for KV group {layer.kv_group}", sorted(by_group))
         old = into.by_key.get(key) if into is not None else None
+        if old is None and env.check_level() and not torch.compiler.is_compiling():
+            check_bounds(by_group[layer.kv_group])
         out[key] = layer.builder.build(by_group[layer.kv_group], old, capture)
     return StepMetadata(out)

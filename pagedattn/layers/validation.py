@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from ..cache.specs import stored_dtype
+from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
-    check_bounds,
     check_lengths_fit_table,
     check_lengths_within_bounds,
     check_shared_length,
@@ -19,30 +17,12 @@ from ..step.bounds import (
 from ..step.metadata import CommonAttentionMetadata
 
 
-class _Built(Protocol):
-    checked: CommonAttentionMetadata | None
-
-
-def check_call(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    kv_cache: LayerCache | None,
-    common: CommonAttentionMetadata,
-    built: _Built | None = None,
-) -> None:
-    """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device.
-
-    Args:
-        built: what a backend made of `common`, whose bounds are looked at once then.
-    """
+def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttentionMetadata) -> None:
+    """Level 1: ranks, shapes, dtypes, devices and strides; nothing that waits for the device. The bounds of `common`
+    are checked when metadata are built."""
+    query, key, value, kv_cache = call.query, call.key, call.value, call.kv_cache
     device = common.query_start_loc.device
     check_cache(kv_cache)
-    if not torch.compiler.is_compiling() and getattr(built, "checked", None) is not common:
-        check_bounds(common)
-        if built is not None:
-            built.checked = common
     _tensor("query", query, spec.num_heads, spec.head_dim, spec.dtype, device)
     if len(query) < common.num_tokens:
         raise InvalidInputError("query", f"at least {common.num_tokens} rows, as the metadata says", len(query))
@@ -92,21 +72,16 @@ def check_kinds(kv_cache: object, common: object) -> None:
         raise InvalidInputError("common", "a CommonAttentionMetadata", type(common).__name__, remedy)
 
 
-def check_contents(
-    spec: AttentionSpec,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    kv_cache: LayerCache | None,
-    common: CommonAttentionMetadata,
-) -> None:
+def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAttentionMetadata) -> None:
     """Level 2: every live table entry, slot and length; waits for the device."""
+    kv_cache = call.kv_cache
     lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
     query_lens = starts.diff()
     if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
         raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
     check_lengths_within_bounds(common, starts, lens)
     if kv_cache is None:
-        _packed(key, value, lens)
+        _packed(call.key, call.value, lens)
         return
     if (spec.causal or spec.attn_type is AttentionType.DECODER) and bool((query_lens > lens).any()):
         raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())

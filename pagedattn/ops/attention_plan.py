@@ -6,8 +6,8 @@ function, from its tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -52,6 +52,8 @@ class LaunchPlan:
     portable_because: why sequences of many tokens go to the portable prefill kernel; "" where they do not.
     workspace: int32, counters and partial results, None where no launch splits keys.
     tile_schedule: int32, of the Hopper prefill kernel; counters in it come back to zero.
+    executed: how often calls were made by it, by which a caller sees that its own was.
+    calls: what a layer keeps of a call, to make it again for other layers (`pagedattn.layers.replay`).
     """
 
     shape: AttentionShape
@@ -59,19 +61,17 @@ class LaunchPlan:
     launches: tuple[KernelLaunch, ...]
     portable_because: str
     max_prefix_len: int = 0  # of a shared prefix that decodes attend to once
+    workspace_size: int = 0  # int32 elements that the launches need
     workspace: torch.Tensor | None = None
     tile_schedule: torch.Tensor | None = None
     cascade: cascade.CascadeMetadata | None = None
+    executed: int = 0
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def workspace_size(self) -> int:
-        """int32 elements that the launches need, 0 where they need none."""
-        sizes = [0]
-        for _, config, prefix in self.launches:
-            sizes += [one.workspace for one in (config, prefix) if isinstance(one, DecodeConfig)]
-            if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, self._scheduled()):
-                sizes.append(config.workspace)
-        return max(sizes)
+    def num_launches(self) -> int:
+        """Of kernels, by each call."""
+        return sum(1 if launch.prefix is None else 2 for launch in self.launches)
 
     @property
     def shared_prefix(self) -> tuple[torch.Tensor | None, int]:
@@ -121,11 +121,6 @@ class LaunchPlan:
         shared = f"shared prefix of {self.cascade.length} keys attended once ({_tiles(prefix)})"
         return f"{text} ({_tiles(config)}), {shared}"
 
-    def _scheduled(self) -> BatchBounds:
-        """Bounds of the sequences that the Hopper prefill kernel serves."""
-        span = next(launch.span for launch in self.launches if launch.span.kernel == "prefill_sm90")
-        return self.bounds.part(*span[1:])
-
 
 def plan_attention(
     shape: AttentionShape,
@@ -146,15 +141,18 @@ def plan_attention(
         not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape.
     """
     target = target_of(device)
-    because = sm90.why_not(shape, sm90.why_not_here(device)) or not_sm90
+    only_decodes = bounds.max_query_len <= 1 and shape.paged and not shape.deterministic
+    because = "" if only_decodes else sm90.why_not(shape, sm90.why_not_here(device)) or not_sm90
     params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
-    prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len)
-    spans = plan_spans(shape, bounds, params, bool(because), fuse=not prefix)
-    launches = []
-    for span in (span for span in spans if span.max_query_len and span.last > span.first):
-        shared = prefix if span.kernel == "decode" else 0
-        launches.append(_launch(span, shape, bounds.part(*span[1:]), target, params, bool(because), shared))
-    return LaunchPlan(shape, bounds, tuple(launches), because, prefix)
+    prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
+    launches, size = [], 0
+    for span in plan_spans(shape, bounds, params, bool(because), fuse=not prefix):
+        if span.max_query_len and span.last > span.first:
+            part = bounds.part(*span[1:])
+            launch = _launch(span, shape, part, target, params, prefix if span.kernel == "decode" else 0)
+            size = max(size, _workspace_size(launch, part))
+            launches.append(launch)
+    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size)
 
 
 def plan_spans(
@@ -167,6 +165,8 @@ def plan_spans(
         fuse: whether one launch may serve decodes and prompts; decodes with a shared prefix have one of their own.
     """
     count, decodes, longest = bounds.num_seqs, bounds.num_decodes, bounds.max_query_len
+    if longest <= 1 and shape.paged and not shape.deterministic:
+        return [Span("decode", 0, count, longest)]
     prefill = "prefill" if portable else "prefill_sm90"
     everything = Span(prefill, 0, count, longest)
     if shape.deterministic or not shape.paged:
@@ -283,7 +283,7 @@ def _shared_prefix(
     distances differ from row to row."""
     longest = decode_query_len(bounds.max_query_len)
     count = bounds.num_seqs if bounds.max_query_len <= DECODE_TOKENS else bounds.num_decodes
-    if not prefix_len or not count or not longest or shape.block_size is None or not shape.paged:
+    if not count or not longest or shape.block_size is None or not shape.paged:
         return 0
     if shape.window or shape.alibi or shape.deterministic:
         return 0
@@ -309,7 +309,6 @@ def _launch(
     bounds: BatchBounds,
     target: Target,
     params: sm90.TileSchedulerParams,
-    portable: bool,
     prefix_len: int,
 ) -> KernelLaunch:
     """The configuration of a span's launch; what is too large for the decode kernel goes to the portable one."""
@@ -323,6 +322,15 @@ def _launch(
     heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
     config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target)
     return KernelLaunch(span._replace(kernel="prefill"), config)
+
+
+def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
+    config, prefix = launch.config, launch.prefix
+    if isinstance(config, DecodeConfig):
+        return config.workspace if prefix is None else max(config.workspace, prefix.workspace)
+    if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, bounds):
+        return config.workspace
+    return 0
 
 
 def _is_countable(config: DecodeConfig) -> bool:

@@ -43,7 +43,7 @@ def _run(caches: list[torch.Tensor], pairs: torch.Tensor, path: str) -> None:
     if not caches:
         return
     needs = "" if all(map(has_whole_blocks, caches)) else CONTIGUOUS
-    chosen = choose(path, device, "copy_blocks", needs, len(caches) * len(pairs))
+    chosen = choose(path, device, "copy_blocks", needs)
     overlap = marked(pairs[:, 1], len(caches[0]))[pairs[:, 0]]  # of each pair, whether its source is a target too
     if chosen == "torch":
         sources, targets = pairs.to(device, non_blocking=True).unbind(1)

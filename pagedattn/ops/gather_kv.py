@@ -64,7 +64,7 @@ def _run(
     shape, kind = (num_tokens, *cache.shape[2:]), {"dtype": cache.dtype, "device": cache.device}
     if num_tokens == 0 or block_table.numel() == 0 or cache.numel() == 0:
         return torch.zeros(shape, **kind)
-    chosen = choose(path, cache.device, "gather_kv", rows=num_tokens)
+    chosen = choose(path, cache.device, "gather_kv")
     lens, first = cu_lens.contiguous(), None if starts is None else starts.contiguous()
     if chosen == "csrc":
         out = torch.empty(shape, **kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,10 +11,6 @@ from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
 from .attention_plan import LaunchPlan, plan_call
-from .attention_replay import AttentionReplay, attention_replay
-
-if TYPE_CHECKING:
-    from ..runtime.launcher import Launch
 
 
 def paged_attention(
@@ -43,7 +39,6 @@ def paged_attention(
     shared_prefix_len: int = 0,
     plan: LaunchPlan | None = None,
     path: str = "auto",
-    replays: list[AttentionReplay] | None = None,
 ) -> torch.Tensor:
     """Attention of B sequences' new tokens over their keys. Source: FlashAttention 2 and PagedAttention (SOSP 2023).
 
@@ -66,7 +61,6 @@ def paged_attention(
             is ignored).
         plan: of `plan_attention` for this step, which says what is shared too; calls that use one must not run at the
             same time. None, or one that does not fit these tensors: made for this call.
-        replays: is given how to make this call again for tensors of the same layout, where that can be.
 
     Returns:
         [T, Hq, Dv]; rows past query_start_loc[B] are unspecified.
@@ -86,29 +80,24 @@ def paged_attention(
     if mask_mod is None:
         shared, prefix_len = (None, shared_prefix_len) if plan is None else plan.shared_prefix
         rest = (None, None) if plan is None else (plan.workspace, plan.tile_schedule)
-        made = _op(*inputs, *rest, shared, prefix_len, path, plan=plan)
-        if replays is not None:
-            replays += attention_replay(made, inputs, scale)
+        _op(*inputs, *rest, shared, prefix_len, path, plan=plan)
     elif len(query) and len(seq_lens):
         attention.attend(inputs, mask_mod)
     return out
 
 
-def _run(*args: Any, plan: LaunchPlan | None = None) -> list[Launch | None]:
-    """What was launched, as far as it can be launched again."""
-    inputs, (*given, path) = AttentionInputs(*args[:-5]), args[-5:]
+def _run(*args: Any, plan: LaunchPlan | None = None) -> None:
+    inputs, (workspace, tile_schedule, *shared, path) = AttentionInputs(*args[:-5]), args[-5:]
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
-        return []
+        return
     if choose(path, inputs.query.device) != "triton":
         attention.attend(inputs)
-        return []
+        return
     _check_extent(inputs)
-    if plan is not None and plan.serves(inputs):
-        return execute(plan, inputs)
-    workspace, tile_schedule, *shared = given
-    # A schedule is for one mask and block size; how much is shared, only the device may know.
-    execute(plan_call(inputs, workspace, tile_schedule if plan is None else None, *shared), inputs)
-    return []
+    if plan is None or not plan.serves(inputs):
+        # A schedule is for one mask and block size; how much is shared, only the device may know.
+        plan = plan_call(inputs, workspace, tile_schedule if plan is None else None, *shared)
+    execute(plan, inputs)
 
 
 def _check_extent(inputs: AttentionInputs) -> None:
@@ -118,27 +107,25 @@ def _check_extent(inputs: AttentionInputs) -> None:
         expect(extent < 2**31, name, f"a cache whose blocks reach over {most}; use path='torch'", cache)
 
 
-def execute(plan: LaunchPlan, inputs: AttentionInputs) -> list[Launch | None]:
+def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     """Make a plan's launches for a call that it serves."""
+    plan.executed += 1
     packed = inputs.block_table is None
     key_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0)) if packed else None
-    made: list[Launch | None] = []
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
         family = load(f"kernels.{kernel}.kernel")
         if kernel == "prefill":
-            made.append(family.launch(config, part, key_starts))
+            family.launch(config, part, key_starts)
         elif kernel == "prefill_sm90":
-            made.append(family.launch(part, plan.tile_schedule, plan.workspace))
+            family.launch(part, plan.tile_schedule, plan.workspace)
         elif prefix is None or plan.cascade is None:
-            made.append(family.launch(config, part, plan.workspace))
+            family.launch(config, part, plan.workspace)
         else:
             shared, own = plan.cascade.divide(part)
-            launch = family.launch(prefix, shared, plan.workspace)
-            made.append(launch and cascade.without_layer_outputs(launch))
-            made.append(family.launch(config, own, plan.workspace, (shared.out, shared.lse)))
-    return made
+            family.launch(prefix, shared, plan.workspace, fixed=cascade.FIXED)
+            family.launch(config, own, plan.workspace, (shared.out, shared.lse))
 
 
 def _fake(*args: object) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.fp8 import FP8
-from ..runtime.op_registry import choose, csrc_op, expect, has_triton, load, order_of, refuse, register
-from .write_replay import SCALES, WriteReplay, call_again, launch_again
+from ..formats.fp8 import FP8, is_scale
+from ..runtime.op_registry import choose, csrc_op, expect, load, refuse, register
 
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -22,7 +21,6 @@ def reshape_and_cache(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     path: str = "auto",
-    replays: list[WriteReplay] | None = None,
 ) -> None:
     """Write row t of `key` and `value` to slot `slot_mapping[t]`; slots outside the cache are skipped.
 
@@ -35,13 +33,12 @@ def reshape_and_cache(
         key_cache: [P, S, Hkv, D], any strides but a contiguous last dimension. value_cache: [P, S, Hkv, Dv].
         slot_mapping: [n] int64, n <= T'.
         k_scale, v_scale: of fp8 caches: None for 1, a positive float, or float32 [1] or [Hkv] on the cache's device.
-        replays: is given how to make this write again for tensors of the same layout, where that can be.
 
     Raises:
         InvalidInputError: shapes, dtypes, strides or scales that do not fit each other.
     """
     if key.dtype == torch.float64 and key_cache.dtype in FP8:  # fp8 keeps none of the digits that float32 lacks
-        key, value, replays = key.float(), None if value is None else value.float(), None
+        key, value = key.float(), None if value is None else value.float()
     _check(key, key_cache, slot_mapping, "key")
     if (value is None) != (value_cache is None):
         raise InvalidInputError("value", "given exactly where there is a value_cache", "one of them only")
@@ -51,20 +48,7 @@ def reshape_and_cache(
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
     k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
-    if replays is not None and path == "auto" and _launches_again(key.device, len(slot_mapping)):
-        tensors = (key, value, key_cache, value_cache, slot_mapping)
-        if not any(x.data_ptr() & 15 for x in tensors if x is not None):
-            path = "triton"
-    done = _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
-    if replays is not None and done is not None:
-        replays.append(done)
-
-
-def _launches_again(device: torch.device, tokens: int) -> bool:
-    """Whether repeating a launch of Triton's kernel is possible, of aligned tensors, and better than the op."""
-    if device.type != "cuda" or order_of("reshape_and_cache, repeated", device.type, tokens)[0] != "triton":
-        return False
-    return has_triton() and load("runtime.launcher").KNOWN
+    _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
 
 
 def _check(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -94,7 +78,7 @@ def _scale(
     if rows is None or cache is None or rows.dtype == cache.dtype:
         raise InvalidInputError(name, "None where nothing is converted to fp8", scale, "copies have no scale")
     if not isinstance(scale, torch.Tensor):
-        if not SCALES[0] < scale < SCALES[1]:
+        if not is_scale(scale):
             raise InvalidInputError(name, "a positive finite number as a float32", scale)
         return None, float(scale)
     heads = cache.shape[2]
@@ -114,35 +98,23 @@ def _run(
     k_scale_value: float,
     v_scale_value: float,
     path: str,
-) -> WriteReplay | None:
-    """How to do this again for tensors of the same layout."""
+) -> None:
     if slot_mapping.numel() == 0:
-        return None
-    same = slot_mapping.is_contiguous()
+        return
     if value_cache is not None and value_cache.numel() == 0:
         value = value_cache = None
-        same = False
     if key_cache.numel() == 0:
         if value is not None and value_cache is not None:
             _run(value, None, value_cache, None, slot_mapping, v_scale, None, v_scale_value, 1.0, path)
-        return None
-    chosen = choose(path, key.device, "reshape_and_cache", rows=len(slot_mapping))
-    slots = slot_mapping.contiguous()
-    scales = k_scale, v_scale, k_scale_value, v_scale_value
-    if chosen == "csrc":
-        op = csrc_op("reshape_and_cache")
-        op(key, value, key_cache, value_cache, slots, *scales)
-        again = call_again(op, key.shape[1], key.shape[2], 0 if value is None else value.shape[2])
-    elif chosen == "triton":
-        again = launch_again(
-            load("kernels.cache_write.kernel").launch(key, value, key_cache, value_cache, slots, *scales)
-        )
-    else:
-        again = None
+        return
+    chosen, slots = choose(path, key.device, "reshape_and_cache"), slot_mapping.contiguous()
+    if chosen == "torch":
         _torch(key, key_cache, slots, k_scale, k_scale_value)
         if value is not None and value_cache is not None:
             _torch(value, value_cache, slots, v_scale, v_scale_value)
-    return again if same else None
+        return
+    write = csrc_op("reshape_and_cache") if chosen == "csrc" else load("kernels.cache_write.kernel").launch
+    write(key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value)
 
 
 def _torch(

@@ -98,7 +98,7 @@ def _run(
     if slot_mapping.numel() == 0 or value_cache.numel() == 0:
         return
     slots = slot_mapping.contiguous()
-    if choose(path, key.device, "reshape_and_cache_classic", rows=len(slots)) == "csrc":
+    if choose(path, key.device, "reshape_and_cache_classic") == "csrc":
         csrc_op("reshape_and_cache_classic")(key, value, key_cache, value_cache, slots)
         return
     if key.dtype.itemsize == 1:  # as bytes: not every torch indexes fp8

@@ -79,7 +79,7 @@ def _run(
         slots.fill_(-1)
         return
     args = (tables, sizes, query_start_loc, seq_lens, slots, rows, world, rank, interleave)
-    if choose(path, slots.device, "compute_slot_mapping", rows=slots.shape[1]) == "triton":
+    if choose(path, slots.device, "compute_slot_mapping") == "triton":
         load("kernels.slot_mapping.kernel").launch(*args)
     else:
         _torch(*args)

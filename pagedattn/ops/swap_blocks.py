@@ -51,7 +51,7 @@ def swap_blocks(
 
 def _run(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor, path: str) -> None:
     device = source.device if source.is_cuda else target.device
-    chosen = choose(path, device, "swap_blocks", _needs(source, target), len(pairs))
+    chosen = choose(path, device, "swap_blocks", _needs(source, target))
     if chosen == "triton" and not _reachable(source, target):
         chosen = choose("torch" if path == "auto" else path, device, "swap_blocks", "pinned host memory")
     if chosen == "csrc":

@@ -6,7 +6,9 @@ with other tensors of the same layout by `Replay`, which looks nothing up at all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ if interpreted():
     from . import interpreter as _interpreter  # noqa: F401 - it mends on import
 
 _MOST_KERNELS = 4096
+_recordings = local()  # of each thread: the list that launches are added to while `recording`
 _LONG = 1 << 31  # from here on an integer is an int64 to Triton
 _runtime = knobs.runtime
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # without the latter's 0.2 us
@@ -50,6 +53,17 @@ class Launch(NamedTuple):
         return bool(tensors) and not any(self.values[at] & 15 for at in tensors)
 
 
+@contextmanager
+def recording() -> Iterator[list[Launch | None]]:
+    """Every launch by a `Launcher` of this thread meanwhile; None for one that cannot be made again."""
+    before, launches = getattr(_recordings, "launches", None), []
+    _recordings.launches = launches
+    try:
+        yield launches
+    finally:
+        _recordings.launches = before
+
+
 class Launcher:
     """A Triton kernel, and what it was compiled to for every kind of launch so far.
 
@@ -72,7 +86,12 @@ class Launcher:
         self._entries: dict[tuple[Any, ...], Entry] = {}
 
     def __call__(
-        self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], **options: Any
+        self,
+        grid: Sequence[int],
+        args: Sequence[Any],
+        constants: dict[str, Any],
+        fixed: Sequence[str] = (),
+        **options: Any,
     ) -> Launch | None:
         """Launch on the current device, which must be that of the tensors, and its current stream.
 
@@ -80,10 +99,22 @@ class Launcher:
             args: the kernel's parameters before the constants: tensors or tensor descriptors (the first of all is one),
                 numbers and None.
             constants: the tl.constexpr parameters, always in one order.
+            fixed: names of varying parameters that are not to vary when this launch is made again.
 
         Returns:
             How to do so again with other varying arguments, or None where that cannot be.
         """
+        launch = self._launch(grid, args, constants, options)
+        if launch is not None and fixed:
+            launch = launch._replace(varying=[one for one in launch.varying if self._names[one[0]] not in fixed])
+        launches = getattr(_recordings, "launches", None)
+        if launches is not None:
+            launches.append(launch)
+        return launch
+
+    def _launch(
+        self, grid: Sequence[int], args: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+    ) -> Launch | None:
         if not self._direct or hooked() or self._kernel.pre_run_hooks:
             self._dispatch(grid, args, constants, options)
             return None

@@ -28,10 +28,6 @@ _PATHS_OF = {
     "decode_attention": ("csrc", "torch"),
 }
 _WITHOUT_CSRC = ("triton", "torch")
-# By op and type of device: calls of at most so many rows (tokens, or blocks that are copied) take this path first.
-# "repeated" is a write that a step's other layers launch again: a layer's call takes the host 22 us by Triton's kernel
-# and 37 by the extension's op (bench/results/h200/host_cost.json). Of more tokens the device takes longer than that.
-_FIRST_UP_TO = {("reshape_and_cache, repeated", "cuda"): (1024, "triton")}
 _REVISION = 2  # as in csrc/registration.cpp
 _EXTENSION = Path(__file__).parent.parent / "_csrc.so"
 _BUILD = (
@@ -93,18 +89,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def order_of(op: str, device_type: str, rows: int | None = None) -> tuple[str, ...]:
-    """The paths of `op` in order of preference, for a call of so many rows (None: of many)."""
-    paths = _PATHS_OF.get(op.partition(",")[0], _WITHOUT_CSRC)
-    most, first = _FIRST_UP_TO.get((op, device_type), (0, ""))
-    return (first, *(path for path in paths if path != first)) if rows is not None and rows <= most else paths
-
-
-def choose(path: str, device: torch.device, op: str = "", needs: str = "", rows: int | None = None) -> str:
+def choose(path: str, device: torch.device, op: str = "", needs: str = "") -> str:
     """The path that a call of `op` on `device` takes: `path`, or where that is auto, the op's first that can serve.
 
     Args:
-        rows: of the call, as of `order_of`.
         needs: what the compiled paths want of this call's tensors, where these are otherwise; torch serves any.
 
     Raises:
@@ -119,25 +107,24 @@ def choose(path: str, device: torch.device, op: str = "", needs: str = "", rows:
         if reason:
             raise UnsupportedError(f"path={path!r}{f' of {op}' if op else ''}: {reason}")
         return path
-    for one in order_of(op, device.type, rows):
+    for one in paths:
         # The interpreter is for tests: slow, and wrong for some dtypes.
         if not (one == "triton" and device.type != "cuda") and not _refusal(one, device, paths, needs):
             return one
     return "torch"
 
 
-def path_of(op: str, device: torch.device | str, rows: int | None = None) -> str:
-    """The path that `op` (`reshape_and_cache`) takes on `device` when a call of so many rows names none.
+def path_of(op: str, device: torch.device | str) -> str:
+    """The path that `op` (`reshape_and_cache`) takes on `device` when a call names none.
 
-    Rows are tokens, or blocks that are copied; None is a large call. A call whose tensors the compiled paths do not
-    take goes to torch; each op says which these are.
+    A call whose tensors the compiled paths do not take goes to torch; each op says which these are.
 
     Raises:
         InvalidInputError: an unknown op.
     """
     if not hasattr(torch.ops.pagedattn, op):
         raise InvalidInputError("op", "the name of an op", repr(op))
-    return choose("auto", torch.device(device), op, rows=rows)
+    return choose("auto", torch.device(device), op)
 
 
 def _refusal(path: str, device: torch.device, paths: tuple[str, ...], needs: str) -> str:

@@ -17,10 +17,10 @@ def check_bounds(common: CommonAttentionMetadata) -> None:
     for name, tensor, rows in (("query_start_loc_cpu", starts, count + 1), ("seq_lens_cpu", lens, count)):
         if tensor is not None and tensor.shape != (rows,):
             raise InvalidInputError(name, f"[{rows}] for {count} sequences, or None", list(tensor.shape))
-    if len(common.seq_lens) < count:
+    if common.seq_lens.shape[0] < count:
         raise InvalidInputError("num_seqs", f"at most {len(common.seq_lens)}, the length of seq_lens", count)
-    if starts is not None and int(starts[-1]) > common.num_tokens:
-        raise InvalidInputError("num_tokens", f"at least {int(starts[-1])}, where the queries end", common.num_tokens)
+    if starts is not None and (end := starts.numpy()[-1]) > common.num_tokens:
+        raise InvalidInputError("num_tokens", f"at least {end}, where the queries end", common.num_tokens)
     check_lengths_within_bounds(common, starts, lens)
 
 
@@ -28,9 +28,9 @@ def check_lengths_within_bounds(
     common: CommonAttentionMetadata, starts: torch.Tensor | None, seq_lens: torch.Tensor | None
 ) -> None:
     """Starts [B + 1] and lengths [B] on the host, None where unknown, are as the metadata's integers say."""
-    if seq_lens is not None and len(seq_lens):
+    if seq_lens is not None and seq_lens.shape[0]:
         _at_most("max_seq_len", common.max_seq_len, int(seq_lens.numpy().max()))
-    if starts is None or len(starts) == 1:
+    if starts is None or starts.shape[0] == 1:
         return
     first, decodes = starts.numpy(), common.num_decodes  # whose operations cost a third of torch's
     query_lens = first[1:] - first[:-1]

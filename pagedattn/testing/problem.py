@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..backends.base import AttentionBackend
+from ..call import AttentionCall, lse_dtype
 from ..formats.base import LayerCache
 from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
@@ -51,21 +52,12 @@ class Problem:
         metadata = backend.builder(self.spec, self.query.device).build(self.common)
         if self.cache is not None and self.key is not None and self.case.write:
             impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, *scales)
-        keys, values = (None, None) if self.cache is not None else (self.key, self.value)
-        out = torch.full((*self.query.shape[:2], self.spec.value_dim), torch.nan, dtype=self.case.dtype)
-        return impl.forward(
-            self.query,
-            keys,
-            values,
-            self.cache,
-            metadata,
-            out.to(self.query.device),
-            sinks=self.sinks,
-            alibi_slopes=self.alibi_slopes,
-            return_lse=self.case.lse,
-            k_scale=scales[0],
-            v_scale=scales[1],
-        )
+        device, shape = self.query.device, self.query.shape[:2]
+        out = torch.full((*shape, self.spec.value_dim), torch.nan, dtype=self.case.dtype).to(device)
+        lse = torch.full(shape, torch.nan, dtype=lse_dtype(self.case.dtype)).to(device) if self.case.lse else None
+        extras = (self.sinks, self.alibi_slopes, *scales)
+        call = AttentionCall(self.query, self.cache, self.key, self.value, out, lse, *extras)
+        return impl.forward(call, metadata), lse
 
 
 def make_problem(

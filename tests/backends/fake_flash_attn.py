@@ -1,4 +1,4 @@
-"""Stand-ins for FlashAttention 2, 3 and 4: their signatures and conventions, computed by definition on any device."""
+"""Stand-ins for FlashAttention 2 and 3: their signatures and conventions, computed by definition on any device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedattn.testing import attention_oracle
 CALLS: list[dict[str, object]] = []
 
 
-def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None, sinks=None):
+def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None):
     """Packed q [T, Hq, D]; k, v are lists of [n, Hkv, D]. Returns out and lse [Hq, T], +inf for rows without keys."""
     assert q.dtype in (torch.float16, torch.bfloat16) and all(x.dtype == q.dtype for x in (*k, *v))
     left, right = (None if side is None or side < 0 else side for side in window)
@@ -21,7 +21,7 @@ def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None
     assert left is None or causal or left == right, "the oracle knows symmetric windows only"
     outs, lses = [q.new_empty(0, *q.shape[1:])], [torch.empty(0, q.shape[1])]
     for rows, n, keys, values in zip(q[: sum(lens_q)].split(lens_q), lens_k, k, v, strict=True):
-        options = {"alibi_slopes": slopes, "sinks": sinks, "softcap": softcap or None, "scale": scale, "causal": causal}
+        options = {"alibi_slopes": slopes, "softcap": softcap or None, "scale": scale, "causal": causal}
         window_size = None if left is None else left + 1
         out, lse = attention_oracle(rows, keys[:n], values[:n], sliding_window=window_size, **options)
         outs.append(out.to(q.dtype))
@@ -141,28 +141,6 @@ def _fa3_schedule(
     return torch.cat((head.to(cache_seqlens.device), cache_seqlens))
 
 
-def _fa4_varlen(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
-    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-    score_mod=None, mask_mod=None, return_lse=False,
-):  # fmt: skip
-    assert cu_seqlens_q is not None and num_splits == 1 and (page_table is None) == (cu_seqlens_k is not None)
-    assert all(side is None or side >= 0 for side in window_size)
-    CALLS.append({"call": "fa4", "window": window_size})
-    if page_table is None:
-        lens_k, keys = _packed(k, cu_seqlens_k)
-        values = _packed(v, cu_seqlens_k)[1]
-    else:
-        assert seqused_k is not None
-        lens_k = seqused_k.tolist()
-        keys, values = (_pages(x, page_table, seqused_k) for x in (k, v))
-    args = (softmax_scale, causal, window_size, softcap, None, learnable_sink)
-    out, lse = _attend(q, keys, values, cu_seqlens_q.diff().tolist(), lens_k, *args)
-    out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
-    return out, torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1])) if return_lse else None
-
-
 def _module(name: str, **names: object) -> ModuleType:
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
@@ -183,10 +161,5 @@ MODULES = {
             flash_attn_varlen_func=_fa3_varlen,
             get_scheduler_metadata=_fa3_schedule,
         )
-    },
-    4: {
-        "flash_attn": _module("flash_attn"),
-        "flash_attn.cute": _module("flash_attn.cute"),
-        "flash_attn.cute.interface": _module("flash_attn.cute.interface", flash_attn_varlen_func=_fa4_varlen),
     },
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pagedattn.backends.flashinfer.backend as adapter
+from pagedattn import AttentionCall
 from pagedattn.backends.flashinfer import plan
 from pagedattn.spec import Capabilities
 from pagedattn.testing.case import Case
@@ -57,8 +58,9 @@ def attend(problem: Problem, metadata: Any, query: torch.Tensor | None = None) -
     """The output, after output and LSE were compared with the oracle's."""
     rows, query = len(problem.expected), problem.query if query is None else query
     packed = (problem.key, problem.value) if problem.cache is None else (None, None)
-    out, lse = OnCpu.impl(problem.spec).forward(query, *packed, problem.cache, metadata, return_lse=True)
-    assert lse is not None and out.shape[0] == lse.shape[0] == len(query)
+    lse = torch.full(query.shape[:2], torch.nan)
+    out = OnCpu.impl(problem.spec).forward(AttentionCall(query, problem.cache, *packed, lse=lse), metadata)
+    assert len(out) == len(query)
     assert_close("output", out[:rows], problem.expected, problem.naive)
     assert_lse_close("LSE", lse[:rows], problem.expected_lse, problem.case.dtype)
     return out

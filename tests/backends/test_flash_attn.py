@@ -11,7 +11,7 @@ import pytest
 import torch
 from backends.fake_flash_attn import CALLS, MODULES, fa3_of_2_8_0, fa3_of_2_8_3
 
-from pagedattn import AttentionSpec, CommonAttentionMetadata, select_backend
+from pagedattn import AttentionCall, AttentionSpec, CommonAttentionMetadata, select_backend
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.flash_attn import FlashAttnBackend
 from pagedattn.backends.flash_attn import versions as versions
@@ -73,8 +73,7 @@ def served(number: int) -> list[Case]:
         (2, "2.9.0", "flash-attn 2.9.0 is of a newer series than 2.8.3.post2, the newest tried"),
         (3, "3.0.0b1", ""),
         (3, "3.1.0", "flash-attn-3 3.1.0 is of a newer series"),
-        (4, "4.0.0b36", ""),
-        (4, "4.0.0b35", "flash-attn-4 4.0.0b35 is older than 4.0.0b36"),
+        (3, "3.0.0b0", "flash-attn-3 3.0.0b0 is older than 3.0.0b1"),
     ],
 )
 def test_releases_that_are_not_served_are_refused(
@@ -104,15 +103,24 @@ def test_a_release_that_is_refused_is_named_beside_one_that_serves(install: Inst
     assert not FlashAttnBackend.variant(spec(block_size=256))
 
 
-def test_the_cute_folder_of_flash_attn_2_is_not_flash_attention_4(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """flash-attn 2.8 brings `flash_attn.cute` too, whose `flash_attn_varlen_func` lacks most of what is passed."""
-    install(2, 4, releases={"flash-attn": "2.8.3.post2"})
-    assert "FA4" not in FlashAttnBackend.availability().version
-    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "4")
+def test_a_version_asked_for_that_is_not_there_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(2, releases={"flash-attn": "2.8.3.post2"})
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "3")
     (only,) = FlashAttnBackend.rejections(spec(block_size=256, clean_cache=True))
     assert only.feature == "availability" and "found FA2 2.8.3.post2" in str(only)
+    assert "PAGEDATTN_FLASH_ATTN" in only.hint
+    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "2")
+    assert FlashAttnBackend.rejections(spec(block_size=256, clean_cache=True)) == []
+
+
+def test_a_package_without_the_compiled_kernels_is_not_flash_attention_2(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other distributions bring a package `flash_attn` too."""
+    install()
+    monkeypatch.setitem(sys.modules, "flash_attn", MODULES[2]["flash_attn"])
+    (only,) = FlashAttnBackend.rejections(spec(block_size=256))
+    assert only.feature == "availability" and not FlashAttnBackend.availability().ok
 
 
 @pytest.mark.parametrize("older", [fa3_of_2_8_0, fa3_of_2_8_3])
@@ -131,7 +139,7 @@ def test_older_builds_of_flash_attention_3_serve_packed_keys(
         check(FlashAttnBackend, make_problem(case), "with LSE")
 
 
-@pytest.mark.parametrize(("number", "at_least"), [(2, 70), (3, 90), (4, 70)])
+@pytest.mark.parametrize(("number", "at_least"), [(2, 70), (3, 90)])
 def test_conforms(number: int, at_least: int, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(number)
     monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", str(number))
@@ -148,7 +156,7 @@ def spec(**changes: Any) -> AttentionSpec:
 
 
 def test_the_best_version_that_serves_is_named(install: Install) -> None:
-    install(2, 3, 4)
+    install(2, 3)
     clean = spec(clean_cache=True)
     assert FlashAttnBackend.variant(clean) == "FA3 via flash_attn_interface"
     assert "FLASH_ATTN (FA3 via flash_attn_interface)" in select_backend(clean, "FLASH_ATTN").describe()
@@ -166,15 +174,6 @@ def test_every_installed_version_says_why_not(install: Install) -> None:
     install()
     (only,) = FlashAttnBackend.rejections(spec())
     assert only.feature == "availability" and "pip install flash-attn" in only.hint
-
-
-def test_fa4_is_never_chosen_unasked(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(4)
-    (only,) = FlashAttnBackend.rejections(spec(clean_cache=True))
-    assert only.feature == "availability" and "PAGEDATTN_FLASH_ATTN" in only.hint
-    monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", "4")
-    assert FlashAttnBackend.rejections(spec(clean_cache=True, has_sinks=True)) == []
-    assert FlashAttnBackend.variant(spec(clean_cache=True)).startswith("FA4")
 
 
 def test_fa2_refuses_to_reread_the_cache_per_head(install: Install) -> None:
@@ -246,7 +245,7 @@ def test_a_version_is_settled_when_a_layer_is_built(install: Install, monkeypatc
     monkeypatch.delenv("PAGEDATTN_FLASH_ATTN")
     metadata = builder.build(problem.common)
     assert metadata.describe().startswith("FA2")
-    copy.deepcopy(impl).forward(problem.query, None, None, problem.cache, metadata)
+    copy.deepcopy(impl).forward(AttentionCall(problem.query, problem.cache), metadata)
     assert CALLS[-1]["call"] == "fa2 varlen"
 
 
@@ -256,12 +255,14 @@ def test_what_the_spec_did_not_announce_is_refused(install: Install, monkeypatch
     monkeypatch.setattr(versions.Capabilities, "rejections", lambda self, spec: [])
     impl = FlashAttnBackend.impl(problem.spec)
     metadata = FlashAttnBackend.builder(problem.spec, torch.device("cpu")).build(problem.common)
-    given: dict[str, Any] = {"sinks": torch.ones(4), "k_scale": 0.5, "q_scale": 1.0}
-    for name, value in given.items():
-        only: dict[str, Any] = {name: value}
-        with pytest.raises((InvalidInputError, UnsupportedError), match=name.removeprefix("k_")):
-            impl.forward(problem.query, None, None, problem.cache, metadata, **only)
+    call = AttentionCall(problem.query, problem.cache)
+    for name in ("sinks", "alibi_slopes"):
+        with pytest.raises(InvalidInputError, match=rf"^{name} must be None, as the spec announces none"):
+            impl.forward(call._replace(**{name: torch.ones(4)}), metadata)
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(UnsupportedError, match=r"^FLASH_ATTN reads no scaled caches; .*\(kv_scale\)"):
+            impl.forward(call._replace(**{name: 0.5}), metadata)
     with pytest.raises(InvalidInputError, match=r"^key and value must be given where there is no kv_cache"):
-        impl.forward(problem.query, None, None, None, metadata)
+        impl.forward(AttentionCall(problem.query), metadata)
     with pytest.raises(InvalidInputError, match=r"^metadata must be of FLASH_ATTN, got AttentionMetadata; build it"):
-        impl.forward(problem.query, None, None, problem.cache, AttentionMetadata(problem.common))
+        impl.forward(call, AttentionMetadata(problem.common))

@@ -14,7 +14,6 @@ from backends.peer_signatures import source_of
 from pagedattn.backends.flash_attn import versions as versions
 
 FA2, FA3 = MODULES[2]["flash_attn"], MODULES[3]["flash_attn_interface"]
-FA4 = MODULES[4]["flash_attn.cute.interface"]
 LENS_Q, LENS_K, PAGE, SCALE = (2, 5, 1, 4), (5, 2, 9, 0), 256, 0.3
 Window = tuple[int, int]
 
@@ -67,13 +66,7 @@ def fa3_paged(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return FA3.flash_attn_with_kvcache(q, keys, values, **given, **more, **options)[:2]
 
 
-def fa4_packed(q: Any, k: Any, v: Any, *, window_size: Window = (-1, -1), **options: Any) -> Any:
-    sides = tuple(None if side < 0 else side for side in window_size)
-    lens = {"cu_seqlens_q": starts(LENS_Q), "cu_seqlens_k": starts(LENS_K)}
-    return FA4.flash_attn_varlen_func(q, k, v, **lens, window_size=sides, return_lse=True, **options)
-
-
-CALLS: dict[str, Call] = {one.__name__: one for one in (fa2_packed, fa2_paged, fa3_packed, fa3_paged, fa4_packed)}
+CALLS: dict[str, Call] = {one.__name__: one for one in (fa2_packed, fa2_paged, fa3_packed, fa3_paged)}
 
 
 def bias(sq: int, sk: int, causal: bool, window: Window, slope: float) -> torch.Tensor:
@@ -89,7 +82,7 @@ def bias(sq: int, sk: int, causal: bool, window: Window, slope: float) -> torch.
     return out
 
 
-def expected(q: Any, k: Any, v: Any, causal: bool, window: Window, cap: float, slopes: Any, sinks: Any) -> Any:
+def expected(q: Any, k: Any, v: Any, causal: bool, window: Window, cap: float, slopes: Any) -> Any:
     """Head by head in float64; the heads of a group lie side by side."""
     group = q.shape[1] // k.shape[1]
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[1], len(q), dtype=torch.float64)
@@ -100,8 +93,7 @@ def expected(q: Any, k: Any, v: Any, causal: bool, window: Window, cap: float, s
             scores = SCALE * q[rows, head].double() @ k[keys, head // group].double().T
             scores = cap * torch.tanh(scores / cap) if cap else scores
             scores = scores + bias(sq, sk, causal, window, 0.0 if slopes is None else float(slopes[head]))
-            more = scores.new_full((sq, 1), -torch.inf if sinks is None else float(sinks[head]))
-            lse[head, rows] = torch.cat((scores, more), 1).logsumexp(1)
+            lse[head, rows] = scores.logsumexp(1)
             weights = (scores - lse[head, rows, None]).exp().nan_to_num(0.0)  # no key: -inf - -inf
             out[rows, head] = weights @ v[keys, head // group].double()
         first_q, first_k = first_q + sq, first_k + sk
@@ -116,16 +108,14 @@ def expected(q: Any, k: Any, v: Any, causal: bool, window: Window, cap: float, s
 def test_outputs_and_lse_are_as_documented(name: str, causal: bool, window: Window, cap: float) -> None:
     q, k, v = problem()
     slopes = torch.tensor([0.5, 0.1, 0.0, 1.0]) if name.startswith("fa2") and not cap else None
-    sinks = torch.tensor([0.5, -1.0, 0.0, 3.0]) if name.startswith("fa4") else None
     more = {} if slopes is None else {"alibi_slopes": slopes}
-    more = {"learnable_sink": sinks} if sinks is not None else more
     out, lse = CALLS[name](q, k, v, softmax_scale=SCALE, causal=causal, window_size=window, softcap=cap, **more)
-    want, want_lse = expected(q, k, v, causal, window, cap, slopes, sinks)
+    want, want_lse = expected(q, k, v, causal, window, cap, slopes)
     torch.testing.assert_close(out.double(), want, atol=1e-2, rtol=0)
     lse, empty = lse.double(), want_lse == -torch.inf
     assert bool(lse[empty].isinf().all()) and not out.transpose(0, 1)[empty].any()
     torch.testing.assert_close(lse[~empty], want_lse[~empty], atol=1e-5, rtol=1e-5)
-    assert bool(empty.any()) == (sinks is None)
+    assert bool(empty.any())
 
 
 def test_decodes_are_as_documented() -> None:
@@ -137,7 +127,7 @@ def test_decodes_are_as_documented() -> None:
     lens = torch.tensor(LENS_K).int()
     rows = q[last].unsqueeze(1)
     got = FA2.flash_attn_with_kvcache(rows, keys, values, cache_seqlens=lens, **options, return_softmax_lse=True)
-    out, lse = expected(q, k, v, True, (2, 0), 0.0, None, None)
+    out, lse = expected(q, k, v, True, (2, 0), 0.0, None)
     torch.testing.assert_close(got[0][:, 0].double(), out[last], atol=1e-2, rtol=0)
     torch.testing.assert_close(got[1][:3, :, 0].double(), lse.T[last][:3], atol=1e-5, rtol=1e-5)
     assert got[0].shape == (4, 1, 4, 16) and got[1].shape == (4, 4, 1)

@@ -10,7 +10,7 @@ import torch
 from flashinfer_on_cpu import CPU, ENDS, HALF, OnCpu, attend, builder_of, install, written
 
 import pagedattn.backends.flashinfer.backend as adapter
-from pagedattn import AttentionSpec, AttentionType
+from pagedattn import AttentionCall, AttentionSpec, AttentionType
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
@@ -163,15 +163,16 @@ def test_packed_keys_of_any_lengths(lens: tuple[tuple[int, ...], tuple[int, ...]
 def test_outputs_and_queries_that_kernels_cannot_touch_go_through_copies() -> None:
     problem, impl, builder = parts_of(Case(**HALF, padding_rows=2))
     metadata = builder.build(problem.common)
-    want, _ = impl.forward(problem.query, None, None, problem.cache, metadata)
+    want = impl.forward(AttentionCall(problem.query, problem.cache), metadata)
     misaligned = torch.empty(problem.query.numel() + 1, dtype=torch.float16)[1:].view(problem.query.shape)
     misaligned.copy_(problem.query)
     wide = torch.zeros(*problem.query.shape[:2], 2 * 64, dtype=torch.float16)
-    out, lse = impl.forward(misaligned, None, None, problem.cache, metadata, wide[..., :64])
-    assert out.data_ptr() == wide.data_ptr() and lse is None
+    strided = wide[..., :64]
+    out = impl.forward(AttentionCall(misaligned, problem.cache, out=strided), metadata)
+    assert out is strided
     assert torch.equal(out[:-2], want[:-2]) and not out[-2:].any() and not wide[..., 64:].any()
     kept = torch.full_like(problem.query, 7.0)
-    out, _ = impl.forward(problem.query, None, None, problem.cache, metadata, kept)
+    out = impl.forward(AttentionCall(problem.query, problem.cache, out=kept), metadata)
     assert out is kept and torch.equal(out[:-2], want[:-2]) and bool((out[-2:] == 7).all())
 
 
@@ -180,21 +181,21 @@ def test_what_the_kernels_would_ignore_or_misread_is_an_error() -> None:
     problem, impl, builder = parts_of(Case(**HALF))
     metadata, cache = builder.build(problem.common), problem.cache
     assert cache is not None
-    call = (problem.query, None, None, cache, metadata)
-    for name in ("sinks", "alibi_slopes", "q_scale"):
+    call = AttentionCall(problem.query, cache)
+    for name in ("sinks", "alibi_slopes"):
         with pytest.raises(UnsupportedError, match=name):
-            impl.forward(*call, **{name: torch.zeros(4)})
+            impl.forward(call._replace(**{name: torch.zeros(4)}), metadata)
     with pytest.raises(InvalidInputError, match="k_scale must be None"):
-        impl.forward(*call, k_scale=0.5)
+        impl.forward(call._replace(k_scale=0.5), metadata)
     apart = torch.empty_strided(cache.value.shape, [2 * s for s in cache.value.stride()[:3]] + [1], dtype=torch.float16)
     with pytest.raises(InvalidInputError, match="equal strides"):
-        impl.forward(problem.query, None, None, LayerCache(cache.key, apart), metadata)
+        impl.forward(call._replace(kv_cache=LayerCache(cache.key, apart)), metadata)
     with pytest.raises(InvalidInputError, match="at least 23 rows"):
-        impl.forward(problem.query[:20], None, None, cache, metadata)
+        impl.forward(call._replace(query=problem.query[:20]), metadata)
     with pytest.raises(InvalidInputError, match="key and value"):
-        impl.forward(problem.query, None, None, None, metadata)
+        impl.forward(AttentionCall(problem.query), metadata)
     with pytest.raises(InvalidInputError, match=r"^metadata must be of FLASHINFER, got AttentionMetadata; build it"):
-        impl.forward(problem.query, None, None, cache, AttentionMetadata(problem.common))
+        impl.forward(call, AttentionMetadata(problem.common))
 
 
 @pytest.mark.usefixtures("fake")
@@ -203,10 +204,11 @@ def test_fp8_scales_are_host_floats_and_not_too_small() -> None:
     check(OnCpu, make_problem(case), "fp8")
     problem = make_problem(case)
     impl, metadata = OnCpu.impl(problem.spec), OnCpu.builder(problem.spec, CPU).build(problem.common)
+    call = AttentionCall(problem.query, problem.cache)
     with pytest.raises(InvalidInputError, match="k_scale must be a host float"):
-        impl.forward(problem.query, None, None, problem.cache, metadata, k_scale=torch.ones(1))
+        impl.forward(call._replace(k_scale=torch.ones(1)), metadata)
     with pytest.raises(InvalidInputError, match="k_scale must be at least"):
-        impl.forward(problem.query, None, None, problem.cache, metadata, k_scale=1e-3)
+        impl.forward(call._replace(k_scale=1e-3), metadata)
 
 
 @pytest.mark.usefixtures("fake")
@@ -219,7 +221,7 @@ def test_describe_says_which_wrapper_and_kernel(heads: tuple[int, int], kernel: 
     dense = make_problem(Case(**HALF, paged=False, seq_lens=(5, 1, 17)))
     metadata = OnCpu.builder(dense.spec, CPU).build(dense.common)
     assert metadata.describe() == "FlashInfer plans at first use"
-    OnCpu.impl(dense.spec).forward(dense.query, dense.key, dense.value, None, metadata)
+    OnCpu.impl(dense.spec).forward(AttentionCall(dense.query, None, dense.key, dense.value), metadata)
     assert metadata.describe() == "FlashInfer dense fa2, 3 sequences"
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from flashinfer_on_cpu import CPU, DECODES, ENDS, HALF, MIXED, OnCpu, attend, builder_of, install, written
 
+from pagedattn import AttentionCall, CommonAttentionMetadata
 from pagedattn.backends.flashinfer import pages as flashinfer_pages
 from pagedattn.backends.flashinfer.pages import Lengths, page_lists
 from pagedattn.errors import CapacityError, InvalidInputError
-from pagedattn.step.metadata import CommonAttentionMetadata
 from pagedattn.testing.case import Case
 
 
@@ -107,7 +107,7 @@ def test_decodes_in_front_and_the_rest(
         empty = CommonAttentionMetadata.from_lengths([], [], torch.zeros(0, 4, dtype=torch.int32))
         problem = written(MIXED)
         metadata = builder_of(problem).build(empty)
-        out, _ = OnCpu.impl(problem.spec).forward(problem.query[:0], None, None, problem.cache, metadata)
+        out = OnCpu.impl(problem.spec).forward(AttentionCall(problem.query[:0], problem.cache), metadata)
         assert out.shape == (0, 4, 64) and metadata.parts(16) == ()
         return
     problem = written(Case(**HALF, query_lens=query_lens, seq_lens=seq_lens, write=False))
@@ -158,10 +158,10 @@ def test_other_errors_of_the_library_pass_through(monkeypatch: pytest.MonkeyPatc
 
 def test_lse_is_natural_and_a_row_without_keys_has_none() -> None:
     problem = written(Case(**HALF, query_lens=(1, 2), seq_lens=(1, 1), write=False))
-    out, lse = OnCpu.impl(problem.spec).forward(
-        problem.query, None, None, problem.cache, builder_of(problem).build(problem.common), return_lse=True
-    )
-    assert lse is not None and problem.cache is not None
+    assert problem.cache is not None
+    lse = torch.full(problem.query.shape[:2], torch.nan)
+    call = AttentionCall(problem.query, problem.cache, lse=lse)
+    out = OnCpu.impl(problem.spec).forward(call, builder_of(problem).build(problem.common))
     key = problem.cache.key[int(problem.common.block_table[0, 0]), 0].repeat_interleave(2, 0).float()
     want = (problem.query[0].float() * key).sum(-1) / math.sqrt(64)
     assert torch.allclose(lse[0], want, atol=1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedattn import AttentionSpec, CommonAttentionMetadata
+from pagedattn import AttentionCall, AttentionSpec, CommonAttentionMetadata
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.errors import InvalidInputError
@@ -18,4 +18,4 @@ def test_neither_cache_nor_keys(backend: str) -> None:
     metadata = AttentionMetadata(CommonAttentionMetadata.from_lengths([3], [3]))
     for key, value in ((None, None), (rows, None), (None, rows)):
         with pytest.raises(InvalidInputError, match=r"^key and value must be given where there is no kv_cache"):
-            impl.forward(rows, key, value, None, metadata)
+            impl.forward(AttentionCall(rows, None, key, value), metadata)

@@ -11,7 +11,7 @@ import torch
 from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.registry import get_backend
-from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.backends.triton.metadata import TritonMetadataBuilder
 from pagedattn.errors import InvalidInputError
 from pagedattn.kernels.decode import cascade
 from pagedattn.kernels.decode.cascade import CascadeMetadata
@@ -76,9 +76,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     module, seen = import_module("pagedattn.kernels.decode.kernel"), []
     launch = module.launch
 
-    def seeing(config: Any, inputs: Any, room: Any, prior: Any = None) -> Any:
+    def seeing(config: Any, inputs: Any, room: Any, prior: Any = None, **options: Any) -> Any:
         seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(prior is not None)))
-        made = launch(config, inputs, room, prior)
+        made = launch(config, inputs, room, prior, **options)
         assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
         return made
 
@@ -117,7 +117,6 @@ def step(sequences: int, shared: int, own: int, tokens: int = 1) -> CommonAttent
 
 def length_of(common: CommonAttentionMetadata, spec: AttentionSpec = SPEC, **options: Any) -> int:
     metadata = TritonMetadataBuilder(spec, torch.device("cpu")).build(common, **options)
-    assert isinstance(metadata, TritonMetadata)
     assert metadata.plan is not None
     shared = metadata.plan.cascade
     assert ("attended once" in metadata.describe()) == metadata.shares_prefix == (shared is not None)
@@ -181,7 +180,7 @@ def test_the_price_is_in_bytes() -> None:
 
 
 def plan_of(metadata: AttentionMetadata) -> tuple[LaunchPlan, CascadeMetadata]:
-    assert isinstance(metadata, TritonMetadata) and metadata.plan is not None and metadata.plan.cascade is not None
+    assert metadata.plan is not None and metadata.plan.cascade is not None
     return metadata.plan, metadata.plan.cascade
 
 

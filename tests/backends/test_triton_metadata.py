@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
+from pagedattn import AttentionCall, AttentionSpec, CommonAttentionMetadata, ops
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton import TritonBackend
 from pagedattn.backends.triton import metadata as triton_metadata
-from pagedattn.backends.triton.metadata import TritonMetadata, TritonMetadataBuilder
+from pagedattn.backends.triton.metadata import TritonMetadataBuilder
 from pagedattn.kernels.decode import cascade
 from pagedattn.kernels.decode.plan import DecodeConfig
 from pagedattn.kernels.prefill_sm90 import plan as sm90
@@ -33,7 +33,7 @@ def step(*query_lens: int, keys: int = 400, device: torch.device = CPU) -> Commo
 
 
 def plan_of(metadata: AttentionMetadata) -> LaunchPlan:
-    assert isinstance(metadata, TritonMetadata) and metadata.plan is not None
+    assert metadata.plan is not None
     return metadata.plan
 
 
@@ -73,7 +73,7 @@ def test_a_step_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = builder.build(problem.common)
     assert metadata.describe().count("kernel") == 2 and len(planned) == 1
     for _ in range(2):
-        impl.forward(problem.query, None, None, problem.cache, metadata)
+        impl.forward(AttentionCall(problem.query, problem.cache), metadata)
     assert len(planned) == 1
     assert problem.cache is not None
     ops.paged_attention(

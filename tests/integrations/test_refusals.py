@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from pagedattn.errors import UnsupportedError
 from pagedattn.integrations import transformers as integration
-from pagedattn.integrations.transformers import PackedModel, masks, probe, refuse
+from pagedattn.integrations.transformers import PackedModel, masks, packed_model, probe, refuse
 from pagedattn.integrations.transformers.attention import NAME, PROBE_NAME
 
 _LONGROPE = {
@@ -85,7 +85,7 @@ def test_a_chunked_layer_that_its_config_hides(first: bool, monkeypatch: pytest.
         intermediate_size_mlp=64,
         head_dim=8,
     )
-    monkeypatch.setattr(integration, "refuse", lambda *_: None)
+    monkeypatch.setattr(packed_model, "refuse", lambda *_: None)
     model = build(config)
     with pytest.raises(UnsupportedError, match=r"llama4_text has a mask that is neither causal"):
         PackedModel(model)

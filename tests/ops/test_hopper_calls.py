@@ -217,7 +217,7 @@ def test_calls_whose_metadata_planned_otherwise(
         plan = attention_plan.plan_attention(shape, BatchBounds(16, 1, 0, 16, 3000, max_keys), device)
         plan.allocate(device, table)
         plan.workspace = new_workspace(plan.workspace_size, device)
-        bounds = {"max_query_len": 16, "max_seq_len": 3000}
+        bounds: dict[str, Any] = {"max_query_len": 16, "max_seq_len": 3000}
         ops.paged_attention(query, cache, cache, table, starts, lens, **bounds, scale=0.1, path="triton", plan=plan)
         family, args = launched.pop()
         assert any(one is plan.workspace for one in args), "one that is large enough"

@@ -105,46 +105,6 @@ def test_a_gpu_prefers_csrc_then_triton_then_torch(monkeypatch: pytest.MonkeyPat
     assert op_registry.path_of("copy_blocks", gpu) == "torch"
 
 
-def test_the_order_of_paths_depends_on_op_device_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = "reshape_and_cache, repeated"
-    assert op_registry.order_of(written, "cuda", 1024) == ("triton", "csrc", "torch")
-    for op, kind, rows in (
-        (written, "cuda", 1025),
-        (written, "cuda", None),
-        (written, "cpu", 1),
-        ("copy_blocks", "cuda", 1),
-    ):
-        assert op_registry.order_of(op, kind, rows) == ("csrc", "triton", "torch")
-    assert op_registry.order_of("merge_attn_states", "cuda", 1) == ("triton", "torch")
-    monkeypatch.setitem(op_registry._FIRST_UP_TO, ("gather_kv", "cpu"), (40, "torch"))
-    if ops.path_of("copy_blocks", "cpu") == "csrc":
-        assert [ops.path_of("gather_kv", "cpu", rows) for rows in (40, 41, None)] == ["torch", "csrc", "csrc"]
-        assert op_registry.choose("csrc", CPU, "gather_kv", rows=40) == "csrc"
-
-
-@pytest.mark.parametrize("rows", [3, 4])
-def test_every_op_tells_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    asked = op_registry.order_of
-    monkeypatch.setattr(
-        op_registry, "order_of", lambda op, kind, rows=None: told.append((op, rows)) or asked(op, kind, rows)
-    )
-    keys, slots, dense = torch.zeros(rows, 2, 16), torch.arange(rows), torch.zeros(8, 4, 2, 16)
-    ints = torch.tensor([0, rows], dtype=torch.int32)
-    ops.reshape_and_cache(keys, None, dense, None, slots)
-    ops.reshape_and_cache_classic(keys, keys, torch.zeros(2, 2, 4, 4, 4), torch.zeros(2, 2, 16, 4), slots)
-    pairs = torch.stack((torch.arange(rows), torch.arange(rows) + 4), 1)
-    ops.copy_blocks([dense, dense.clone()], pairs)
-    ops.swap_blocks(dense, dense.clone(), pairs)
-    ops.gather_kv(dense, None, torch.zeros(1, 2, dtype=torch.int32), ints, rows)
-    ops.merge_attn_states(torch.zeros(2, rows, 4, 16), torch.zeros(2, rows, 4))
-    ops.compute_slot_mapping(torch.zeros(1, 2, dtype=torch.int32), 4, ints, ints[1:], torch.empty_like(slots))
-    names = ("reshape_and_cache", "reshape_and_cache_classic", "copy_blocks", "swap_blocks", "gather_kv")
-    expected = [(name, rows) for name in (*names, "merge_attn_states", "compute_slot_mapping")]
-    expected[2] = ("copy_blocks", 2 * rows)
-    assert told == expected
-
-
 def test_ops_without_csrc_say_so() -> None:
     with pytest.raises(UnsupportedError, match="this op has none; use one of auto, triton, torch"):
         ops.merge_attn_states(torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 4), path="csrc")

@@ -29,7 +29,7 @@ CALLS = {
                           "torch"),
     "paged_attention": (torch.randn(4, 4, 16), CACHE, CACHE, TABLE, _i32(0, 3, 4), _i32(3, 5), None, None, None, None,
                         torch.empty(4, 4, 16), torch.empty(4, 4), 0.25, 1.0, True, 0, 0.0, 3, 5, 0, False,
-                        None, None, 0, None, "torch"),
+                        None, None, None, 0, "torch"),
 }  # fmt: skip
 
 

@@ -1,19 +1,17 @@
-"""FLASH_ATTN: FlashAttention 2, 3 or 4, the best that is installed and serves the spec."""
+"""FLASH_ATTN: FlashAttention 2 or 3, the better one that is installed and serves the spec."""
 
 from __future__ import annotations
 
 import torch
 
+from ...call import AttentionCall
 from ...errors import InvalidInputError, UnsupportedError
-from ...formats.base import LayerCache
-from ...spec import AttentionSpec, Scale
+from ...spec import AttentionSpec
 from ...spec.capabilities import Capabilities, Rejection
-from ..base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability, check_announced
-from .calls import Call, fa2, fa3, fa4
+from ..base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability, check_matches_spec
+from .calls import fa2, fa3
 from .metadata import FlashAttnBuilder, FlashAttnMetadata
 from .versions import FA3, VERSIONS, FlashAttnVersion, candidates, library, pick, version_for
-
-_CALLS = {2: fa2, 3: fa3, 4: fa4}
 
 
 class FlashAttnImpl(AttentionImpl):
@@ -23,47 +21,32 @@ class FlashAttnImpl(AttentionImpl):
         super().__init__(spec)
         library(version_for(spec))  # fails here, not in the first call
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache | None,
-        metadata: AttentionMetadata,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
         if not isinstance(metadata, FlashAttnMetadata):
             got = type(metadata).__name__
             raise InvalidInputError("metadata", "of FLASH_ATTN", got, "build it with the layer")
-        check_announced(self.spec, sinks, alibi_slopes, q_scale)
-        if k_scale is not None or v_scale is not None:
+        check_matches_spec(self.spec, call)
+        if call.k_scale is not None or call.v_scale is not None:
             raise UnsupportedError("FLASH_ATTN reads no scaled caches; the spec must announce scales (kv_scale)")
-        keys, values = (key, value) if kv_cache is None else (kv_cache.key, kv_cache.value)
-        if keys is None or values is None:
-            raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
-        if not len(query) or not metadata.common.num_seqs:
-            return _nothing(query, self.spec.value_dim, out), _no_keys(query) if return_lse else None
-        if keys.numel() == 0 or (kv_cache is not None and metadata.common.block_table.shape[1] == 0):
-            return _nothing(query, self.spec.value_dim, out).zero_(), _no_keys(query) if return_lse else None
-        paged = kv_cache is not None
-        call = Call(self.spec, metadata, query, keys, values, paged, sinks, alibi_slopes, return_lse)
-        result, lse = _CALLS[metadata.version.number](library(metadata.version), call)
-        if len(result) < len(query):  # rows past the last sequence
-            full = _nothing(query, self.spec.value_dim, out)
-            full[: len(result)] = result
-            lse = None if lse is None else torch.nn.functional.pad(lse, (0, 0, 0, len(query) - len(result)))
-            return full, lse
-        return (result, lse) if out is None else (out.copy_(result), lse)
+        (key, _), query, dim = call.keys_and_values, call.query, self.spec.value_dim
+        empty = not key.numel() or (call.kv_cache is not None and metadata.common.block_table.shape[1] == 0)
+        if empty or not len(query) or not metadata.common.num_seqs:
+            if call.lse is not None:
+                call.lse.fill_(-torch.inf)
+            return call.output(dim).zero_()
+        run = fa2 if metadata.version.number == 2 else fa3
+        result, lse = run(library(metadata.version), call, self.spec, metadata)
+        if call.lse is not None and lse is not None:
+            call.lse[: len(lse)].copy_(lse)
+        if call.out is None and len(result) == len(query):
+            return result
+        out = call.output(dim)  # with rows past the last sequence
+        out[: len(result)].copy_(result)
+        return out
 
 
 class FlashAttnBackend(AttentionBackend):
-    """FlashAttention (Dao et al., 2022 to 2026)."""
+    """FlashAttention (Dao et al., 2022 to 2024)."""
 
     name = "FLASH_ATTN"
     builder = FlashAttnBuilder
@@ -100,8 +83,8 @@ class FlashAttnBackend(AttentionBackend):
         if tried:
             return [_labelled(one, reason, len(tried) > 1) for one, reasons in tried for reason in reasons]
         state = cls.availability()
-        if state.ok:  # but not the version asked for, or none that is chosen unasked
-            hint = "set PAGEDATTN_FLASH_ATTN to the one to use (FA4 is untested here and never chosen unasked)"
+        if state.ok:  # but not the version asked for
+            hint = "set PAGEDATTN_FLASH_ATTN to the one to use, or unset it"
             found = "; ".join(filter(None, (f"found {state.version}", state.reason)))
             return [Rejection("availability", cls.name, found, hint)]
         return [Rejection("availability", cls.name, state.reason, state.hint)]
@@ -110,11 +93,3 @@ class FlashAttnBackend(AttentionBackend):
 def _labelled(version: FlashAttnVersion, reason: Rejection, several: bool) -> Rejection:
     text = f"{version.label}: {reason.supported}" if several else reason.supported
     return Rejection(reason.feature, reason.requested, text, reason.hint)
-
-
-def _nothing(query: torch.Tensor, dim: int, out: torch.Tensor | None) -> torch.Tensor:
-    return query.new_empty(*query.shape[:2], dim) if out is None else out
-
-
-def _no_keys(query: torch.Tensor) -> torch.Tensor:
-    return torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)

@@ -10,7 +10,14 @@ from ...errors import UnsupportedError
 from ...kernels.packing import offsets, rows_without_keys
 from ...spec import AttentionSpec
 from ...step.metadata import CommonAttentionMetadata
-from ..base import AttentionMetadata, AttentionMetadataBuilder, Limits, check_capture, rewrite_static, static_copy
+from ..base import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    Limits,
+    check_capture,
+    clone_for_capture,
+    copy_into_captured,
+)
 from .versions import FA3, FlashAttnVersion, library, version_for
 
 # FA3 balances up to so many splits per sequence on the device. A constant, so that a captured call fits any lengths.
@@ -53,7 +60,7 @@ class FlashAttnMetadata(AttentionMetadata):
 
 
 class FlashAttnBuilder(AttentionMetadataBuilder):
-    """FA3 gets its schedule here, once for all layers; the others plan nothing."""
+    """FA3 gets its schedule here, once for all layers; FA2 plans nothing."""
 
     def __init__(
         self,
@@ -74,7 +81,7 @@ class FlashAttnBuilder(AttentionMetadataBuilder):
         if capture:
             check_capture(version.capabilities.graph_level, common)
         decode = 0 < common.num_decodes == common.num_seqs
-        metadata = FlashAttnMetadata(static_copy(common) if capture else common, version, decode)
+        metadata = FlashAttnMetadata(clone_for_capture(common) if capture else common, version, decode)
         # Without a block size the cache is unknown yet, and FA3 schedules in each call.
         if version is FA3 and self.spec.block_size and common.num_tokens and common.block_table.shape[1]:
             metadata.schedule = _schedule(self.spec, metadata.common, metadata.splits)
@@ -87,7 +94,7 @@ class FlashAttnBuilder(AttentionMetadataBuilder):
             raise UnsupportedError(
                 "FA2 replays decodes whose row b is of sequence b; sort sequences without a new token last"
             )
-        rewrite_static(into.common, common)
+        copy_into_captured(into.common, common)
         if into.key_starts is not None:
             into.key_starts.copy_(offsets(into.common.seq_lens))
         if into.schedule is not None:

@@ -38,7 +38,7 @@ _COMMON = Capabilities(
 class FlashAttnVersion:
     """One of the libraries. `probes` tell that it is installed, the first of `modules` that imports has its calls.
 
-    `needs_release`: without its distribution it is not installed. Others may be built from source, of no known release.
+    It may be built from source, without a distribution and of no known release.
     """
 
     number: int
@@ -48,11 +48,10 @@ class FlashAttnVersion:
     install: str
     capabilities: Capabilities
     hints: dict[str, str] = field(default_factory=dict, hash=False)
-    needs_release: bool = False
 
     @property
     def label(self) -> str:
-        """FA2, FA3 or FA4."""
+        """FA2 or FA3."""
         return f"FA{self.number}"
 
     def module(self) -> str | None:
@@ -70,8 +69,6 @@ class FlashAttnVersion:
         return f"{self.label} {found} (serves {self.releases})"
 
     def _found_module(self) -> str | None:
-        if self.needs_release and release_of(self.releases.distribution) is None:
-            return None
         return next((name for probe, name in zip(self.probes, self.modules, strict=True) if _installed(probe)), None)
 
     def rejections(self, spec: AttentionSpec) -> list[Rejection]:
@@ -125,34 +122,15 @@ FA3 = FlashAttnVersion(
         "kv_cache_dtype": "FlashAttention 3 wants fp8 queries for fp8 caches",
     },
 )
-FA4 = FlashAttnVersion(
-    4,
-    ("flash_attn.cute.interface",),
-    ("flash_attn.cute.interface",),
-    Releases("flash-attn-4", oldest="4.0.0b36", newest="4.0.0b36"),
-    "pip install 'flash-attn-4>=4.0.0b36,<4.1'",
-    replace(
-        _COMMON,
-        min_capability=(9, 0),
-        max_capability=(11, 0),
-        head_dims=IntRange(16, 256, 16),
-        sinks=True,
-        needs_clean_cache=True,
-    ),
-    {"has_alibi": "FlashAttention 4 takes no ALiBi slopes", "kv_cache_dtype": "FlashAttention 4 reads no fp8 caches"},
-    needs_release=True,  # flash-attn 2.8 brings a flash_attn.cute of its own, with an older interface
-)
-VERSIONS = (FA3, FA2, FA4)
-# FA4 is written against its API and was never run here: PAGEDATTN_FLASH_ATTN=4 is the only way to it.
-_AUTOMATIC = (FA3, FA2)
+VERSIONS = (FA3, FA2)  # best first
 
 
 def candidates() -> Sequence[FlashAttnVersion]:
-    """Versions to consider, best first: the one PAGEDATTN_FLASH_ATTN names, or every proven one that is installed."""
+    """Versions to consider, best first: the one PAGEDATTN_FLASH_ATTN names, or every one that is installed."""
     forced = env.flash_attn_version()
     if forced is not None:
         return [one for one in VERSIONS if one.number == forced]
-    return [one for one in _AUTOMATIC if one.module() is not None]
+    return [one for one in VERSIONS if one.module() is not None]
 
 
 def pick(spec: AttentionSpec) -> FlashAttnVersion | None:
@@ -204,7 +182,4 @@ def release_of(distribution: str) -> str | None:
 
 @cache
 def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
+    return find_spec(module) is not None

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...call import AttentionCall
 from ...errors import InvalidInputError, UnsupportedError
-from ...formats.base import LayerCache
 from ...spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from ...spec.capabilities import Capabilities, IntRange, Rejection
 from ..base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability
@@ -33,59 +33,33 @@ _ALIGNMENT = 16  # bytes that a kernel loads at once
 class FlashInferImpl(AttentionImpl):
     """Runs the wrappers that the metadata planned."""
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: LayerCache | None,
-        metadata: AttentionMetadata,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
         """See the base class. Scales are host floats. What `build` could not plan (see the metadata) is planned here.
 
         Raises:
-            UnsupportedError: sinks, slopes or a query scale, which these kernels would ignore.
+            UnsupportedError: sinks or slopes, which these kernels would ignore.
             InvalidInputError: a scale of another kind, or a cache whose keys and values lie differently in memory.
         """
         if not isinstance(metadata, FlashInferMetadata):
             got = type(metadata).__name__
             raise InvalidInputError("metadata", "of FLASHINFER", got, "build it with the layer")
-        for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("q_scale", q_scale)):
+        for name, given in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
             if given is not None:
                 raise UnsupportedError(f"FLASHINFER takes no {name}; the spec must announce it, then another serves it")
-        scales = self._scales(k_scale, v_scale)
-        parts = metadata.parts(None if kv_cache is None else kv_cache.block_size)
-        target = (
-            out
-            if out is not None and _is_direct(out, query)
-            else torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        )
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if return_lse else None
+        query, out, scales = call.query, call.out, self._scales(call.k_scale, call.v_scale)
+        parts = metadata.parts(None if call.kv_cache is None else call.kv_cache.block_size)
+        direct = out is not None and _is_direct(out, query)
+        target = out if out is not None and direct else torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for part in parts:
-            self._run(part, query, self._keys_and_values(part, key, value, kv_cache), target, lse, scales)
-        if lse is not None:
-            lse.masked_fill_(lse <= EMPTY_LSE, -math.inf).mul_(math.log(2))
-        if out is not None and target is not out and parts:
+            self._run(part, call, target, scales)
+        if call.lse is not None:
+            call.lse.masked_fill_(call.lse <= EMPTY_LSE, -math.inf).mul_(math.log(2))
+        if out is not None and not direct and parts:
             out[: parts[-1].last].copy_(target[: parts[-1].last])
-        return target if out is None else out, lse
+        return target if out is None else out
 
-    def _run(
-        self,
-        part: Part,
-        query: torch.Tensor,
-        keys_and_values: tuple[Any, ...],
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        scales: dict[str, float],
-    ) -> None:
-        rows = slice(part.first, part.last)
+    def _run(self, part: Part, call: AttentionCall, out: torch.Tensor, scales: dict[str, float]) -> None:
+        rows, query, lse = slice(part.first, part.last), call.query, call.lse
         if len(query) < part.last:
             raise InvalidInputError("query", f"at least {part.last} rows, as the metadata says", len(query))
         if part.num_keys == 0:
@@ -94,22 +68,19 @@ class FlashInferImpl(AttentionImpl):
                 lse[rows].fill_(-math.inf)
             return
         given = {} if lse is None else {"lse": lse[rows], "return_lse": True}
-        part.wrapper().run(_aligned(query[rows]), *keys_and_values, out=out[rows], **scales, **given)
+        part.wrapper().run(_aligned(query[rows]), *self._attended(part, call), out=out[rows], **scales, **given)
 
-    def _keys_and_values(
-        self, part: Part, key: torch.Tensor | None, value: torch.Tensor | None, kv_cache: LayerCache | None
-    ) -> tuple[Any, ...]:
+    def _attended(self, part: Part, call: AttentionCall) -> tuple[Any, ...]:
         """What `run` takes after the query: a pair of caches, or packed keys and values without their padding."""
-        if kv_cache is None:
-            if key is None or value is None:
-                raise InvalidInputError("key and value", "given where there is no kv_cache", "None")
+        key, value = call.keys_and_values
+        if call.kv_cache is None:
             return _aligned(key[: part.num_keys]), _aligned(value[: part.num_keys])
-        if kv_cache.key.stride() != kv_cache.value.stride():
-            expected = f"keys and values with equal strides (keys have {kv_cache.key.stride()})"
-            raise InvalidInputError("kv_cache", expected, kv_cache.value.stride(), "build it with PagedKVCache")
+        if key.stride() != value.stride():
+            expected = f"keys and values with equal strides (keys have {key.stride()})"
+            raise InvalidInputError("kv_cache", expected, value.stride(), "build it with PagedKVCache")
         if self.spec.cache_layout == "HND":
-            return ((kv_cache.key.transpose(1, 2), kv_cache.value.transpose(1, 2)),)
-        return ((kv_cache.key, kv_cache.value),)
+            return ((key.transpose(1, 2), value.transpose(1, 2)),)
+        return ((key, value),)
 
     def _scales(self, k_scale: Scale, v_scale: Scale) -> dict[str, float]:
         """The given scales as `run` takes them."""

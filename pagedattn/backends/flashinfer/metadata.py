@@ -14,7 +14,7 @@ from ...errors import CapacityError, InvalidInputError, UnsupportedError
 from ...kernels.packing import offsets
 from ...spec import AttentionSpec
 from ...step.metadata import CommonAttentionMetadata
-from ..base import AttentionMetadata, AttentionMetadataBuilder, Limits, rewrite_static
+from ..base import AttentionMetadata, AttentionMetadataBuilder, Limits, copy_into_captured
 from .pages import Lengths, host_lengths, leading_single_tokens, page_lists, without_surplus
 from .plan import Part, Slot, given_workspace, shared_workspace
 
@@ -227,7 +227,7 @@ class FlashInferBuilder(AttentionMetadataBuilder):
         part.arguments = arguments
         part.slot.plan(part)
         into.lengths = lengths
-        rewrite_static(into.common, common)
+        copy_into_captured(into.common, common)
         return into
 
 

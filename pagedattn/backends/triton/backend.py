@@ -7,23 +7,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ... import env
-from ...ops.attention_plan import LaunchPlan
 from ...runtime import triton_versions
 from ...runtime.op_registry import interpreted
 from ...spec import AttentionSpec, AttentionType, GraphLevel
 from ...spec.capabilities import Capabilities, IntRange, Rejection
-from ..base import AttentionBackend, AttentionMetadata, Availability
+from ..base import AttentionBackend, Availability
 from ..op_backend import OpAttentionImpl
-from .metadata import TritonMetadata, TritonMetadataBuilder, why_not_hopper
+from .metadata import TritonMetadataBuilder, why_not_hopper
 
 
 class TritonImpl(OpAttentionImpl):
     path = "triton"
-    records = env.replay()
-
-    def planned(self, metadata: AttentionMetadata) -> LaunchPlan | None:
-        return metadata.plan if isinstance(metadata, TritonMetadata) else None
 
 
 class TritonBackend(AttentionBackend):
@@ -70,7 +64,7 @@ class TritonBackend(AttentionBackend):
         )
 
     @classmethod
-    def leads(cls, phase: str, spec: AttentionSpec) -> bool:
+    def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:
         return phase == "prefill" and not why_not_hopper(spec)
 
     @classmethod

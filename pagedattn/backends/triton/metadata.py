@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,58 +18,51 @@ from ..base import AttentionMetadata
 from ..op_backend import OpMetadataBuilder
 
 
-@dataclass(slots=True)
-class TritonMetadata(AttentionMetadata):
-    """A step and its plan; None where a compiler traces the step, whose op then makes one.
-
-    Metadata share a workspace with those built on the same stream, and captured ones with each other: what was built on
-    one stream must not run at the same time as anything else of it on another, nor two captured steps.
-    """
-
-    plan: LaunchPlan | None
-
-    @property
-    def shares_prefix(self) -> bool:
-        return self.plan is not None and self.plan.cascade is not None
-
-    def describe(self) -> str:
-        return "planned by the op" if self.plan is None else self.plan.describe()
-
-
 class TritonMetadataBuilder(OpMetadataBuilder):
     """Owns a workspace per stream, and one for all that is captured; grown when a step needs more. Captured metadata
-    keep the one they were captured with."""
+    keep the one they were captured with.
+
+    Metadata share a workspace with those built on the same stream, and captured ones with each other: what was built on
+    one stream must not run at the same time as anything else of it on another, nor two captured steps. Where a compiler
+    traces the step, there is no plan: the op makes one.
+    """
 
     graph_level = GraphLevel.ALWAYS
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._workspaces: dict[object, torch.Tensor] = {}
+        self._shape = shape_of_spec(self.spec)
 
     def build(
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
         if into is None:
-            built = TritonMetadata(built.common, self._plan(built.common, common.shared_prefix_len, capture))
-        elif isinstance(built, TritonMetadata) and built.plan is not None and built.plan.cascade is not None:
+            built.plan = self._plan(built.common, common.shared_prefix_len, capture)
+        elif built.plan is not None and built.plan.cascade is not None:
             built.plan.cascade.set_length(self._shareable(built.common, common.shared_prefix_len))
         self.device_update(built)
         return built
 
     def device_update(self, metadata: AttentionMetadata) -> None:
-        if isinstance(metadata, TritonMetadata) and metadata.plan is not None:
+        if metadata.plan is not None:
             common = metadata.common
             metadata.plan.update(common.query_start_loc, common.seq_lens, common.block_table)
 
     def _plan(self, common: CommonAttentionMetadata, shared_prefix_len: int, capture: bool) -> LaunchPlan | None:
         if torch.compiler.is_dynamo_compiling():  # sizes must not become guards
             return None
-        spec, device = self.spec, common.seq_lens.device
-        shape, length = shape_of_spec(spec, common.block_size), self._shareable(common, shared_prefix_len)
+        device, shape, size = common.seq_lens.device, self._shape, self._shape.block_size
+        if size is None and shape.paged and common.block_size is not None:
+            size = common.block_size
+            shape = shape._replace(block_size=size)
+        length = self._shareable(common, shared_prefix_len) if shared_prefix_len else 0
         # Whether it pays in the steps that a captured one stands for, its caller knows.
-        most = common.max_seq_len // spec.block_size * spec.block_size if capture and spec.block_size else None
-        plan = plan_attention(shape, _bounds(shape, common), device, prefix_len=length, max_prefix_len=most)
+        most = common.max_seq_len // size * size if capture and size else None
+        lens = (common.max_query_len, common.max_seq_len, common.block_table.shape[1] * (size or 0))
+        bounds = BatchBounds(common.num_tokens, common.seq_lens.shape[0], common.num_decodes, *lens)
+        plan = plan_attention(shape, bounds, device, prefix_len=length, max_prefix_len=most)
         plan.allocate(device, common.block_table, length)
         plan.workspace = self._workspace(plan.workspace_size, device, capture)
         return plan
@@ -93,13 +85,12 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         return found
 
 
-def shape_of_spec(spec: AttentionSpec, block_size: int | None = None) -> AttentionShape:
-    """The shape of a layer's calls. block_size: of the cache, where the spec does not say."""
+def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
+    """The shape of a layer's calls."""
     heads = (spec.kv_heads, spec.gqa_ratio, spec.head_dim, spec.value_dim)
     features = (bool(spec.causal), spec.sliding_window or 0, spec.has_alibi, spec.uses_cache, spec.deterministic)
     stored = stored_dtype(spec.kv_cache_dtype, spec.dtype) if spec.uses_cache else spec.dtype
-    size = (spec.block_size or block_size) if spec.uses_cache else None
-    return AttentionShape(spec.dtype, stored, *heads, *features, size)
+    return AttentionShape(spec.dtype, stored, *heads, *features, spec.block_size if spec.uses_cache else None)
 
 
 def why_not_hopper(spec: AttentionSpec) -> str:
@@ -109,9 +100,3 @@ def why_not_hopper(spec: AttentionSpec) -> str:
 
 def _is_being_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _bounds(shape: AttentionShape, common: CommonAttentionMetadata) -> BatchBounds:
-    lens = (common.max_query_len, common.max_seq_len)
-    max_keys = common.block_table.shape[1] * (shape.block_size or 0)
-    return BatchBounds(common.num_tokens, len(common.seq_lens), common.num_decodes, *lens, max_keys)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.device import on_device
-from ...runtime.launcher import Launch, Launcher
+from ...runtime.launcher import Launcher
 
 # Mantissa bits and exponent bias of the fp8 formats.
 _FORMATS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
@@ -134,7 +134,7 @@ def launch(
     v_scale: torch.Tensor | None,
     k_scale_value: float,
     v_scale_value: float,
-) -> Launch | None:
+) -> None:
     """Shapes as in `reshape_and_cache`; both tensors in one launch. A scale tensor, where there is one, is 1-D."""
     blocks, size, heads, dim = key_cache.shape
     v, vc = (key, key_cache) if value is None or value_cache is None else (value, value_cache)
@@ -160,7 +160,7 @@ def launch(
         "V_BIAS": v_bias,
     }
     with on_device(key):
-        return _launch((len(slot_mapping),), arguments, constants, num_warps=4 if heads * dim >= 512 else 1)
+        _launch((len(slot_mapping),), arguments, constants, num_warps=4 if heads * dim >= 512 else 1)
 
 
 def _conversion(rows: torch.Tensor, cache: torch.Tensor) -> tuple[int, int]:

@@ -16,23 +16,19 @@ A prefix in a sliding window, or under ALiBi, is not shared: its keys' distances
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import InvalidInputError
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import AttentionInputs
 from .plan import DecodeConfig
-
-if TYPE_CHECKING:
-    from ...runtime.launcher import Launch
 
 # Keys and values that must not pass to the cores again, in bytes, for a second launch to pay: 32 MB are 8 us of 4 TB/s,
 # where a launch, its uneven end and the states take about 6 (bench/results/h200/shared.json).
 SAVED_BYTES = 32 << 20
 _HEAD = 3  # elements before the sequences' lengths
 # What the first of the two launches does not take from a layer: it writes a state, in the stored values' own unit.
-_NOT_VARYING = {VARYING.index(name) for name in ("out", "lse_out", "v_scale", "out_scale")}
+FIXED = ("out", "lse_out", "v_scale", "out_scale")
 
 
 def whole_blocks(length: int, max_query_len: int, block_size: int) -> int:
@@ -120,8 +116,3 @@ class CascadeMetadata:
         )
         # A step that uses these launches again may share less than this one.
         return prefix, inputs._replace(block_table=table, seq_lens=lens, sinks=None)  # the prefix's state has the sinks
-
-
-def without_layer_outputs(launch: Launch) -> Launch:
-    """The first call's launch, to be made again by other layers: it writes where it did."""
-    return launch._replace(varying=[(at, index) for at, index in launch.varying if index not in _NOT_VARYING])

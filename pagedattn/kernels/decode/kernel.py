@@ -17,12 +17,14 @@ ones in front of them for what an item costs by itself; a program handles tiles 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime.device import on_device
-from ...runtime.launcher import Launch, Launcher
+from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import apply_mask
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
@@ -313,8 +315,9 @@ def launch(
     inputs: AttentionInputs,
     workspace: torch.Tensor,
     prior: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Launch | None:
-    """One launch, and how to make it again.
+    fixed: Sequence[str] = (),
+) -> None:
+    """One launch.
 
     `prior`: attention of the same rows over other keys, output [T, Hq, Dv] without a scale of the values and LSE
     [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
@@ -359,4 +362,4 @@ def launch(
     if config.chained:  # else it is not named: the interpreter does not know it
         options["launch_pdl"] = True
     with on_device(query):
-        return _launch((config.programs,), arguments, constants, **options)
+        _launch((config.programs,), arguments, constants, fixed, **options)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.device import on_device
-from ...runtime.launcher import Launch, Launcher
+from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import apply_mask
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
@@ -263,8 +263,8 @@ def _paged_attention_kernel(
 _launch = Launcher(_paged_attention_kernel, VARYING)
 
 
-def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> Launch | None:
-    """One launch, and how to make it again.
+def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torch.Tensor | None) -> None:
+    """One launch.
 
     `key_start_loc` [B + 1] says where each sequence's packed keys start; None with a block table.
     """
@@ -295,4 +295,4 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
     grid = (blocks, key.shape[-2] * -(-constants["GROUP"] // config.heads))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     with on_device(query):
-        return _launch(grid, arguments, constants, **options)
+        _launch(grid, arguments, constants, **options)

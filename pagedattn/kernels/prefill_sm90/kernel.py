@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...runtime.device import on_device
-from ...runtime.launcher import Launch, Launcher
+from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
 from ..inputs import VARYING, AttentionInputs
 from .consumer import LOG2E, Output, consume
@@ -128,8 +128,8 @@ def constants_of(
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> Launch | None:
-    """One launch over a tile schedule, and how to make it again over the same. workspace: for the partials of splits,
+def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+    """One launch over a tile schedule. workspace: for the partials of splits,
     as for the decode kernel."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     group = query.shape[1] // key.shape[2]
@@ -147,7 +147,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     )
     programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
     with on_device(query):
-        return _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
 
 
 def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:

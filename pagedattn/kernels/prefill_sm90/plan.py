@@ -101,7 +101,12 @@ def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[in
 
 def why_not_here(device: torch.device) -> str:
     """Why the kernel cannot run on `device`; "" where it can."""
-    return why_not_on(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+    return why_not_on(_capability(device))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @cache
