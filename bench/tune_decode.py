@@ -148,7 +148,7 @@ def inputs_of(problem: Problem, index: int) -> AttentionInputs:
     cache, common, query = problem.paged().layer(index), problem.paged().common, problem.queries[index]
     args = (query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens)
     bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
-    extras = (None, None, None, None, torch.zeros_like(query), None, problem.case.dim**-0.5, 1.0, True, 0, 0.0)
+    extras = (None, None, None, None, torch.zeros_like(query), None, problem.case.dim**-0.5, 1.0, (1, 0), 0.0)
     return AttentionInputs(*args, *extras, *bounds)
 
 
@@ -173,7 +173,7 @@ def compile_one(job: tuple[Case, int, DecodeTuning | None]) -> str:
     cache = torch.zeros(2, 2, case.block_size, case.kv_heads, case.dim, **kind)
     starts, lens = (torch.arange(num_seqs + n, dtype=torch.int32, device=DEVICE) * tokens for n in (1, 0))
     table = torch.zeros(num_seqs, 64, dtype=torch.int32, device=DEVICE)
-    extras = (None, None, None, None, torch.empty_like(query), None, 1.0, 1.0, True, 0, 0.0, tokens, tokens, 0, False)
+    extras = (None, None, None, None, torch.empty_like(query), None, 1.0, 1.0, (1, 0), 0.0, tokens, tokens, 0, False)
     inputs = AttentionInputs(query, cache[:, 0], cache[:, 1], table, starts, lens.clamp(max=tokens), *extras)
     try:
         if tuning is None:

@@ -186,7 +186,7 @@ class KVCacheManager:
         shared = len(child.token_ids) - 1
         if not 0 < shared <= parent.num_computed_tokens or len(self.block_sizes) + headroom > self.pool.num_free:
             return None
-        firsts = [group.first_live(shared) for group in self.groups]
+        firsts = [group.first_needed_block(shared) for group in self.groups]
         if any(released > first for released, first in zip(parent.num_released, firsts, strict=True)):
             return None
         child.block_ids, copies, tails = [], [], []
@@ -218,7 +218,7 @@ class KVCacheManager:
         computed = request.num_computed_tokens
         request.tails = tails
         request.num_keyed = [computed // size for size in self.block_sizes]
-        request.num_released = [group.first_live(computed) for group in self.groups]
+        request.num_released = [group.first_needed_block(computed) for group in self.groups]
         self._count_slots(request)
         self._plan_commit(request)
 
@@ -231,7 +231,10 @@ class KVCacheManager:
         request.tails[group], request.num_keyed[group] = node, full
 
     def _release(self, request: Request, group: int) -> None:
-        released, first = request.num_released[group], self.groups[group].first_live(request.num_computed_tokens)
+        released, first = (
+            request.num_released[group],
+            self.groups[group].first_needed_block(request.num_computed_tokens),
+        )
         if first > released:
             table = request.block_ids[group]
             passed = table[released:first]

@@ -127,7 +127,7 @@ class PrefixCache:
             return min(length, self.aligned(missing * size))
         index = length // size - 1
         while length:
-            first = group.first_live(length)
+            first = group.first_needed_block(length)
             while index >= first and table[index] is not None:
                 index -= 1
             if index < first:
@@ -139,7 +139,7 @@ class PrefixCache:
     def _hit(self, chains: dict[int, list[ContentNode]], tables: list[list[int | None]], length: int) -> PrefixHit:
         blocks, tails = [], []
         for group, table in zip(self._groups, tables, strict=True):
-            first, end = group.first_live(length), length // group.block_size
+            first, end = group.first_needed_block(length), length // group.block_size
             live = [block for block in table[first:end] if block is not None]
             blocks.append([self._pool.null_block] * first + live)
             tails.append(chains[group.block_size][end - 1])

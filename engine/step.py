@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from pagedattn import Mask
+
 from .request import Request
 
 UNKNOWN = -1
@@ -19,10 +21,9 @@ class KVGroup:
     block_size: int
     sliding_window: int | None = None
 
-    def first_live(self, num_computed_tokens: int) -> int:
-        """Index of the first block that a token at position `num_computed_tokens` reads."""
-        window = self.sliding_window
-        return 0 if window is None else max(0, num_computed_tokens - window + 1) // self.block_size
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        """Index of the first block that a token at position `num_computed_tokens`, or a later one, reads."""
+        return Mask(sliding_window=self.sliding_window).first_needed_block(num_computed_tokens, self.block_size)
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""

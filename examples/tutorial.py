@@ -139,7 +139,7 @@ def selection() -> None:
     print("\n6. Who computes it? Every backend says what it serves, and selection says why the others do not.\n")
     for text, options in {
         "a usual layer": {},
-        "with a window and sinks": {"sliding_window": 128, "has_sinks": True},
+        "with a window and sinks": {"mask": pagedattn.Mask(sliding_window=128), "has_sinks": True},
     }.items():
         spec = pagedattn.AttentionSpec(num_heads=8, head_dim=64, num_kv_heads=2, **options)
         lines = pagedattn.select_backend(spec).describe().splitlines()

@@ -16,7 +16,7 @@ from .formats.base import LayerCache
 from .layers.attention import Attention
 from .layers.functional import paged_attention
 from .layers.plan_step import StepMetadata, plan_step
-from .spec import AttentionSpec, AttentionType
+from .spec import AttentionSpec, AttentionType, Mask
 from .step.metadata import CommonAttentionMetadata
 
 try:
@@ -58,6 +58,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "FullAttentionSpec",
     "LayerCache",
+    "Mask",
     "PagedKVCache",
     "SlidingWindowSpec",
     "StepMetadata",

@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
+from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS
 
@@ -72,9 +73,9 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
 def main() -> None:
     plain = {"causal": True, "window": 0, "softcap": False}
     compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
-    compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, causal=False, window=0, softcap=True)
-    compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, causal=True, window=4096, softcap=False)
-    compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, causal=True, window=100, softcap=False)
+    compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, mask=Mask(causal=False), softcap=True)
+    compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, mask=Mask(True, 4096), softcap=False)
+    compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, mask=Mask(True, 100), softcap=False)
     splits_kv = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("bf16-D256-G8-S16-parts-sinks", "bf16", 256, 8, 16, True, **plain, **splits_kv)

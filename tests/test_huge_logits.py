@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedattn import Mask
 from pagedattn.testing import Case, Problem, assert_close, attention_oracle, make_problem
 from pagedattn.testing.compare import assert_lse_close
 from pagedattn.testing.oracle import logit_condition
@@ -59,7 +60,7 @@ def test_another_order_of_summation_is_close_and_only_the_condition_shows_it() -
     assert missed
 
 
-FAULTS: dict[str, dict[str, Any]] = {"scale": {"scale": 32**-0.5 * 1.001}, "window": {"sliding_window": 30}}
+FAULTS: dict[str, dict[str, Any]] = {"scale": {"scale": 32**-0.5 * 1.001}, "window": {"mask": Mask(True, 30)}}
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "key", "value"])
@@ -85,7 +86,7 @@ def test_a_scale_that_is_off_by_1e_4_is_found_in_the_lse() -> None:
         assert_lse_close("lse", answer(problem, scale=32**-0.5 * 1.0001)[1], problem.expected_lse, torch.float32)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"sliding_window": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mask": Mask(False)}, {"mask": Mask(True, 3)}], ids=str)
 def test_the_condition_is_what_relative_errors_of_the_logits_do(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, heads, 8, dtype=torch.float64) for n, heads in ((5, 4), (7, 2), (7, 2)))

@@ -123,7 +123,7 @@ def test_many_programs_for_small_tiles_on_small_gpus() -> None:
 
 
 MIXED = {"num_decodes": 3, "max_query_len": 17}
-PAGED = AttentionShape(torch.float16, torch.float16, 8, 4, 128, 128, True, 0, False, True, False, 16)
+PAGED = AttentionShape(torch.float16, torch.float16, 8, 4, 128, 128, (1, 0), False, True, False, 16)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_prompts_whose_keys_the_decode_kernel_splits() -> None:
     """On GPUs without the kernel for Hopper, which splits keys itself."""
 
     def split(num_seqs: int = 1, max_query_len: int = 100, max_seq_len: int = 8192, group: int = 4) -> bool:
-        params = TileSchedulerParams(8, group, 128, True, 0, 0, 132)
+        params = TileSchedulerParams(8, group, 128, (1, 0), 0, 132)
         return prefers_split_kv(params, BatchBounds(1000, num_seqs + 7, 7, max_query_len, max_seq_len))
 
     assert split() and split(max_seq_len=2048) and split(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, PagedKVCache, plan_step
+from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, Mask, PagedKVCache, plan_step
 from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.runtime.op_registry import interpreted
@@ -176,7 +176,7 @@ def test_cross_attention_writes_once_and_reads_ever_after() -> None:
         else:
             out = layer(query, None, None, cache, common)
         parts = zip(query.split(query_lens), keys.split(encoder_lens), values.split(encoder_lens), strict=True)
-        want = torch.cat([attention_oracle(q, k, v, scale=0.25, causal=False)[0] for q, k, v in parts])
+        want = torch.cat([attention_oracle(q, k, v, scale=0.25, mask=Mask(causal=False))[0] for q, k, v in parts])
         assert torch.allclose(out.double(), want, atol=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_an_encoder_attends_both_ways_and_needs_no_cache() -> None:
     layer = Attention(2, 16, attn_type=AttentionType.ENCODER_ONLY)
     common = CommonAttentionMetadata.from_lengths([4, 5], [4, 5])
     out = layer(rows, rows, rows, None, common)
-    want = torch.cat([attention_oracle(x, x, x, scale=0.25, causal=False)[0] for x in rows.split([4, 5])])
+    want = torch.cat([attention_oracle(x, x, x, scale=0.25, mask=Mask(causal=False))[0] for x in rows.split([4, 5])])
     assert torch.allclose(out.double(), want, atol=1e-5)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagedattn import Mask
 from pagedattn.testing import assert_close, attention_oracle
 from pagedattn.testing.compare import assert_lse_close
 
@@ -39,7 +40,7 @@ def test_it_is_torchs_attention(causal: bool, window: int | None) -> None:
     want = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (Q, K, V)), attn_mask=allowed(causal, window), scale=0.25, enable_gqa=True
     )
-    assert torch.allclose(oracle(causal=causal, sliding_window=window), want[0].transpose(0, 1), atol=1e-12)
+    assert torch.allclose(oracle(mask=Mask(causal, window)), want[0].transpose(0, 1), atol=1e-12)
 
 
 @pytest.mark.parametrize(("causal", "window"), MASKS)
@@ -47,7 +48,7 @@ def test_keys_of_zero_give_the_mean_over_what_is_allowed(causal: bool, window: i
     positions = torch.arange(23.0).double()[:, None, None].expand(23, 2, 1)
     keep = allowed(causal, window)
     want = (keep * torch.arange(23.0)).sum(1) / keep.sum(1)
-    out, lse = attention_oracle(Q, torch.zeros_like(K), positions, scale=1.0, causal=causal, sliding_window=window)
+    out, lse = attention_oracle(Q, torch.zeros_like(K), positions, scale=1.0, mask=Mask(causal, window))
     assert torch.allclose(out[..., 0], want.double()[:, None].expand(7, 6), atol=1e-12)
     assert torch.allclose(lse, keep.sum(1).double().log()[:, None].expand(7, 6), atol=1e-12)
 
@@ -61,7 +62,7 @@ def test_a_query_head_reads_the_key_head_of_its_group() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_alibi_by_hand(causal: bool) -> None:
     slopes = torch.linspace(0.1, 0.6, 6)
-    got = oracle(key=torch.zeros_like(K), alibi_slopes=slopes, causal=causal)
+    got = oracle(key=torch.zeros_like(K), alibi_slopes=slopes, mask=Mask(causal))
     for i in (0, 3, 6):
         for h in range(6):
             end = FIRST + i + 1 if causal else 23
@@ -79,7 +80,7 @@ def test_a_sink_is_one_more_logit_without_a_value() -> None:
 
 
 def test_the_soft_cap_comes_before_the_mask_and_after_the_scale() -> None:
-    huge = oracle(query=Q * 1e6, softcap=2.0, sliding_window=1)
+    huge = oracle(query=Q * 1e6, softcap=2.0, mask=Mask(True, 1))
     assert torch.allclose(huge, V[FIRST:].repeat_interleave(3, 1), atol=1e-12)
     one = oracle(query=Q, softcap=3.0)
     logits = 3.0 * torch.tanh(torch.einsum("qhd,khd->hqk", Q, K.repeat_interleave(3, 1)) * 0.25 / 3.0)
@@ -99,9 +100,9 @@ def test_rows_without_keys_are_empty_states() -> None:
 @pytest.mark.parametrize(
     "feature",
     [
-        {"causal": False},
-        {"sliding_window": 22},
-        {"sliding_window": 5},
+        {"mask": Mask(False)},
+        {"mask": Mask(True, 22)},
+        {"mask": Mask(True, 5)},
         {"softcap": 30.0},
         {"alibi_slopes": torch.full((6,), 0.01)},
         {"sinks": torch.full((6,), -2.0)},
@@ -114,7 +115,7 @@ def test_every_feature_changes_the_answer(feature: dict[str, Any]) -> None:
 
 
 def test_neighbouring_windows_differ() -> None:
-    answers = [oracle(sliding_window=window) for window in range(1, 23)]
+    answers = [oracle(mask=Mask(True, window)) for window in range(1, 23)]
     for one, other in pairwise(answers):
         assert float((one - other).abs().max()) > 1e-4
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedattn import AttentionSpec, AttentionType
+from pagedattn import AttentionSpec, AttentionType, Mask
 from pagedattn.errors import InvalidInputError
 from pagedattn.spec import (
     CACHE_LAYOUTS,
@@ -34,12 +34,11 @@ EVERYTHING = Capabilities(
     cache_layouts=CACHE_LAYOUTS,
     attn_types=tuple(AttentionType),
     non_causal=True,
-    sliding_window=True,
+    masks=("sliding_window", "mask_mod"),
     softcap=True,
     alibi=True,
     sinks=True,
     lse=True,
-    mask_mod=True,
     context_parallel=True,
     deterministic=True,
     compile=True,
@@ -66,13 +65,12 @@ RESTRICTIONS = {
     "cache_layouts": (("NHD",), {"cache_layout": "HND"}, "cache_layout", "HND", "NHD"),
     "gqa_ratios": (IntRange(values=(1, 4, 8)), {"num_heads": 10}, "gqa_ratio", 5, "1, 4, 8"),
     "attn_types": ((AttentionType.DECODER,), {"attn_type": AttentionType.CROSS}, "attn_type", "cross", "decoder"),
-    "non_causal": (False, {"causal": False}, "causal", False, "none"),
-    "sliding_window": (False, {"sliding_window": 7}, "sliding_window", 7, "none"),
+    "non_causal": (False, {"mask": Mask(False)}, "causal", False, "none"),
+    "masks": (("mask_mod",), {"mask": Mask(sliding_window=7)}, "sliding_window", 7, "none"),
     "softcap": (False, {"softcap": 30.0}, "softcap", 30.0, "none"),
     "alibi": (False, {"has_alibi": True}, "has_alibi", True, "none"),
     "sinks": (False, {"has_sinks": True}, "has_sinks", True, "none"),
     "lse": (False, {"needs_lse": True}, "needs_lse", True, "none"),
-    "mask_mod": (False, {"mask_mod": keep_all}, "mask_mod", keep_all, "none"),
     "context_parallel": (False, {"context_parallel": RANKS}, "context_parallel", RANKS, "none"),
     "deterministic": (False, {"deterministic": True}, "deterministic", True, "none"),
     "compile": (False, {"compile": True}, "compile", True, "none"),
@@ -154,7 +152,7 @@ def test_defaults() -> None:
 def test_each_type_has_its_own_default(kind: AttentionType, causal: bool, cached: bool) -> None:
     spec = AttentionSpec(num_heads=2, head_dim=16, attn_type=kind)
     assert (spec.causal, spec.uses_cache) == (causal, cached)
-    assert AttentionSpec(num_heads=2, head_dim=16, attn_type=kind, causal=True).causal is True
+    assert AttentionSpec(num_heads=2, head_dim=16, attn_type=kind, mask=Mask(causal=True)).causal is True
 
 
 @pytest.mark.parametrize(
@@ -168,14 +166,11 @@ def test_each_type_has_its_own_default(kind: AttentionType, causal: bool, cached
         ({"num_kv_heads": 3}, "num_heads"),
         ({"num_kv_heads": 0}, "num_kv_heads"),
         ({"block_size": 0}, "block_size"),
-        ({"sliding_window": 0}, "sliding_window"),
-        ({"sliding_window": -1}, "sliding_window"),
         ({"softcap": -1.0}, "softcap"),
         ({"softcap": float("nan")}, "softcap"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"kv_scale": "block"}, "kv_scale"),
         ({"cache_layout": "DHN"}, "cache_layout"),
-        ({"causal": "no"}, "causal"),
         ({"attn_type": "bogus"}, "attn_type"),
         ({"graph_level": "ALWAYS"}, "graph_level"),
         ({"dtype": "bfloat16"}, "dtype"),

@@ -7,7 +7,16 @@ import re
 
 import torch
 
-from ..spec import CACHE_LAYOUTS, KV_CACHE_DTYPES, KV_SCALES, AttentionSpec, AttentionType, ContextParallel, GraphLevel
+from ..spec import (
+    CACHE_LAYOUTS,
+    KV_CACHE_DTYPES,
+    KV_SCALES,
+    AttentionSpec,
+    AttentionType,
+    ContextParallel,
+    GraphLevel,
+    Mask,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _BY_TORCH = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -89,8 +98,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
         block_size=args.block_size,
         cache_layout=args.layout,
         attn_type=AttentionType(args.attn_type),
-        causal=False if args.non_causal else None,
-        sliding_window=args.window,
+        mask=Mask(False if args.non_causal else None, args.window),
         softcap=args.softcap,
         has_alibi=args.alibi,
         has_sinks=args.sinks,

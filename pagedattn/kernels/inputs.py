@@ -34,8 +34,7 @@ class AttentionInputs(NamedTuple):
     lse: torch.Tensor | None  # [T, Hq]
     scale: float
     out_scale: float  # a value scale known to the host
-    causal: bool
-    window: int  # 0 is none
+    mask: tuple[int, ...]  # `Mask.constants`
     softcap: float  # 0 is none
     max_query_len: int
     max_seq_len: int
@@ -66,8 +65,6 @@ class AttentionInputs(NamedTuple):
             refuse("query_start_loc", f"int32 [{count + 1}], contiguous", starts)
         if not 0 <= self.num_decodes <= count:
             raise InvalidInputError("num_decodes", f"in 0..{count}, the number of sequences", self.num_decodes)
-        if self.window < 0:
-            raise InvalidInputError("sliding_window", "at least 1, or None for no window", self.window)
         if self.block_table is not None:
             _check_table(self.block_table, count)
             if len(key) == 0 and self.block_table.numel():

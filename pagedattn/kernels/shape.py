@@ -18,8 +18,7 @@ class AttentionShape(NamedTuple):
     group: int  # query heads of a KV head
     head_dim: int
     head_dim_v: int
-    causal: bool
-    window: int  # 0 is none
+    mask: tuple[int, ...]  # `Mask.constants`
     alibi: bool
     paged: bool
     deterministic: bool
@@ -54,7 +53,7 @@ def shape_of(inputs: AttentionInputs) -> AttentionShape:
     query, key, value, table = inputs[:4]
     paged, kv_heads = table is not None, key.shape[-2]
     heads = (kv_heads, query.shape[1] // kv_heads, key.shape[-1], value.shape[-1])
-    features = (inputs.causal, inputs.window, inputs.alibi_slopes is not None, paged, inputs.deterministic)
+    features = (tuple(inputs.mask), inputs.alibi_slopes is not None, paged, inputs.deterministic)
     return AttentionShape(query.dtype, key.dtype, *heads, *features, key.shape[1] if paged else None)
 
 

@@ -58,8 +58,7 @@ def features(inputs: AttentionInputs) -> dict[str, Any]:
         "DV": dim_v,
         "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
         "BLOCK_DV": max(16, 1 << (dim_v - 1).bit_length()),
-        "CAUSAL": inputs.causal,
-        "WINDOW": inputs.window,
+        "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }

@@ -13,8 +13,3 @@ def shared_memory(block_m: int, block_n: int, buffers: int, head_dim: int, head_
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
-
-
-def max_visible_keys(window: int, max_query_len: int, max_seq_len: int) -> int:
-    """The most keys that a sequence's new tokens see, under a window (0: none)."""
-    return min(max_seq_len, window + max_query_len) if window else max_seq_len

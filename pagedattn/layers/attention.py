@@ -15,7 +15,7 @@ from ..backends.selector import Selection, current_request, select_backend
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..spec import AttentionSpec, AttentionType, GraphLevel, Scale
+from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
 from ..spec.scales import LayerScales, require_fp8
 from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
@@ -35,7 +35,8 @@ class Attention(nn.Module):
     the measured priority. `layer.selection.describe()` says who and why.
 
     Args:
-        sliding_window: keys kept, the token's own included. softcap: cap * tanh(logit / cap).
+        sliding_window: keys kept, the token's own included; causal: None is as the attention type says. mask: both, and
+            whatever else a `Mask` has, in their place. softcap: cap * tanh(logit / cap).
         alibi_slopes, sinks: [num_heads]; a sink is one more logit per head that joins the denominator.
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         k_scale, v_scale: of an fp8 cache, stored = value / scale: floats, or float32 tensors of [1] or [Hkv]. Those of
@@ -69,6 +70,7 @@ class Attention(nn.Module):
         head_dim_v: int | None = None,
         attn_type: AttentionType = AttentionType.DECODER,
         causal: bool | None = None,
+        mask: Mask | None = None,
         kv_cache_dtype: str = "auto",
         block_size: int | None = None,
         cache_layout: str = "NHD",
@@ -91,13 +93,12 @@ class Attention(nn.Module):
             num_kv_heads=num_kv_heads,
             head_dim_v=head_dim_v,
             scale=scale,
-            sliding_window=sliding_window,
+            mask=_mask(mask, causal, sliding_window),
             softcap=softcap,
             has_alibi=alibi_slopes is not None,
             has_sinks=sinks is not None,
             dtype=torch.get_default_dtype() if dtype is None else dtype,
             attn_type=attn_type,
-            causal=causal,
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             cache_layout=cache_layout,
@@ -266,6 +267,15 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         spec = self.spec
         return f"{spec.num_heads}/{spec.kv_heads} heads of {spec.head_dim}, backend={self.selection.name}"
+
+
+def _mask(mask: Mask | None, causal: bool | None, sliding_window: int | None) -> Mask:
+    """The mask given, or one of the plain arguments."""
+    if mask is None:
+        return Mask(causal, sliding_window)
+    if causal is not None or sliding_window is not None:
+        raise InvalidInputError("mask", "given alone", "causal or sliding_window beside it", "set them in the mask")
+    return mask
 
 
 def _values(

@@ -13,7 +13,7 @@ from ..cache.specs import stored_name
 from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..spec import AttentionSpec, AttentionType, Scale
+from ..spec import AttentionSpec, AttentionType, Mask, Scale
 from ..spec.scales import require_fp8, scale_kind
 from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
@@ -75,8 +75,7 @@ def paged_attention(
         block_size=None if kv_cache is None else kv_cache.block_size,
         attn_type=attn_type,
         scale=scale,
-        causal=causal,
-        sliding_window=sliding_window,
+        mask=Mask(causal, sliding_window),
         softcap=softcap,
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,

@@ -18,9 +18,10 @@ from ..kernels.prefill.plan import AttentionConfig, attention_config
 from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.prefill_sm90.tile_schedule import fill_tile_schedule, has_splits
 from ..kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
-from ..kernels.tiles import MIN_SPLIT_KEYS, max_visible_keys
+from ..kernels.tiles import MIN_SPLIT_KEYS
 from ..runtime.target import Target, target_of
 from ..runtime.workspace import COUNTERS, new_workspace
+from ..spec import Mask
 
 DECODE_TOKENS = 16  # sequences of at most so many new tokens are decodes
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
@@ -208,7 +209,7 @@ def prefers_split_kv(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> b
     blocks are fewer than SMs, and see many keys."""
     prompts = bounds.num_seqs - bounds.num_decodes
     blocks = prompts * params.num_kv_heads * -(-bounds.max_query_len * params.group // DECODE_ROWS)
-    keys = max_visible_keys(params.window, bounds.max_query_len, bounds.max_seq_len)
+    keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     return blocks <= params.num_sms and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
 
 
@@ -285,7 +286,7 @@ def _shared_prefix(
     count = bounds.num_seqs if bounds.max_query_len <= DECODE_TOKENS else bounds.num_decodes
     if not count or not longest or shape.block_size is None or not shape.paged:
         return 0
-    if shape.window or shape.alibi or shape.deterministic:
+    if not Mask.of(shape.mask).sees_all_before or shape.alibi or shape.deterministic:
         return 0
     if max_prefix_len is not None:
         return max_prefix_len

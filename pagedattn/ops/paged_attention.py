@@ -10,7 +10,10 @@ from ..kernels.decode import cascade
 from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
+from ..spec import Mask
 from .attention_plan import LaunchPlan, plan_call
+
+_CAUSAL = Mask(causal=True)
 
 
 def paged_attention(
@@ -24,8 +27,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
-    causal: bool = True,
-    sliding_window: int | None = None,
+    mask: Mask = _CAUSAL,
     softcap: float | None = None,
     num_decodes: int = 0,
     sinks: torch.Tensor | None = None,
@@ -34,7 +36,6 @@ def paged_attention(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    mask_mod: attention.MaskMod | None = None,
     deterministic: bool = False,
     shared_prefix_len: int = 0,
     plan: LaunchPlan | None = None,
@@ -49,10 +50,9 @@ def paged_attention(
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
         max_query_len, max_seq_len: host upper bounds. num_decodes: so many leading sequences have one new
             token each (or, in a batch of nothing else, none: the padding of a captured graph).
-        sliding_window: keys kept, the token's own included; None is all. softcap: cap * tanh(logit / cap), None is no
-            cap.
+        mask: which keys a query sees, causal where it leaves that open; a mask_mod is for the torch path only, and not
+            traceable. softcap: cap * tanh(logit / cap), None is no cap.
         k_scale, v_scale: what stored elements are multiplied with: a float, or float32 [1] or [Hkv]; None is 1.
-        mask_mod: (b, h, q_idx, kv_idx) -> bool tensor of keys to keep; torch path only, not traceable.
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
@@ -73,16 +73,16 @@ def paged_attention(
     k_scale, k_factor = scale_parts("k_scale", k_scale, key.shape[-2], key.device)
     v_scale, v_factor = scale_parts("v_scale", v_scale, key.shape[-2], key.device)
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
-    window, cap = sliding_window or 0, float(softcap or 0.0)
+    mask, cap = mask.replace(causal=True) if mask.causal is None else mask, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
-    inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, causal, window, cap, *bounds)
+    inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, mask.constants, cap, *bounds)
     inputs.check()
-    if mask_mod is None:
+    if mask.mask_mod is None:
         shared, prefix_len = (None, shared_prefix_len) if plan is None else plan.shared_prefix
         rest = (None, None) if plan is None else (plan.workspace, plan.tile_schedule)
         _op(*inputs, *rest, shared, prefix_len, path, plan=plan)
     elif len(query) and len(seq_lens):
-        attention.attend(inputs, mask_mod)
+        attention.attend(inputs, mask.mask_mod)
     return out
 
 
@@ -135,7 +135,7 @@ def _fake(*args: object) -> None:
 _op = register(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? block_table, Tensor query_start_loc, "
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
-    "Tensor(b!)? lse, float scale, float out_scale, bool causal, int window, float softcap, SymInt max_query_len, "
+    "Tensor(b!)? lse, float scale, float out_scale, int[] mask, float softcap, SymInt max_query_len, "
     "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, "
     "Tensor? shared, SymInt shared_prefix_len, str path) -> ()",
     _run,

@@ -11,6 +11,7 @@ from .attention import (
     Scale,
 )
 from .capabilities import Capabilities, IntRange, Rejection
+from .mask import Mask
 
 __all__ = [
     "CACHE_LAYOUTS",
@@ -22,6 +23,7 @@ __all__ = [
     "ContextParallel",
     "GraphLevel",
     "IntRange",
+    "Mask",
     "Rejection",
     "Scale",
 ]

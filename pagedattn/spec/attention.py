@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
@@ -11,10 +10,12 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInputError
+from .mask import Mask
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 KV_SCALES = ("none", "float", "tensor", "head", "token_head")
 CACHE_LAYOUTS = ("NHD", "HND")
+_ANY_MASK = Mask()  # as the attention type says
 Scale = float | torch.Tensor | None  # of a stored fp8 cache: a host float, [1] or [Hkv] float32, or None for 1
 
 
@@ -62,8 +63,8 @@ class AttentionSpec:
     Scale, window, soft cap and causality are values here, because some backends plan with them. Sinks, ALiBi slopes and
     scale tensors come with each call; the spec only announces them, and one it did not announce is an error.
 
-    `sliding_window=W` keeps W keys, the token's own included (bidirectional: |i - j| < W). `softcap=c` turns a logit x
-    into c * tanh(x / c), before the mask. `mask_mod(b, h, q_idx, kv_idx) -> bool tensor` is compared by identity.
+    `mask` says which keys a query sees; where it leaves causality open, the attention type decides. `softcap=c` turns a
+    logit x into c * tanh(x / c), before the mask.
     """
 
     num_heads: int
@@ -79,13 +80,11 @@ class AttentionSpec:
     cache_layout: str = "NHD"
     attn_type: AttentionType = AttentionType.DECODER
     scale: float | None = None
-    causal: bool | None = None
-    sliding_window: int | None = None
+    mask: Mask = _ANY_MASK
     softcap: float | None = None
     has_alibi: bool = False
     has_sinks: bool = False
     needs_lse: bool = False
-    mask_mod: Callable[..., torch.Tensor] | None = None
     context_parallel: ContextParallel | None = None
     deterministic: bool = False
     compile: bool = False
@@ -94,7 +93,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         default = object.__setattr__
-        for name in ("num_heads", "head_dim", "num_kv_heads", "head_dim_v", "block_size", "sliding_window"):
+        for name in ("num_heads", "head_dim", "num_kv_heads", "head_dim_v", "block_size"):
             if isinstance(getattr(self, name), np.integer):
                 default(self, name, int(getattr(self, name)))
         for name in ("num_heads", "head_dim"):
@@ -104,7 +103,8 @@ class AttentionSpec:
         default(self, "num_kv_heads", self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         default(self, "head_dim_v", self.head_dim if self.head_dim_v is None else self.head_dim_v)
         default(self, "scale", self.head_dim**-0.5 if self.scale is None else float(self.scale))
-        default(self, "causal", self.attn_type is AttentionType.DECODER if self.causal is None else self.causal)
+        if self.mask.causal is None:
+            default(self, "mask", self.mask.replace(causal=self.attn_type is AttentionType.DECODER))
         default(self, "softcap", None if not self.softcap else float(self.softcap))
         default(self, "kv_cache_dtype", "fp8_e4m3" if self.kv_cache_dtype == "fp8" else self.kv_cache_dtype)
         self._check()
@@ -112,15 +112,12 @@ class AttentionSpec:
     def _check(self) -> None:
         for name in ("num_kv_heads", "head_dim_v"):
             _at_least(1, name, getattr(self, name))
-        for name in ("block_size", "sliding_window"):
-            if getattr(self, name) is not None:
-                _at_least(1, name, getattr(self, name))
+        if self.block_size is not None:
+            _at_least(1, "block_size", self.block_size)
         if self.num_heads % self.kv_heads:
             raise InvalidInputError("num_heads", f"a multiple of num_kv_heads={self.kv_heads}", self.num_heads)
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise InvalidInputError("softcap", "positive and finite, or None for no cap", self.softcap)
-        if not isinstance(self.causal, bool | np.bool_):
-            raise InvalidInputError("causal", "True, False or None", repr(self.causal))
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype))
         if not math.isfinite(self.softmax_scale):
@@ -154,18 +151,33 @@ class AttentionSpec:
         return self.num_heads // self.kv_heads
 
     @property
+    def causal(self) -> bool:
+        """Whether no query sees a key behind it."""
+        return bool(self.mask.causal)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Keys that the mask keeps, None where it keeps all."""
+        return self.mask.sliding_window
+
+    @property
     def uses_cache(self) -> bool:
         """Whether this attention type reads a paged cache at all."""
         return self.attn_type in (AttentionType.DECODER, AttentionType.CROSS)
 
     def replace(self, **changes: object) -> AttentionSpec:
-        """A copy with other values (a window learnt at the first call, say); defaults follow what they derive from."""
+        """A copy with other values, those of the mask by their own names (a window learnt at the first call, say);
+        defaults follow what they derive from."""
+        of_mask = {name: changes.pop(name) for name in Mask.__dataclass_fields__ if name in changes}
+        if of_mask:
+            changes["mask"] = self.mask.replace(**of_mask)
         derived = {
             "scale": ("head_dim", self.head_dim**-0.5),
             "head_dim_v": ("head_dim", self.head_dim),
             "num_kv_heads": ("num_heads", self.num_heads),
-            "causal": ("attn_type", self.attn_type is AttentionType.DECODER),
         }
+        if "attn_type" in changes and self.causal == (self.attn_type is AttentionType.DECODER):
+            changes.setdefault("mask", self.mask.replace(causal=None))
         for name, (source, default) in derived.items():
             if source in changes and getattr(self, name) == default:
                 changes.setdefault(name, None)

@@ -65,13 +65,12 @@ class Capabilities:
     gqa_ratios: IntRange = IntRange()
     attn_types: tuple[AttentionType, ...] = (AttentionType.DECODER,)
     non_causal: bool = False
-    sliding_window: bool = False
+    masks: tuple[str, ...] = ()  # features of a `Mask` beyond causality
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
     lse: bool = False
     rounded_lse: bool = False  # sums probabilities in the query's dtype: off by up to half a unit in its last place
-    mask_mod: bool = False
     context_parallel: bool = False
     deterministic: bool = False
     compile: bool = False
@@ -110,17 +109,17 @@ class Capabilities:
     def _feature_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         asked = (
             ("causal", not spec.causal, self.non_causal, False),
-            ("sliding_window", spec.sliding_window is not None, self.sliding_window, spec.sliding_window),
             ("softcap", spec.softcap is not None, self.softcap, spec.softcap),
             ("has_alibi", spec.has_alibi, self.alibi, True),
             ("has_sinks", spec.has_sinks, self.sinks, True),
             ("needs_lse", spec.needs_lse, self.lse, True),
-            ("mask_mod", spec.mask_mod is not None, self.mask_mod, spec.mask_mod),
             ("context_parallel", spec.context_parallel is not None, self.context_parallel, spec.context_parallel),
             ("deterministic", spec.deterministic, self.deterministic, True),
             ("compile", spec.compile, self.compile, True),
         )
-        out = [Rejection(name, value, "none") for name, wanted, served, value in asked if wanted and not served]
+        unserved = spec.mask.unserved(self.masks)
+        out = [Rejection(name, getattr(spec.mask, name), "none") for name in unserved]
+        out += [Rejection(name, value, "none") for name, wanted, served, value in asked if wanted and not served]
         if spec.graph_level > self.graph_level:
             out.append(Rejection("graph_level", spec.graph_level.name, f"up to {self.graph_level.name}"))
         if self.needs_clean_cache and spec.uses_cache and not spec.clean_cache:

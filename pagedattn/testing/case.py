@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..spec import AttentionSpec, AttentionType
+from ..spec import AttentionSpec, AttentionType, Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class Case:
     attn_type: AttentionType = AttentionType.DECODER
     causal: bool | None = None
     sliding_window: int | None = None
+    mask: Mask | None = None  # in place of both
     softcap: float | None = None
     alibi: bool = False
     sinks: float | None = None
@@ -74,8 +75,7 @@ class Case:
             block_size=self.block_size if self.paged else None,
             cache_layout=self.layout,
             attn_type=self.attn_type,
-            causal=self.causal,
-            sliding_window=self.sliding_window,
+            mask=Mask(self.causal, self.sliding_window) if self.mask is None else self.mask,
             softcap=self.softcap,
             has_alibi=self.alibi,
             has_sinks=self.sinks is not None,

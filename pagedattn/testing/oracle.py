@@ -6,6 +6,10 @@ import math
 
 import torch
 
+from ..spec import Mask
+
+_CAUSAL = Mask(causal=True)
+
 
 def attention_oracle(
     query: torch.Tensor,
@@ -13,8 +17,7 @@ def attention_oracle(
     value: torch.Tensor,
     *,
     scale: float,
-    causal: bool = True,
-    sliding_window: int | None = None,
+    mask: Mask = _CAUSAL,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -26,7 +29,7 @@ def attention_oracle(
     that tolerances are measured against.
     """
     rows, heads, length = *query.shape[:2], len(key)
-    logits, v = _logits(query, key, value, scale, causal, sliding_window, softcap, alibi_slopes, dtype)
+    logits, v = _logits(query, key, value, scale, mask, softcap, alibi_slopes, dtype)
     extra = [] if sinks is None else [sinks.to(dtype)[:, None, None].expand(heads, rows, 1)]
     joined = torch.cat([logits, *extra], -1)
     if joined.shape[-1] == 0:
@@ -44,8 +47,7 @@ def logit_condition(
     lse: torch.Tensor,
     *,
     scale: float,
-    causal: bool = True,
-    sliding_window: int | None = None,
+    mask: Mask = _CAUSAL,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -55,7 +57,7 @@ def logit_condition(
     this is the sum of p_j |l_j| |v_j - out|: next to nothing where one key has all the weight, and much where two large
     logits are nearly equal.
     """
-    logits, v = _logits(query, key, value, scale, causal, sliding_window, softcap, alibi_slopes, torch.float64)
+    logits, v = _logits(query, key, value, scale, mask, softcap, alibi_slopes, torch.float64)
     weighted = (logits - lse.T[:, :, None]).exp() * logits.masked_fill(logits == -math.inf, 0.0).abs()
     weighted = weighted.nan_to_num(0.0)  # a row without keys
     columns = zip(v.unbind(-1), out.unbind(-1), strict=True)
@@ -68,8 +70,7 @@ def _logits(
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
-    causal: bool,
-    sliding_window: int | None,
+    mask: Mask,
     softcap: float | None,
     alibi_slopes: torch.Tensor | None,
     dtype: torch.dtype,
@@ -85,11 +86,6 @@ def _logits(
     j = torch.arange(length)[None, :]
     i, j = i.to(query.device), j.to(query.device)
     if alibi_slopes is not None:
-        distance = (j - i if causal else -(i - j).abs()).to(dtype)
+        distance = (j - i if mask.causal else -(i - j).abs()).to(dtype)
         logits = logits + alibi_slopes.to(dtype)[:, None, None] * distance
-    keep = torch.ones(rows, length, dtype=torch.bool, device=query.device)
-    if causal:
-        keep &= j <= i
-    if sliding_window is not None:
-        keep &= (i - j).abs() < sliding_window
-    return logits.masked_fill(~keep, -math.inf), v
+    return logits.masked_fill(~mask.visible(i, j), -math.inf), v

@@ -136,8 +136,9 @@ def _paged(
         at = table[row, position // size].long(), position % size
         for cache, rows in ((caches[0], stored.write_key(k[:old])), (caches[1], stored.write_value(v[:old]))):
             _bits(cache)[at] = _bits(rows)
-            if case.poison_behind and case.sliding_window is not None:  # released blocks, somebody else's by now
-                behind = max(case.seq_lens[row] - case.query_lens[row] - case.sliding_window + 1, 0) // size
+            if case.poison_behind:  # released blocks, somebody else's by now
+                mask = case.spec(table.device).mask
+                behind = mask.first_needed_block(case.seq_lens[row] - case.query_lens[row], size)
                 cache[table[row, :behind].long()] = case.unused
     return (caches[0], caches[1]), table
 
@@ -181,8 +182,7 @@ def _answers(
     """Output, LSE, the naive output, and the condition: zeros where it is not needed."""
     options: dict[str, Any] = {
         "scale": spec.softmax_scale,
-        "causal": bool(spec.causal),
-        "sliding_window": spec.sliding_window,
+        "mask": spec.mask,
         "softcap": spec.softcap,
         "alibi_slopes": slopes,
     }

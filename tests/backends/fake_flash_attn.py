@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from pagedattn import Mask
 from pagedattn.testing import attention_oracle
 
 CALLS: list[dict[str, object]] = []
@@ -21,9 +22,9 @@ def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None
     assert left is None or causal or left == right, "the oracle knows symmetric windows only"
     outs, lses = [q.new_empty(0, *q.shape[1:])], [torch.empty(0, q.shape[1])]
     for rows, n, keys, values in zip(q[: sum(lens_q)].split(lens_q), lens_k, k, v, strict=True):
-        options = {"alibi_slopes": slopes, "softcap": softcap or None, "scale": scale, "causal": causal}
-        window_size = None if left is None else left + 1
-        out, lse = attention_oracle(rows, keys[:n], values[:n], sliding_window=window_size, **options)
+        options = {"alibi_slopes": slopes, "softcap": softcap or None, "scale": scale}
+        mask = Mask(causal, None if left is None else left + 1)
+        out, lse = attention_oracle(rows, keys[:n], values[:n], mask=mask, **options)
         outs.append(out.to(q.dtype))
         lses.append(lse.float())
     lse = torch.cat(lses)

@@ -211,7 +211,7 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         query = torch.zeros(common.num_tokens, 32, 64, dtype=torch.float16)
         tables = (common.block_table, common.query_start_loc, common.seq_lens)
         bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
-        options = (None, None, None, None, query, None, 1.0, 1.0, True, 0, 0.0)
+        options = (None, None, None, None, query, None, 1.0, 1.0, (1, 0), 0.0)
         inputs = AttentionInputs(query, cache, cache, *tables, *options, *bounds)
         target = target_of(torch.device("cpu"))
         configs = [

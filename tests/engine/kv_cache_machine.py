@@ -186,7 +186,7 @@ class KVCacheMachine:
         for request in self.requests:
             known = self.known(request)
             for group, size in enumerate(self.kv.block_sizes):
-                first = self.first_live(group, request.num_computed_tokens)
+                first = self.first_needed_block(group, request.num_computed_tokens)
                 for position in range(first * size, request.num_computed_tokens):
                     block = request.block_ids[group][position // size]
                     assert self.slots[group][block, position % size] == known[position]
@@ -259,7 +259,7 @@ class KVCacheMachine:
     def forget_fresh(self, request: Request, before: set[int]) -> None:
         self.forget([block for table in request.block_ids for block in table if block not in before])
 
-    def first_live(self, group: int, position: int) -> int:
+    def first_needed_block(self, group: int, position: int) -> int:
         window = self.kv.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.kv.block_sizes[group]
 
@@ -271,7 +271,7 @@ class KVCacheMachine:
             if all(length % size == 0 for size in self.kv.block_sizes) and all(
                 known[(index + 1) * size - 1] in found[group]
                 for group, size in enumerate(self.kv.block_sizes)
-                for index in range(self.first_live(group, length), length // size)
+                for index in range(self.first_needed_block(group, length), length // size)
             ):
                 return length, certain
         return 0, certain

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagedattn import Mask
 from pagedattn.backends.registry import get_backend
 from pagedattn.kernels.reference import varlen
 from pagedattn.testing import attention_oracle
@@ -45,7 +46,7 @@ def varlen_attn(
             blocks = block_table[index, : -(-length // key.shape[1])].long()
             k, v = (x[blocks].flatten(0, 1)[:length].clone() for x in (key, value))
         window = None if left < 0 else left + 1
-        options = {"scale": scale, "causal": causal, "sliding_window": window}
+        options = {"scale": scale, "mask": Mask(causal, window)}
         got, norm = attention_oracle(query[start : start + rows], k, v, **options)
         out[start : start + rows] = got.to(out.dtype)
         lse[:, start : start + rows] = torch.where(norm.t() == -torch.inf, 7.0, norm.t().float())

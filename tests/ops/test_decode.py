@@ -38,7 +38,7 @@ def inputs_of(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> 
     (k_scale, k_factor), (v_scale, v_factor) = scales
     tensors = (problem.query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens)
     extras = (problem.sinks, problem.alibi_slopes, k_scale, v_scale, out, lse)
-    shape = (spec.softmax_scale * k_factor, v_factor, bool(spec.causal), spec.sliding_window or 0, spec.softcap or 0.0)
+    shape = (spec.softmax_scale * k_factor, v_factor, spec.mask.constants, spec.softcap or 0.0)
     bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
     return AttentionInputs(*tensors, *extras, *shape, *bounds)
 
@@ -250,8 +250,8 @@ def test_a_plan_for_other_calls_is_not_executed(device: torch.device) -> None:
     problem = make_problem(Case(**LONG), device)
     inputs = inputs_of(problem, torch.empty_like(problem.query), None)
     plan = plan_call(inputs)
-    assert plan.serves(inputs) and not plan.serves(inputs._replace(window=5))
-    other = plan_call(inputs._replace(window=5))
+    assert plan.serves(inputs) and not plan.serves(inputs._replace(mask=(1, 5)))
+    other = plan_call(inputs._replace(mask=(1, 5)))
     want = call(device)
     assert torch.equal(call(device, plan=plan), want) and torch.equal(call(device, plan=other), want)
 
@@ -265,7 +265,7 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
         problem = make_problem(Case(**LONG), device)
         problem.common = problem.common.replace(block_table=problem.common.block_table[:, :3])
         out = torch.empty_like(problem.query)
-        inputs = inputs_of(problem, out, None)._replace(window=window)
+        inputs = inputs_of(problem, out, None)._replace(mask=(1, window))
         config = config_of(problem, 5, block_n=32, ahead=ahead)
         room = new_workspace(config.workspace, device)
         import_module("pagedattn.kernels.decode.kernel").launch(config, inputs, room)
@@ -276,11 +276,6 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
 def test_more_decodes_than_sequences_or_fewer_than_none(decodes: int, device: torch.device) -> None:
     with pytest.raises(InvalidInputError, match=rf"^num_decodes must be in 0\.\.1, .*got {decodes}"):
         call(device, num_decodes=decodes)
-
-
-def test_a_negative_window(device: torch.device) -> None:
-    with pytest.raises(InvalidInputError, match=r"^sliding_window must be at least 1, or None for no window, got -1"):
-        call(device, sliding_window=-1)
 
 
 @pytest.mark.parametrize("name", ["key", "value"])

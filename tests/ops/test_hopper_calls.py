@@ -27,7 +27,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> TileSchedulerParams:
-    return TileSchedulerParams(kv_heads, group, 128, causal=True, window=window, max_keys=max_keys, num_sms=132)
+    return TileSchedulerParams(kv_heads, group, 128, mask=(1, window), max_keys=max_keys, num_sms=132)
 
 
 def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
@@ -89,7 +89,7 @@ def call(**changes: Any) -> AttentionInputs:
         "seq_lens": lens,
         **dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale", "lse")),
         "out": torch.zeros(40, HEADS, DIM, dtype=dtype),
-        **{"scale": 0.1, "out_scale": 1.0, "causal": True, "window": 0, "softcap": 0.0},
+        **{"scale": 0.1, "out_scale": 1.0, "mask": (1, 0), "softcap": 0.0},
         **{"max_query_len": 39, "max_seq_len": 60, "num_decodes": 1, "deterministic": False},
     }
     return AttentionInputs(**{**given, **changes})
@@ -210,7 +210,7 @@ def test_calls_whose_metadata_planned_otherwise(
     table = torch.zeros(1, 200, dtype=torch.int32, device=device)
     query = torch.zeros(16, HEADS, DIM, dtype=torch.float16, device=device)
     heads = (KV_HEADS, HEADS // KV_HEADS, DIM, DIM)
-    planned = AttentionShape(query.dtype, cache.dtype, *heads, True, 0, False, True, False, SIZE)
+    planned = AttentionShape(query.dtype, cache.dtype, *heads, (1, 0), False, True, False, SIZE)
 
     def run(shape: AttentionShape, max_keys: int) -> tuple[str, bool]:
         """The kernel launched, and whether with a tile schedule that was made before."""
@@ -226,6 +226,6 @@ def test_calls_whose_metadata_planned_otherwise(
     assert run(planned, 3200) == ("prefill_sm90", True)
     assert run(planned._replace(block_size=None), 0) == ("decode", False), "tables of unknown size are not split"
     assert run(planned._replace(block_size=32), 3200) == ("prefill_sm90", False), "of blocks of another size"
-    assert run(planned._replace(window=2500), 3200) == ("prefill_sm90", False)
+    assert run(planned._replace(mask=(1, 2500)), 3200) == ("prefill_sm90", False)
     monkeypatch.setattr(sm90, "why_not_tensors", lambda inputs: "strides that TMA cannot follow")
     assert run(planned, 3200) == ("decode", False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import ops
+from pagedattn import Mask, ops
 from pagedattn.errors import InvalidInputError
 from pagedattn.kernels.reference import cpu as attention_cpu
 from pagedattn.runtime.op_registry import csrc_op
@@ -158,7 +158,7 @@ def test_attention(device, way: str, window: int | None, queries: int, bad: int,
         "max_seq_len": max(lengths(more)),
         "num_decodes": 2 if queries == 1 and "max_query_len" not in options else 0,
         "scale": 0.3,
-        "sliding_window": window,
+        "mask": Mask(True, window),
     }
     got = ops.paged_attention(query, key, value, **{**given, **options})
     torch.testing.assert_close(got.cpu().double(), expected(query, key, value, bad, more, window), rtol=1e-5, atol=1e-5)

@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 def listing(kv_heads: int = 8, group: int = 4, dim: int = 128, **changes: int) -> TileSchedulerParams:
-    values = {"causal": True, "window": 0, "max_keys": 1 << 20, "num_sms": SMS, **changes}
+    values = {"mask": (1, 0), "max_keys": 1 << 20, "num_sms": SMS, **changes}
     return TileSchedulerParams(kv_heads, group, dim, **values)  # type: ignore[arg-type]
 
 
@@ -61,14 +61,15 @@ def spans(
 ) -> dict[int, tuple[int, int, int, int, int, int]]:
     """By first token: tokens, position, keys, sequence, and the tiles that any row of a block sees.
     Where none does, an entry of one tile is for its rows to be written."""
-    found, start, block_q, tile = {}, 3, tokens_per_tile(of.group), keys_per_tile(of.head_dim)
+    (causal, window), found = of.mask, {}
+    start, block_q, tile = 3, tokens_per_tile(of.group), keys_per_tile(of.head_dim)
     for seq, (queries, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for done in range(0, queries, block_q):
             tokens, position, room = min(block_q, queries - done), keys - queries + done, min(keys, of.max_keys)
             seen = set()
             for row in range(position, position + tokens):
-                last = row if of.causal else row + of.window - 1 if of.window else room
-                first = row - of.window + 1 if of.window else 0
+                last = row if causal else row + window - 1 if window else room
+                first = row - window + 1 if window else 0
                 seen |= {key // tile for key in range(max(first, 0), min(last + 1, room))}
             low, high = (min(seen), max(seen) + 1) if seen else (0, 0)
             found[start + done] = tokens, position, room, seq, low, high
@@ -81,7 +82,7 @@ def drawn(seed: int) -> tuple[TileSchedulerParams, list[int], list[int]]:
     draw = random.Random(seed)
     while True:
         of = listing(draw.choice((1, 2, 8)), draw.choice((1, 4, 5, 8)), draw.choice((64, 256)))
-        of = of._replace(causal=draw.random() < 0.7, window=draw.choice((0, 0, 100, 3000)))
+        of = of._replace(mask=(int(draw.random() < 0.7), draw.choice((0, 0, 100, 3000))))
         of = of._replace(max_keys=draw.choice((1 << 20, 1 << 20, 5000)), num_sms=draw.choice((4, 16, 30, SMS, SMS)))
         query_lens = [draw.choice((0, 1, 5, 33, 129, 635)) for _ in range(draw.randint(1, 8))]
         if sm90.splits_kv(of, bounds(query_lens)):

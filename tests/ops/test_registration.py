@@ -28,7 +28,7 @@ CALLS = {
     "merge_attn_states": (torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4), torch.empty(3, 4, 16), torch.empty(3, 4),
                           "torch"),
     "paged_attention": (torch.randn(4, 4, 16), CACHE, CACHE, TABLE, _i32(0, 3, 4), _i32(3, 5), None, None, None, None,
-                        torch.empty(4, 4, 16), torch.empty(4, 4), 0.25, 1.0, True, 0, 0.0, 3, 5, 0, False,
+                        torch.empty(4, 4, 16), torch.empty(4, 4), 0.25, 1.0, [1, 0], 0.0, 3, 5, 0, False,
                         None, None, None, 0, "torch"),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ _COMMON = Capabilities(
     cache_layouts=("NHD", "HND"),
     attn_types=tuple(AttentionType),
     non_causal=True,
-    sliding_window=True,
+    masks=("sliding_window",),
     softcap=True,
     lse=True,
 )

@@ -139,7 +139,7 @@ class FlashInferBackend(AttentionBackend):
             cache_layouts=("NHD", "HND"),
             attn_types=tuple(AttentionType),
             non_causal=True,
-            sliding_window=True,
+            masks=("sliding_window",),
             softcap=True,
             lse=True,
             rounded_lse=True,

@@ -6,6 +6,7 @@ import torch
 
 from ...spec import AttentionType
 from ...spec.capabilities import Capabilities, IntRange
+from ...spec.mask import ALL_FEATURES
 from ..base import AttentionBackend, Availability
 from ..op_backend import OpAttentionImpl, OpMetadataBuilder
 
@@ -38,11 +39,10 @@ class TorchBackend(AttentionBackend):
             cache_layouts=("NHD", "HND"),
             attn_types=tuple(AttentionType),
             non_causal=True,
-            sliding_window=True,
+            masks=ALL_FEATURES,
             softcap=True,
             alibi=True,
             sinks=True,
             lse=True,
-            mask_mod=True,
             compile=True,
         )

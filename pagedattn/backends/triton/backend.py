@@ -11,6 +11,7 @@ from ...runtime import triton_versions
 from ...runtime.op_registry import interpreted
 from ...spec import AttentionSpec, AttentionType, GraphLevel
 from ...spec.capabilities import Capabilities, IntRange, Rejection
+from ...spec.mask import KERNEL_FEATURES
 from ..base import AttentionBackend, Availability
 from ..op_backend import OpAttentionImpl
 from .metadata import TritonMetadataBuilder, why_not_hopper
@@ -53,7 +54,7 @@ class TritonBackend(AttentionBackend):
             gqa_ratios=IntRange(),
             attn_types=tuple(AttentionType),
             non_causal=True,
-            sliding_window=True,
+            masks=KERNEL_FEATURES,
             softcap=True,
             alibi=True,
             sinks=True,

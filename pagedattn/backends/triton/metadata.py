@@ -88,7 +88,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
 def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
     """The shape of a layer's calls."""
     heads = (spec.kv_heads, spec.gqa_ratio, spec.head_dim, spec.value_dim)
-    features = (bool(spec.causal), spec.sliding_window or 0, spec.has_alibi, spec.uses_cache, spec.deterministic)
+    features = (spec.mask.constants, spec.has_alibi, spec.uses_cache, spec.deterministic)
     stored = stored_dtype(spec.kv_cache_dtype, spec.dtype) if spec.uses_cache else spec.dtype
     return AttentionShape(spec.dtype, stored, *heads, *features, spec.block_size if spec.uses_cache else None)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InvalidInputError
+from ...spec import Mask
 from ..inputs import AttentionInputs
 from .plan import DecodeConfig
 
@@ -110,7 +111,7 @@ class CascadeMetadata:
             out_scale=1.0,
             out=state,
             lse=state.new_empty(state.shape[:2]),
-            causal=False,
+            mask=Mask.of(inputs.mask).replace(causal=False).constants,
             max_query_len=inputs.max_query_len * self.num_seqs,
             max_seq_len=self.max_length,
         )

@@ -26,17 +26,17 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
-from ..masking import apply_mask
+from ..masking import first_key, is_causal, sees_all_before, visible
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import DecodeConfig
 from .split_kv import combine
 
 
 @triton.jit
-def _key_tiles(q_len, seq_len, max_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, LEAD: tl.constexpr):
+def _key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr, LEAD: tl.constexpr):
     """A sequence's first key that any of its rows sees, the first tile, and the number of tiles, LEAD in front of the
     keys' own included: none without queries, else one of keys at least, so that rows without keys are written too."""
-    low = tl.maximum(seq_len - q_len - WINDOW + 1, 0) if WINDOW > 0 else 0 * q_len
+    low = tl.maximum(first_key(seq_len - q_len, MASK), 0)
     first = low // BLOCK_N
     tiles = tl.maximum(tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)
     return low, first, tl.where(q_len > 0, tiles + LEAD, 0)
@@ -44,7 +44,7 @@ def _key_tiles(q_len, seq_len, max_keys, WINDOW: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def _tiles_of(
-    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
+    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, MASK: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
@@ -53,15 +53,15 @@ def _tiles_of(
     start = tl.load(query_start_loc + seq, mask=live, other=0)
     q_len = tl.load(query_start_loc + seq + 1, mask=live, other=0) - start
     seq_len = tl.load(seq_lens + seq, mask=live, other=0)
-    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N, LEAD)
+    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, LEAD)
     return tiles * tl.cdiv(q_len, BLOCK_Q)
 
 
 @triton.jit
-def _within(offs_n, low, end, WINDOW: tl.constexpr):
+def _within(offs_n, low, end, MASK: tl.constexpr):
     """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
     near = tl.minimum(offs_n, end - 1)
-    if WINDOW > 0:
+    if not sees_all_before(MASK):
         near = tl.maximum(near, low)
     return near.to(tl.uint32)
 
@@ -71,7 +71,7 @@ def _attend(
     q, acc, m_i, l_i, key, value, table, begin, end, low, q_pos, slope, qk_scale, softcap, num_blocks,
     sk_b, sk_s, sv_b, sv_s,
     S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     ONE_TOKEN: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin..end. A tile that reaches beyond low..end reads the nearest key within again and gives
@@ -94,10 +94,10 @@ def _attend(
         l_i = tl.where(offs[None, :] == 0, l_i[:, None], 0.0)  # [BLOCK_M, BLOCK_N]
     block = offs
     if AHEAD:
-        block = tl.load(table + _within(begin + offs, low, end, WINDOW) // S, mask=begin < end, other=0)
+        block = tl.load(table + _within(begin + offs, low, end, MASK) // S, mask=begin < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + offs
-        near = _within(offs_n, low, end, WINDOW)
+        near = _within(offs_n, low, end, MASK)
         if not AHEAD:
             block = tl.load(table + near // S)
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
@@ -106,18 +106,18 @@ def _attend(
         k_row = row * sk_b + slot * sk_s
         v_row = k_row if SAME_STRIDES else row * sv_b + slot * sv_s
         if AHEAD:
-            block = tl.load(table + _within(offs_n + BLOCK_N, low, end, WINDOW) // S)
+            block = tl.load(table + _within(offs_n + BLOCK_N, low, end, MASK) // S)
         k_ptrs = k_rows + k_row[:, None]
         v_ptrs = v_rows + v_row[:, None]
         # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
         k = tl.load(k_ptrs) if D == BLOCK_D else tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         distance = offs_n[None, :] - q_pos[:, None]
-        s = scaled_logits(s, distance, slope, qk_scale, softcap, CAUSAL, SOFTCAP, ALIBI, PRECISION)
-        visible = (known & (near.to(tl.int32) == offs_n))[None, :]
+        s = scaled_logits(s, distance, slope, qk_scale, softcap, is_causal(MASK), SOFTCAP, ALIBI, PRECISION)
+        keep = (known & (near.to(tl.int32) == offs_n))[None, :]
         if not ONE_TOKEN:  # a sequence's only row sees all of low..end
-            visible = apply_mask(visible, distance, CAUSAL, WINDOW)
-        s = tl.where(visible, s, -float("inf"))
+            keep = keep & visible(q_pos[:, None], offs_n[None, :], MASK)
+        s = tl.where(keep, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2((s - shift[:, None]) * POST)
@@ -176,7 +176,7 @@ def _decode_kernel(
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     LEAD: tl.constexpr, FAN_IN: tl.constexpr, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, MANY_SEQS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
@@ -196,16 +196,16 @@ def _decode_kernel(
         q_start = tl.load(query_start_loc)
         q_len = tl.load(query_start_loc + 1) - q_start
         seq_len = tl.load(seq_lens)
-        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N, LEAD)
+        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, LEAD)
         total = tiles * tl.cdiv(q_len, BLOCK_Q)
     else:
-        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK)
+        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, LEAD, CHUNK)
         here = tl.sum(work, 0)
         total = here
         if MANY_SEQS:
             for more in range(CHUNK, num_seqs, CHUNK):
                 next = _tiles_of(
-                    more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK
+                    more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, LEAD, CHUNK
                 )
                 total += tl.sum(next, 0)
     share = tl.maximum(tl.cdiv(total, programs), 1)
@@ -222,7 +222,7 @@ def _decode_kernel(
                     base += here
                     first += CHUNK
                     work = _tiles_of(
-                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, BLOCK_N, LEAD, CHUNK
+                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, LEAD, CHUNK
                     )
                     here = tl.sum(work, 0)
         before = tl.cumsum(work, 0) + base <= at
@@ -236,7 +236,7 @@ def _decode_kernel(
             q_start = tl.load(query_start_loc + seq)
             q_len = tl.load(query_start_loc + seq + 1) - q_start
             seq_len = tl.load(seq_lens + seq)
-            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, BLOCK_N, LEAD)
+            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, LEAD)
         past = base + tiles * tl.cdiv(q_len, BLOCK_Q)
         q_block = 0 if ONE_TOKEN else (at - base) // tl.maximum(tiles, 1)
         close = base + (q_block + 1) * tiles
@@ -276,13 +276,13 @@ def _decode_kernel(
                     acc = tl.load(prior + known[:, None] * DV + dim_v[None, :], mask=known_v, other=0.0)
             from_key = (first_tile + at - origin) * BLOCK_N
             to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, tl.minimum(seq_len, max_keys))
-            if WINDOW > 0:  # a sequence longer than its table may have its window outside
+            if not sees_all_before(MASK):  # a sequence longer than its table may have its window outside
                 to_key = tl.where(low < to_key, to_key, 0)
             acc, m_i, l_i = _attend(
                 q, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,
                 table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low, seq_len - q_len + q_row, slope,
-                logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, CAUSAL,
-                WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SAME_STRIDES, AHEAD, PRECISION,
+                logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK,
+                SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SAME_STRIDES, AHEAD, PRECISION,
             )  # fmt: skip
 
             scale = out_scale

@@ -14,7 +14,7 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
-from ..masking import apply_mask
+from ..masking import end_key, first_key, is_causal, sees_all_before, visible
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import AttentionConfig
 
@@ -47,8 +47,7 @@ def _attend(
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
@@ -86,11 +85,11 @@ def _attend(
             k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         distance = offs_n[None, :] - q_pos[:, None]
-        s = scaled_logits(s, distance, slope, qk_scale, softcap, CAUSAL, SOFTCAP, ALIBI, PRECISION)
-        visible = known[None, :]
+        s = scaled_logits(s, distance, slope, qk_scale, softcap, is_causal(MASK), SOFTCAP, ALIBI, PRECISION)
+        keep = known[None, :]
         if MASKED:
-            visible = apply_mask(visible & seen[None, :], distance, CAUSAL, WINDOW)
-        s = tl.where(visible, s, -float("inf"))
+            keep = keep & seen[None, :] & visible(q_pos[:, None], offs_n[None, :], MASK)
+        s = tl.where(keep, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2((s - shift[:, None]) * POST)
@@ -169,8 +168,7 @@ def _paged_attention_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -206,15 +204,10 @@ def _paged_attention_kernel(
         qk_scale *= tl.load(k_scale + kv_head * s_kscale)
     first_pos = context + q_block * BLOCK_Q
     last_pos = context + tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
-    low = 0
     # Never past the table's width, or past the packed keys that there are.
     high = tl.minimum(seq_len, max_keys if PAGED else max_keys - tl.load(key_start_loc + seq).to(tl.int32))
-    if CAUSAL:
-        high = tl.minimum(high, last_pos + 1)
-    elif WINDOW > 0:
-        high = tl.minimum(high, last_pos + WINDOW)
-    if WINDOW > 0:
-        low = tl.maximum(low, first_pos - WINDOW + 1)
+    high = end_key(last_pos, high, MASK)
+    low = tl.maximum(first_key(first_pos, MASK), 0)
     begin = low // BLOCK_N * BLOCK_N
 
     m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -235,17 +228,17 @@ def _paged_attention_kernel(
     # Tiles before `middle` are seen whole by every row and need no mask. ONE_LOOP masks all: which tiles are whole
     # depends on the chunk a row comes in, and its bits must not.
     middle = begin
-    if WINDOW == 0 and not ONE_LOOP:
-        whole = tl.minimum(high, first_pos + 1) if CAUSAL else high
+    if sees_all_before(MASK) and not ONE_LOOP:
+        whole = end_key(first_pos, high, MASK)
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(
             q, acc, m_i, l_i, key, value, table, begin, middle, low, q_pos, slope, qk_scale, softcap, num_blocks,
-            sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
+            sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI,
             False, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i = _attend(
         q, acc, m_i, l_i, key, value, table, middle, high, low, q_pos, slope, qk_scale, softcap, num_blocks,
-        sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, CAUSAL, WINDOW, SOFTCAP, ALIBI,
+        sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI,
         True, PRECISION,
     )  # fmt: skip
 

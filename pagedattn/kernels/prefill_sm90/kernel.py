@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
+from ...spec import Mask
 from ..inputs import VARYING, AttentionInputs
 from .consumer import LOG2E, Output, consume
 from .pipeline import Channels, make_ring
@@ -104,9 +105,7 @@ def _prefill_kernel(
     )
 
 
-def constants_of(
-    dim: int, group: int, page: int, *, causal: bool, window: int, softcap: bool, fields: int = FIELDS
-) -> dict[str, Any]:
+def constants_of(dim: int, group: int, page: int, *, mask: Mask, softcap: bool, fields: int = FIELDS) -> dict[str, Any]:
     """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
     pack = heads_per_tile(group)
     return {
@@ -118,8 +117,8 @@ def constants_of(
         "FIELDS": fields,
         "Q_STAGES": 2 if dim <= 128 else 1,
         "STAGES": 2,
-        "CAUSAL": causal,
-        "WINDOW": window,
+        "CAUSAL": bool(mask.causal),
+        "WINDOW": mask.sliding_window or 0,
         "SOFTCAP": softcap,
     }
 
@@ -133,9 +132,8 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     as for the decode kernel."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     group = query.shape[1] // key.shape[2]
-    flags = {"causal": inputs.causal, "window": inputs.window, "softcap": inputs.softcap > 0}
-    flags["fields"] = entries.shape[1]
-    constants = constants_of(query.shape[2], group, key.shape[1], **flags)
+    flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
+    constants = constants_of(query.shape[2], group, key.shape[1], mask=Mask.of(inputs.mask), **flags)
     pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
     heads = query.shape[1] // pack
     rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)

@@ -10,11 +10,13 @@ import torch
 from ...runtime.op_registry import interpreted
 from ...runtime.triton_versions import why_untried
 from ...runtime.workspace import COUNTERS
+from ...spec import Mask
 from ..inputs import AttentionInputs
 from ..shape import AttentionShape, BatchBounds
-from ..tiles import MIN_SPLIT_KEYS, max_visible_keys
+from ..tiles import MIN_SPLIT_KEYS
 
 HEAD_DIMS = (64, 128, 256)
+MASKS = ("sliding_window",)  # what its own masking serves beyond causality
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
@@ -28,8 +30,7 @@ class TileSchedulerParams(NamedTuple):
     num_kv_heads: int
     group: int
     head_dim: int
-    causal: bool
-    window: int
+    mask: tuple[int, ...]  # `Mask.constants`
     max_keys: int
     num_sms: int
 
@@ -52,7 +53,7 @@ class TileSchedulerParams(NamedTuple):
 def params_of(shape: AttentionShape, max_keys: int, num_sms: int) -> TileSchedulerParams:
     """Of the calls of a plan."""
     heads = (shape.num_kv_heads, shape.group, shape.head_dim)
-    return TileSchedulerParams(*heads, shape.causal, shape.window, max_keys, num_sms)
+    return TileSchedulerParams(*heads, shape.mask, max_keys, num_sms)
 
 
 def heads_per_tile(group: int) -> int:
@@ -86,7 +87,7 @@ def splits_kv(params: TileSchedulerParams, bounds: BatchBounds) -> bool:
     their keys so many that it matters. Which are split, the device decides. Decodes among prompts are not split."""
     if not params.max_keys or bounds.num_decodes:
         return False
-    keys = max_visible_keys(params.window, bounds.max_query_len, bounds.max_seq_len)
+    keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     few = min(_MOST_SPLIT_BLOCKS, _TILES_PER_SM * params.num_sms // params.heads)
     return max_query_blocks(params, bounds) <= few and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
 
@@ -133,6 +134,8 @@ def why_not(shape: AttentionShape, here: str) -> str:
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
+    if unserved := Mask.of(shape.mask).unserved(MASKS):
+        return f"masks with {', '.join(unserved)}"
     return "ALiBi" if shape.alibi else ""
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ..masking import end_key, first_key
 from .plan import TileSchedulerParams, keys_per_tile, tokens_per_tile
 from .tile_scheduler import look_up
 
@@ -21,18 +22,10 @@ _CANDIDATES = 64
 
 
 @triton.jit
-def _span(position, tokens, keys, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tiles that a query block sees, as `hopper_items.tiles_of` has them."""
-    last = position + tokens - 1
-    end = keys
-    if CAUSAL:
-        end = tl.minimum(end, last + 1)
-    elif WINDOW > 0:
-        end = tl.minimum(end, last + WINDOW)
-    high = tl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
-    low = high * 0
-    if WINDOW > 0:
-        low = tl.minimum(tl.maximum(position - WINDOW + 1, 0) // BLOCK_N, high - 1)
+def _span(position, tokens, keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tiles that a query block sees, as `work_item.tiles_of` has them."""
+    high = tl.maximum((end_key(position + tokens - 1, keys, MASK) + BLOCK_N - 1) // BLOCK_N, 1)
+    low = tl.minimum(tl.maximum(first_key(position, MASK), 0) // BLOCK_N, high - 1)
     return low, high
 
 
@@ -85,7 +78,7 @@ def _best_cut(low, high, live, last, nth, kv_heads, heads, num_sms, entries, pla
 )
 def _part_list_kernel(
     query_start_loc, seq_lens, items, num_seqs, rounds, slots, entries, kv_heads, heads, places, max_keys,
-    num_sms, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    num_sms, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
     SLOTS: tl.constexpr, CANDIDATES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     # The last blocks of a sequence see more keys.
@@ -94,7 +87,7 @@ def _part_list_kernel(
     seq_len, token, tokens, position, seq = look_up(slot, query_start_loc, seq_lens, num_seqs, rounds, BLOCK_Q)
     live = (seq_len >= 0) & (slot < slots)
     keys = tl.minimum(seq_len, max_keys)
-    low, high = _span(position, tokens, keys, CAUSAL, WINDOW, BLOCK_N)
+    low, high = _span(position, tokens, keys, MASK, BLOCK_N)
     low, high = tl.where(live, low, 0), tl.where(live, high, 1)
     same = seq_len[None, :] == seq_len[:, None]
     before = (seq_len[None, :] > seq_len[:, None]) | (same & (index[None, :] < index[:, None]))
@@ -150,8 +143,7 @@ def launch(
     constants = {
         "BLOCK_Q": tokens_per_tile(params.group),
         "BLOCK_N": keys_per_tile(params.head_dim),
-        "CAUSAL": params.causal,
-        "WINDOW": params.window,
+        "MASK": params.mask,
         "SLOTS": 64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile
         "CANDIDATES": _CANDIDATES,
         "FIELDS": items.shape[1],

@@ -6,14 +6,14 @@ nothing special is asked (`attention_cpu`), those compute instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
+from ...spec import Mask
+from ...spec.mask import MaskMod
 from ..inputs import AttentionInputs
 from . import cpu, varlen
-
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _SCORES = 1 << 25  # logits held at once; bounds memory, not what is served
 
@@ -35,14 +35,15 @@ def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
     starts, lens = inputs.query_start_loc.long(), inputs.seq_lens.long()
     seq = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(lens) - 1)
     row = tokens - starts[seq]
-    longest, longest_key = inputs.max_query_len, inputs.max_seq_len
+    longest, longest_key, mask = inputs.max_query_len, inputs.max_seq_len, Mask.of(inputs.mask)
     for first, last, low, high in _pieces(len(lens), heads, longest, longest_key, inputs.num_decodes):
         piece = slice(first, last)
         rows = torch.arange(low, high, device=query.device)  # [R]
         q_index = (starts[:-1][piece, None] + rows).clamp_(max=len(query) - 1)  # [b, R]
         k, v, seen = _keys(inputs, lens, piece)
         position = (lens - starts[1:] + starts[:-1])[piece, None] + rows  # [b, R]
-        visible = _mask(seen, position, inputs.causal, inputs.window)  # [b, R, L]
+        index = torch.arange(seen.shape[1], device=seen.device)
+        visible = seen[:, None] & mask.visible(position[..., None], index)  # [b, R, L]
         v = torch.where(visible.any(1)[..., None, None], v, 0)  # 0 * NaN would reach the output
         o, z = _softmax_attention(inputs, query[q_index], k, v, visible, position, first, mask_mod)
         mine = (seq >= first) & (seq < last) & (row >= low) & (row < high)
@@ -94,18 +95,6 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8)[index].view(rows.dtype) if rows.element_size() == 1 else rows[index]
 
 
-def _mask(seen: torch.Tensor, position: torch.Tensor, causal: bool, window: int) -> torch.Tensor:
-    distance = torch.arange(seen.shape[1], device=seen.device) - position[..., None]  # [b, R, L]
-    visible = seen[:, None]
-    if causal:
-        visible = visible & (distance <= 0)
-    if window:
-        visible = visible & (distance > -window)
-        if not causal:
-            visible = visible & (distance < window)
-    return visible.expand(distance.shape)
-
-
 def _softmax_attention(
     inputs: AttentionInputs,
     query: torch.Tensor,
@@ -130,7 +119,7 @@ def _softmax_attention(
     index = torch.arange(length, device=key.device)
     if inputs.alibi_slopes is not None:
         distance = (index - position[..., None]).to(key.dtype)
-        bias = distance if inputs.causal else -distance.abs()
+        bias = distance if Mask.of(inputs.mask).causal else -distance.abs()
         logits = logits + inputs.alibi_slopes.to(key.dtype)[:, None, None] * bias[:, None]
     keep = visible[:, None]
     if mask_mod is not None:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...runtime.op_registry import choose, csrc_op
+from ...spec import Mask
 from ..inputs import AttentionInputs
 
 _MASK = 1 << 25  # elements of a mask at once; bounds memory, not what is served
@@ -32,7 +33,8 @@ def attend(inputs: AttentionInputs) -> bool:
     Returns:
         False, and nothing is to be relied on, where a block that a sequence holds is outside the cache.
     """
-    if inputs.max_query_len <= 1 and not inputs.window and _has_kernel(inputs):
+    mask = Mask.of(inputs.mask)
+    if inputs.max_query_len <= 1 and mask.sees_all_before and _has_kernel(inputs):
         firsts = inputs.query_start_loc
         if len(inputs.query) == len(inputs.seq_lens) and bool((firsts.diff() == 1).all()):
             seqs = torch.arange(len(inputs.seq_lens), dtype=torch.int32, device="cpu")
@@ -44,9 +46,9 @@ def attend(inputs: AttentionInputs) -> bool:
     for seq, length in enumerate(lens):
         first, last = min(starts[seq], rows), min(starts[seq + 1], rows)
         # Rows that stand before the sequence's first key see none.
-        blind = max(last - first - length, 0) if inputs.causal or not length else 0
+        blind = max(last - first - length, 0) if mask.causal or not length else 0
         inputs.out[first : first + blind] = 0
-        if last - first == 1 and not blind and not inputs.window:
+        if last - first == 1 and not blind and mask.sees_all_before:
             decodes.append((length, seq, first))
         elif first + blind < last:
             _prompt(inputs, seq, first + blind, last, length)
@@ -119,17 +121,17 @@ def _gathered(inputs: AttentionInputs, lens: Sequence[int], seqs: Sequence[int],
 
 def _prompt(inputs: AttentionInputs, seq: int, first: int, last: int, length: int) -> None:
     """Query rows first..last, the last ones of a sequence of `length` keys."""
-    key, table, count, window = inputs.key, _table(inputs), last - first, inputs.window
-    size, low = key.shape[1], max(0, length - count - window + 1) if window else 0
+    key, table, count, mask = inputs.key, _table(inputs), last - first, Mask.of(inputs.mask)
+    size, low = key.shape[1], mask.first_key(length - count)
     blocks = table[seq, low // size : -(-length // size)]
     own = slice(low % size, length - low // size * size)
     k, v = (x.index_select(0, blocks).flatten(0, 1)[own].transpose(0, 1)[None] for x in (key, inputs.value))
     # torch has a mask of its own for a whole prompt, which it multiplies with the scale: -inf times 0 is NaN.
-    whole = count == length and inputs.causal and not window and inputs.scale > 0
+    whole = count == length and bool(mask.causal) and mask.sees_all_before and inputs.scale > 0
     at_once = count if whole else max(1, _MASK // length)
     for start in range(first, last, at_once):
         stop = min(start + at_once, last)
-        seen = None if whole else _visible(inputs, length, low, length - last + start, length - last + stop)
+        seen = None if whole else _visible(mask, length, low, length - last + start, length - last + stop)
         out = scaled_dot_product_attention(
             inputs.query[start:stop].transpose(0, 1)[None],
             k,
@@ -142,12 +144,7 @@ def _prompt(inputs: AttentionInputs, seq: int, first: int, last: int, length: in
         inputs.out[start:stop] = out if inputs.out_scale == 1 else out * inputs.out_scale
 
 
-def _visible(inputs: AttentionInputs, length: int, low: int, start: int, stop: int) -> torch.Tensor:
+def _visible(mask: Mask, length: int, low: int, start: int, stop: int) -> torch.Tensor:
     """Which of the keys low..length the rows at positions start..stop see, [rows, keys] bool."""
-    distance = torch.arange(low, length, device="cpu") - torch.arange(start, stop, device="cpu")[:, None]
-    seen = distance <= 0 if inputs.causal else torch.ones_like(distance, dtype=torch.bool)
-    if inputs.window:
-        seen &= distance > -inputs.window
-        if not inputs.causal:
-            seen &= distance < inputs.window
-    return seen
+    rows, keys = (torch.arange(*ends, device="cpu") for ends in ((start, stop), (low, length)))
+    return mask.visible(rows[:, None], keys)

@@ -9,8 +9,11 @@ from types import ModuleType
 
 import torch
 
+from ...spec import Mask
 from ..inputs import AttentionInputs
 from ..packing import offsets, rows_without_keys
+
+_MASKS = ("sliding_window",)
 
 
 @cache
@@ -32,6 +35,7 @@ def serves(inputs: AttentionInputs) -> bool:
     )
     fits = dim == inputs.value.shape[-1] and dim % 8 == 0 and dim <= 256 and inputs.key.dtype == query.dtype
     blocks = inputs.block_table is None or (inputs.key.shape[1] % 256 == 0 and inputs.block_table.shape[1] > 0)
+    plain = plain and not Mask.of(inputs.mask).unserved(_MASKS)
     half = query.dtype in (torch.float16, torch.bfloat16)
     return (
         half and plain and fits and blocks and inputs.key.numel() > 0 and _has_kernel(query) and library() is not None
@@ -47,8 +51,8 @@ def attend(inputs: AttentionInputs) -> None:
     module = library()
     if module is None:
         raise RuntimeError("torch.nn.attention.varlen reads no block table here; ask serves() first")
-    query, causal = inputs.query, inputs.causal
-    left = inputs.window - 1 if inputs.window else -1
+    query, mask = inputs.query, Mask.of(inputs.mask)
+    causal, left = bool(mask.causal), -1 if mask.sliding_window is None else mask.sliding_window - 1
     window = (left, 0 if causal else left)
     key_starts = offsets(inputs.seq_lens)
     table = inputs.block_table
