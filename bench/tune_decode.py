@@ -1,6 +1,6 @@
 """Times tunings of the decode kernel, taking turns in random order, on workloads that differ in what limits them.
 
-    python -m bench.tune_decode out.json [--cases 1q1s1k,8/1:1q1s32k] [--variants deep=64/4/5/1,in_flight=64 ...]
+    python -m bench.tune_decode out.json [--cases 1q1s1k,8/1:1q1s32k] [--variants deep=64/4/5/1,tile_overhead=1 ...]
 
 Cases are the table's decodes and `MORE`, named with heads where these are not 32/8. A variant is a name and
 block_n/warps/stages/per_sm, then fields of `DecodeTuning` by name. What the library chooses by itself is always timed
@@ -63,42 +63,42 @@ GROUPS = {
     "latency": Group(
         ("1q1s1k", "1q1s8k", "1q1s32k", "16q1s2k", "8/1:1q1s32k", "8/1:64q1s8k"),
         (
-            "loads32=128/4/3/1,in_flight=32",
-            "loads64=128/4/3/1,in_flight=64",
-            "loads128=128/4/3/1,in_flight=128",
-            "fan12=128/4/3/1,in_flight=128,fan_in=12",
-            "fan32=128/4/3/1,in_flight=128,fan_in=32",
-            "warps8=128/8/3/1,in_flight=64",
-            "keys64=64/4/5/1,in_flight=64",
-            "keys64warps8=64/8/5/1,in_flight=64",
-            "keys64twice=64/4/4/2,in_flight=64,fan_in=17",
-            "keys64twicefan12=64/4/4/2,in_flight=128,fan_in=12",
+            "loads32=128/4/3/1,reduction_unroll_regs=32",
+            "loads64=128/4/3/1,reduction_unroll_regs=64",
+            "loads128=128/4/3/1,reduction_unroll_regs=128",
+            "fan12=128/4/3/1,reduction_unroll_regs=128,fan_in=12",
+            "fan32=128/4/3/1,reduction_unroll_regs=128,fan_in=32",
+            "warps8=128/8/3/1,reduction_unroll_regs=64",
+            "keys64=64/4/5/1,reduction_unroll_regs=64",
+            "keys64warps8=64/8/5/1,reduction_unroll_regs=64",
+            "keys64twice=64/4/4/2,reduction_unroll_regs=64,fan_in=17",
+            "keys64twicefan12=64/4/4/2,reduction_unroll_regs=128,fan_in=12",
         ),
     ),
     "bandwidth": Group(
         ("64q1s4k", "256q1s1k", "128q1s8k", "64q1s128*1.0906", "1q1s64k+31q1s512"),
         (
             "full=128/4/2/2",
-            "fulllead1=128/4/2/2,lead=1",
-            "fulllead2=128/4/2/2,lead=2",
-            "four=64/4/2/4,max_registers=128,ahead=0",
-            "fourlead2=64/4/2/4,max_registers=128,ahead=0,lead=2",
+            "fulllead1=128/4/2/2,tile_overhead=1",
+            "fulllead2=128/4/2/2,tile_overhead=2",
+            "four=64/4/2/4,max_registers=128,prefetch_block_table=0",
+            "fourlead2=64/4/2/4,max_registers=128,prefetch_block_table=0,tile_overhead=2",
             "fourahead=64/4/2/4,max_registers=128",
             "three=64/4/3/3,max_registers=168",
-            "threelead2=64/4/3/3,max_registers=168,lead=2",
+            "threelead2=64/4/3/3,max_registers=168,tile_overhead=2",
             "two=64/4/4/2",
-            "twolead2=64/4/4/2,lead=2",
+            "twolead2=64/4/4/2,tile_overhead=2",
         ),
     ),
     "short": Group(
         ("16/8:512q1s176", "256q1s256", "256q1s100", "512q1s512", "256q1s1k", "64q1s4k", "128q1s8k", "64q1s128*1.0906"),
         (
-            "keys32=32/4/4/4,max_registers=128,lead=2",
-            "keys32warps2=32/2/4/4,lead=2",
-            "keys32lead4=32/4/4/4,max_registers=128,lead=4",
-            "keys32ahead0=32/4/4/4,max_registers=128,lead=2,ahead=0",
-            "keys32three=32/4/5/3,max_registers=168,lead=2",
-            "three=64/4/3/3,max_registers=168,lead=2",
+            "keys32=32/4/4/4,max_registers=128,tile_overhead=2",
+            "keys32warps2=32/2/4/4,tile_overhead=2",
+            "keys32lead4=32/4/4/4,max_registers=128,tile_overhead=4",
+            "keys32ahead0=32/4/4/4,max_registers=128,tile_overhead=2,prefetch_block_table=0",
+            "keys32three=32/4/5/3,max_registers=168,tile_overhead=2",
+            "three=64/4/3/3,max_registers=168,tile_overhead=2",
         ),
     ),
     "tokens": Group(
@@ -135,7 +135,7 @@ def variant_of(text: str) -> tuple[str, DecodeTuning]:
     tuning = DecodeTuning(block_n, warps, stages, per_sm)
     for field, _, value in (one.partition("=") for one in fields):
         number: int | bool | None = int(value)
-        if field == "ahead":
+        if field == "prefetch_block_table":
             number = bool(number)
         elif field == "max_registers":
             number = number or None

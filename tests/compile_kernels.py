@@ -23,14 +23,14 @@ from pagedattn.kernels.prefill import kernel as attention
 from pagedattn.kernels.prefill.plan import attention_config
 from pagedattn.runtime.target import Target
 
-TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, chained=True)}
+TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, supports_pdl=True)}
 
 
 TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i32") | dict.fromkeys(
     ("qk_scale", "out_scale", "softcap"), "fp32"
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
-PRIOR = ("prior", "prior_lse")
+PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
 
@@ -57,17 +57,26 @@ def attention_case(arch: int, kind: str, dim: int, group: int, window: int, soft
 
 
 def decode_case(
-    arch: int, kind: str, dim: int, group: int, tokens: int, num_seqs: int, stored: str = "", prior: bool = False
+    arch: int,
+    kind: str,
+    dim: int,
+    group: int,
+    tokens: int,
+    num_seqs: int,
+    stored: str = "",
+    initial_state: bool = False,
 ) -> None:
     shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2, "stored_itemsize": 1 if stored else 2}
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
-    config = decode_config(**shape, **step, target=TARGETS[arch], short=prior)
+    config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state)
     tuning = config.tuning
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}")}
-    types |= dict.fromkeys(("key", "value"), f"*{stored or kind}") | dict.fromkeys(PRIOR if prior else (), "*fp32")
+    types |= dict.fromkeys(("key", "value"), f"*{stored or kind}") | dict.fromkeys(
+        PRIOR if initial_state else (), "*fp32"
+    )
     constants = {
         **ABSENT,
-        **dict.fromkeys(() if prior else PRIOR),
+        **dict.fromkeys(() if initial_state else PRIOR),
         **_shape(dim, group),
         "lse_out": None,
         "KV_HEADS": 8,
@@ -75,22 +84,22 @@ def decode_case(
         "BLOCK_M": config.block_m,
         "BLOCK_N": tuning.block_n,
         "ROWS": config.rows,
-        "LEAD": tuning.lead,
+        "TILE_OVERHEAD": tuning.tile_overhead,
         "FAN_IN": tuning.fan_in,
-        "AT_ONCE": config.at_once,
+        "REDUCTION_UNROLL": config.reduction_unroll,
         "CHUNK": 1 if num_seqs == 1 else 256,
         "MANY_SEQS": num_seqs > 256,
         "ONE_TOKEN": tokens == 1,
         "MASK": (1, 0),
         "SOFTCAP": False,
         "SAME_STRIDES": True,
-        "AHEAD": tuning.ahead,
-        "PDL": config.chained,
+        "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
+        "PDL": config.supports_pdl,
         "PRECISION": "tf32",
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
-    name = f"decode-sm{arch}-{stored or kind}-D{dim}-G{group}-{num_seqs}x{tokens}{'-prior' if prior else ''}"
+    name = f"decode-sm{arch}-{stored or kind}-D{dim}-G{group}-{num_seqs}x{tokens}{'-prior' if initial_state else ''}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
 
@@ -144,7 +153,7 @@ def main() -> None:
     for num_seqs, tokens in ((1, 1), (64, 1), (1024, 1), (64, 16)):
         decode_case(90, "bf16", 128, 4, tokens, num_seqs)
     for num_seqs, tokens in ((64, 1), (64, 16)):
-        decode_case(90, "bf16", 128, 4, tokens, num_seqs, prior=True)
+        decode_case(90, "bf16", 128, 4, tokens, num_seqs, initial_state=True)
     decode_case(90, "bf16", 128, 1, 1, 64)
     decode_case(90, "bf16", 256, 8, 1, 64)
     decode_case(90, "bf16", 512, 8, 16, 2)

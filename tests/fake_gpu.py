@@ -20,7 +20,7 @@ from pagedattn.runtime import launcher, op_registry
 from pagedattn.runtime.target import Target, target_of
 from pagedattn.spec import Capabilities
 
-HOPPER = Target(num_sms=132, shared_bytes=232448, chained=True)
+HOPPER = Target(num_sms=132, shared_bytes=232448, supports_pdl=True)
 
 
 _PACKED = hasattr(driver, "annotate_arguments")  # from Triton 3.7 on, a kernel's arguments are one sequence

@@ -25,7 +25,7 @@ from pagedattn.runtime.launcher import Launch, Launcher, Replay
 FUNCTION, CHAINED, ARGUMENTS = 4, 6, 13  # positions in a launch's line
 WRITTEN, READ = (
     [ARGUMENTS + kernel._decode_kernel.arg_names.index(name) for name in names]
-    for names in (("out", "lse_out"), ("prior", "prior_lse"))
+    for names in (("out", "lse_out"), ("initial_state", "initial_lse"))
 )
 launched = fake_gpu.launched
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
@@ -231,6 +231,39 @@ def unkept() -> dict[str, Any]:
     return {"foreign": len(foreign.plan.calls), "writes": len(writes), "kept": kept}
 
 
+def files_to_a_launch(call: Callable[[], object]) -> list[list[str]]:
+    """For each launch, the library's files on the way from `Attention.forward` to it."""
+    found: list[list[str]] = []
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is fake_gpu.Launched.__call__.__code__:
+            files: list[str] = []
+            while frame is not None and frame.f_code is not Attention.forward.__code__:
+                frame = frame.f_back
+                files += [frame.f_code.co_filename] if frame is not None else []
+            found.append(sorted({file.rpartition("pagedattn/")[2] for file in files if "/pagedattn/" in file}))
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def ways() -> dict[str, list[list[str]]]:
+    """From the first layer of a step, and from the next."""
+    reshape.choose = lambda *args: "triton"
+    model, caches = _model({}, 0), [_cache({}), _cache({})]
+    table = torch.arange(SEQS * 2, dtype=torch.int32).view(SEQS, 2)
+    common = CommonAttentionMetadata.from_lengths([1] * SEQS, [20] * SEQS, table, block_size=SIZE)
+    plan_step([model], common)
+    _call_of(model, caches[0], plan_step([model], common), False, SEQS)()  # Triton compiles, by another way
+    step = plan_step([model], common)
+    first, later = (files_to_a_launch(_call_of(model, cache, step, False, SEQS)) for cache in caches)
+    return {"first": first, "later": later}
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "query heads": {"query": torch.zeros(SEQS, HEADS + 2, DIM).half()},
     "query rows": {"query": torch.zeros(SEQS - 1, HEADS, DIM).half()},
@@ -304,7 +337,14 @@ def main() -> None:
     found["two backends, heads, prompts"] = layers(two, False, [5, 5, 20, 20], writers[0])
     cascade.SAVED_BYTES = -(1 << 62)
     found |= {f"{name}, once": layers(options, False, [1] * SEQS, writers[0], SIZE) for name, options in ONCE.items()}
-    parts = {"toys": toys(), "replays": replays(), "described": described(), "wrong": wrong(), "unkept": unkept()}
+    parts = {
+        "toys": toys(),
+        "replays": replays(),
+        "described": described(),
+        "wrong": wrong(),
+        "unkept": unkept(),
+        "ways": ways(),
+    }
     print(json.dumps({**parts, "layers": found}))
 
 

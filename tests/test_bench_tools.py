@@ -107,10 +107,14 @@ def test_what_the_decode_kernel_is_tuned_over(
     from pagedattn.bench import tune_decode
 
     file, every = tmp_path / "out.json", [*tune_decode.CASES]
-    given = ("--variants", "deep=64/4/5/1,in_flight=64,ahead=0", "free=32/2/4/4,max_registers=0,lead=2")
+    given = (
+        "--variants",
+        "deep=64/4/5/1,reduction_unroll_regs=64,prefetch_block_table=0",
+        "free=32/2/4/4,max_registers=0,tile_overhead=2",
+    )
     plans = tuned(monkeypatch, file, "--cases", f"nobody,{every[1]}", *given, "--groups", "short", "--rounds", "2")
-    deep = DecodeTuning(64, 4, 5, 1)._replace(in_flight=64, ahead=False)
-    free = DecodeTuning(32, 2, 4, 4)._replace(max_registers=None, lead=2)
+    deep = DecodeTuning(64, 4, 5, 1)._replace(reduction_unroll_regs=64, prefetch_block_table=False)
+    free = DecodeTuning(32, 2, 4, 4)._replace(max_registers=None, tile_overhead=2)
     assert plans == {every[1]: {"default": None, "deep": deep, "free": free}}
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 2 * 3 and {row["case"] for row in rows} == {every[1]}

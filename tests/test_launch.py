@@ -101,7 +101,9 @@ def test_busy_or_not() -> None:
     assert configure_decode(target, num_seqs=132, max_seq_len=131072, short=True).tuning == SHORT
     assert configure_decode(target, num_seqs=98, max_seq_len=512, short=True).tuning == LATENCY
     assert configure_decode(target, num_seqs=1, max_seq_len=256).programs == 4
-    mine = DecodeTuning(block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, ahead=False)
+    mine = DecodeTuning(
+        block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, prefetch_block_table=False
+    )
     assert configure_decode(target, tuning=mine).tuning == mine
 
 

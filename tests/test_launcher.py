@@ -74,6 +74,13 @@ def test_a_backend_that_writes_itself_does_so_each_time() -> None:
     assert unkept["writes"] == 3 and unkept["kept"] == [True]
 
 
+def test_few_files_lie_between_a_layer_and_a_launch() -> None:
+    """The write and the attention of a step's first layer, and of the others."""
+    ways = found()["ways"]
+    assert [len(way) for way in ways["first"]] == [6, 7] and [len(way) for way in ways["later"]] == [3, 3], ways
+    assert all("layers/attention.py" in way and "runtime/launcher.py" in way for way in ways["first"] + ways["later"])
+
+
 def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:
     wrong = found()["wrong"]
     assert len(wrong) == 18

@@ -336,7 +336,7 @@ def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
 
 def _is_countable(config: DecodeConfig) -> bool:
     """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
-    return config.tiles * (1 + config.tuning.lead) < 2**31 and config.programs <= COUNTERS
+    return config.tiles * (1 + config.tuning.tile_overhead) < 2**31 and config.programs <= COUNTERS
 
 
 def _tiles(config: DecodeConfig) -> str:

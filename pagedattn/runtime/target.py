@@ -9,11 +9,11 @@ import torch
 
 
 class Target(NamedTuple):
-    """What a launch configuration depends on of a device. `chained`: a kernel's launch may overlap the one before."""
+    """What a launch configuration depends on of a device. supports_pdl: a launch may overlap the kernel before it."""
 
     num_sms: int
     shared_bytes: int
-    chained: bool = False
+    supports_pdl: bool = False
 
 
 @cache

@@ -72,13 +72,13 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Sequences, most keys, and a prior, of each decode launch."""
+    """Sequences, most keys, and a initial_state, of each decode launch."""
     module, seen = import_module("pagedattn.kernels.decode.kernel"), []
     launch = module.launch
 
-    def seeing(config: Any, inputs: Any, room: Any, prior: Any = None, **options: Any) -> Any:
-        seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(prior is not None)))
-        made = launch(config, inputs, room, prior, **options)
+    def seeing(config: Any, inputs: Any, room: Any, initial_state: Any = None, **options: Any) -> Any:
+        seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(initial_state is not None)))
+        made = launch(config, inputs, room, initial_state, **options)
         assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
         return made
 

@@ -114,20 +114,20 @@ def test_many_programs_to_an_item(programs: int, fan_in: int, device: torch.devi
     check(Case(**LONG), programs, device, fan_in=fan_in)
 
 
-@pytest.mark.parametrize("in_flight", [1, 4, 64])
-def test_as_many_states_at_once_as_registers_hold(in_flight: int, device: torch.device) -> None:
+@pytest.mark.parametrize("reduction_unroll_regs", [1, 4, 64])
+def test_as_many_states_at_once_as_registers_hold(reduction_unroll_regs: int, device: torch.device) -> None:
     case = Case(**LONG)
-    config = config_of(make_problem(case, device), 44, fan_in=7, in_flight=in_flight)
-    assert config.at_once == {1: 2, 4: 8, 64: 8}[in_flight]
-    check(case, 44, device, fan_in=7, in_flight=in_flight)
+    config = config_of(make_problem(case, device), 44, fan_in=7, reduction_unroll_regs=reduction_unroll_regs)
+    assert config.reduction_unroll == {1: 2, 4: 8, 64: 8}[reduction_unroll_regs]
+    check(case, 44, device, fan_in=7, reduction_unroll_regs=reduction_unroll_regs)
 
 
 @pytest.mark.parametrize("programs", [2, 3, 7, 16, 40, 60])
-@pytest.mark.parametrize("lead", [1, 3])
-def test_items_that_count_for_more(lead: int, programs: int, device: torch.device) -> None:
+@pytest.mark.parametrize("tile_overhead", [1, 3])
+def test_items_that_count_for_more(tile_overhead: int, programs: int, device: torch.device) -> None:
     """More tiles than their keys have: some ranges then end before an item's first keys, or begin there."""
     for shape in (RAGGED, TOKENS):
-        check(Case(**shape, sinks=0.5), programs, device, lead=lead, fan_in=2)
+        check(Case(**shape, sinks=0.5), programs, device, tile_overhead=tile_overhead, fan_in=2)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 24])
@@ -163,7 +163,7 @@ def test_features(shape: dict[str, Any], name: str, device: torch.device) -> Non
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_block_ids_loaded_when_they_are_needed(window: int | None, device: torch.device) -> None:
-    check(Case(**RAGGED, sliding_window=window), 9, device, ahead=False)
+    check(Case(**RAGGED, sliding_window=window), 9, device, prefetch_block_table=False)
 
 
 def test_more_sequences_than_are_read_at_once(device: torch.device) -> None:
@@ -261,15 +261,18 @@ def test_a_table_narrower_than_the_lengths(device: torch.device) -> None:
 
     What lies behind the table's 48 keys are blocks of the sequence: whoever reads on finds its keys.
     """
-    for window, ahead in product((0, 20, 640, 652, 653), (True, False)):
+    for window, prefetch_block_table in product((0, 20, 640, 652, 653), (True, False)):
         problem = make_problem(Case(**LONG), device)
         problem.common = problem.common.replace(block_table=problem.common.block_table[:, :3])
         out = torch.empty_like(problem.query)
         inputs = inputs_of(problem, out, None)._replace(mask=(1, window))
-        config = config_of(problem, 5, block_n=32, ahead=ahead)
+        config = config_of(problem, 5, block_n=32, prefetch_block_table=prefetch_block_table)
         room = new_workspace(config.workspace, device)
         import_module("pagedattn.kernels.decode.kernel").launch(config, inputs, room)
-        assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window in (0, 653)), (window, ahead)
+        assert bool(torch.isfinite(out).all()) and bool(out.any()) == (window in (0, 653)), (
+            window,
+            prefetch_block_table,
+        )
 
 
 @pytest.mark.parametrize("decodes", [-1, 3])

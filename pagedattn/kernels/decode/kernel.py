@@ -7,11 +7,11 @@ they read the same blocks at the same time, which DRAM serves faster. An item th
 the workspace, and whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023),
 LeanAttention (2024).
 
-A row may come with a `prior`, its attention over other keys: whoever has an item's first tile starts from that state,
-so that merging the two costs no launch.
+A row may come with an `initial_state`, its attention over other keys: the program that has an item's first tile starts
+from that state, so that merging the two costs no launch.
 
-Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin..close` the item's, LEAD empty
-ones in front of them for what an item costs by itself; a program handles tiles at..end.
+Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin..close` the item's,
+TILE_OVERHEAD empty ones in front of them for what an item costs by itself; a program handles tiles at..end.
 `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
 """
 
@@ -33,19 +33,19 @@ from .split_kv import combine
 
 
 @triton.jit
-def _key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr, LEAD: tl.constexpr):
-    """A sequence's first key that any of its rows sees, the first tile, and the number of tiles, LEAD in front of the
-    keys' own included: none without queries, else one of keys at least, so that rows without keys are written too."""
+def _key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr):
+    """A sequence's first key that any of its rows sees, the first tile, and the number of tiles, TILE_OVERHEAD included:
+    none without queries, else one of keys at least, so that rows without keys are written too."""
     low = tl.maximum(first_key(seq_len - q_len, MASK), 0)
     first = low // BLOCK_N
     tiles = tl.maximum(tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)
-    return low, first, tl.where(q_len > 0, tiles + LEAD, 0)
+    return low, first, tl.where(q_len > 0, tiles + TILE_OVERHEAD, 0)
 
 
 @triton.jit
 def _tiles_of(
     first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, MASK: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAD: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
     seq = first + tl.arange(0, CHUNK)
@@ -53,7 +53,7 @@ def _tiles_of(
     start = tl.load(query_start_loc + seq, mask=live, other=0)
     q_len = tl.load(query_start_loc + seq + 1, mask=live, other=0) - start
     seq_len = tl.load(seq_lens + seq, mask=live, other=0)
-    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, LEAD)
+    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
     return tiles * tl.cdiv(q_len, BLOCK_Q)
 
 
@@ -72,13 +72,13 @@ def _attend(
     sk_b, sk_s, sv_b, sv_s,
     S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin..end. A tile that reaches beyond low..end reads the nearest key within again and gives
     it no weight: loads need no mask, what lies outside is never read, and one loop serves whole and partial tiles.
 
-    AHEAD: block ids are loaded an iteration early, by hand: as loads that other loads depend on, they would leave the
-    compiler half of the stages for keys and values.
+    PREFETCH_BLOCK_TABLE: block ids are loaded an iteration early, by hand: as loads that other loads depend on, they
+    would leave the compiler half of the stages for keys and values.
     """
     PRE: tl.constexpr = log_base(PRECISION)
     POST: tl.constexpr = LOG2E / PRE
@@ -93,19 +93,19 @@ def _attend(
     if BY_COLUMN:
         l_i = tl.where(offs[None, :] == 0, l_i[:, None], 0.0)  # [BLOCK_M, BLOCK_N]
     block = offs
-    if AHEAD:
+    if PREFETCH_BLOCK_TABLE:
         block = tl.load(table + _within(begin + offs, low, end, MASK) // S, mask=begin < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + offs
         near = _within(offs_n, low, end, MASK)
-        if not AHEAD:
+        if not PREFETCH_BLOCK_TABLE:
             block = tl.load(table + near // S)
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
         row = tl.where(known, block, 0).to(tl.int64)
         slot = (near % S).to(tl.int32)
         k_row = row * sk_b + slot * sk_s
         v_row = k_row if SAME_STRIDES else row * sv_b + slot * sv_s
-        if AHEAD:
+        if PREFETCH_BLOCK_TABLE:
             block = tl.load(table + _within(offs_n + BLOCK_N, low, end, MASK) // S)
         k_ptrs = k_rows + k_row[:, None]
         v_ptrs = v_rows + v_row[:, None]
@@ -171,13 +171,13 @@ def _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    prior, prior_lse, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
+    initial_state, initial_lse, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
     sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale,
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    LEAD: tl.constexpr, FAN_IN: tl.constexpr, AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, MANY_SEQS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_OVERHEAD: tl.constexpr, FAN_IN: tl.constexpr, REDUCTION_UNROLL: tl.constexpr, CHUNK: tl.constexpr,
+    MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -196,16 +196,16 @@ def _decode_kernel(
         q_start = tl.load(query_start_loc)
         q_len = tl.load(query_start_loc + 1) - q_start
         seq_len = tl.load(seq_lens)
-        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, LEAD)
+        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
         total = tiles * tl.cdiv(q_len, BLOCK_Q)
     else:
-        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, LEAD, CHUNK)
+        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK)
         here = tl.sum(work, 0)
         total = here
         if MANY_SEQS:
             for more in range(CHUNK, num_seqs, CHUNK):
                 next = _tiles_of(
-                    more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, LEAD, CHUNK
+                    more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK
                 )
                 total += tl.sum(next, 0)
     share = tl.maximum(tl.cdiv(total, programs), 1)
@@ -222,8 +222,9 @@ def _decode_kernel(
                     base += here
                     first += CHUNK
                     work = _tiles_of(
-                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, LEAD, CHUNK
-                    )
+                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N,
+                        TILE_OVERHEAD, CHUNK,
+                    )  # fmt: skip
                     here = tl.sum(work, 0)
         before = tl.cumsum(work, 0) + base <= at
         seq = first + tl.sum(before.to(tl.int32), 0)
@@ -236,15 +237,15 @@ def _decode_kernel(
             q_start = tl.load(query_start_loc + seq)
             q_len = tl.load(query_start_loc + seq + 1) - q_start
             seq_len = tl.load(seq_lens + seq)
-            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, LEAD)
+            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
         past = base + tiles * tl.cdiv(q_len, BLOCK_Q)
         q_block = 0 if ONE_TOKEN else (at - base) // tl.maximum(tiles, 1)
         close = base + (q_block + 1) * tiles
-        origin = close - tiles + LEAD
+        origin = close - tiles + TILE_OVERHEAD
         if at >= past:
             base = past
             seq += 1
-        elif end <= origin:  # nothing is left but an item's lead
+        elif end <= origin:  # nothing is left but an item's overhead
             at = end
         else:
             at = tl.maximum(at, origin)
@@ -266,14 +267,14 @@ def _decode_kernel(
                     m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * log_base(PRECISION)
                     l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if prior is not None:  # an output and its LSE are a state whose sum is 1
+            if initial_state is not None:  # an output and its LSE are a state whose sum is 1
                 if at == origin:
                     dim_v = tl.arange(0, BLOCK_DV)
                     known = token * (KV_HEADS * GROUP) + head
-                    m_i = tl.load(prior_lse + known, mask=mask_m, other=-float("inf")) * log_base(PRECISION)
+                    m_i = tl.load(initial_lse + known, mask=mask_m, other=-float("inf")) * log_base(PRECISION)
                     l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
                     known_v = mask_m[:, None] & (dim_v < DV)[None, :]
-                    acc = tl.load(prior + known[:, None] * DV + dim_v[None, :], mask=known_v, other=0.0)
+                    acc = tl.load(initial_state + known[:, None] * DV + dim_v[None, :], mask=known_v, other=0.0)
             from_key = (first_tile + at - origin) * BLOCK_N
             to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, tl.minimum(seq_len, max_keys))
             if not sees_all_before(MASK):  # a sequence longer than its table may have its window outside
@@ -282,7 +283,7 @@ def _decode_kernel(
                 q, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,
                 table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low, seq_len - q_len + q_row, slope,
                 logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK,
-                SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SAME_STRIDES, AHEAD, PRECISION,
+                SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SAME_STRIDES, PREFETCH_BLOCK_TABLE, PRECISION,
             )  # fmt: skip
 
             scale = out_scale
@@ -297,7 +298,7 @@ def _decode_kernel(
             else:
                 complete, all_acc, all_m, all_l = combine(
                     acc, m_i, l_i, workspace, part, program, begins, origin // share, (close - 1) // share, PARTS,
-                    BLOCK_M, ROWS, BLOCK_DV, FAN_IN, AT_ONCE, PRECISION,
+                    BLOCK_M, ROWS, BLOCK_DV, FAN_IN, REDUCTION_UNROLL, PRECISION,
                 )  # fmt: skip
                 if complete:
                     _finish(
@@ -314,13 +315,13 @@ def launch(
     config: DecodeConfig,
     inputs: AttentionInputs,
     workspace: torch.Tensor,
-    prior: tuple[torch.Tensor, torch.Tensor] | None = None,
+    initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
     fixed: Sequence[str] = (),
 ) -> None:
     """One launch.
 
-    `prior`: attention of the same rows over other keys, output [T, Hq, Dv] without a scale of the values and LSE
-    [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
+    `initial_state`: attention of the same rows over other keys, output [T, Hq, Dv] without a scale of the values and
+    LSE [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -330,7 +331,7 @@ def launch(
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
         *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
-        *(prior or (None, None)),
+        *(initial_state or (None, None)),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
         *key.stride()[:3],
@@ -348,18 +349,18 @@ def launch(
         "BLOCK_M": config.block_m,
         "BLOCK_N": tuning.block_n,
         "ROWS": config.rows,
-        "LEAD": tuning.lead,
+        "TILE_OVERHEAD": tuning.tile_overhead,
         "FAN_IN": tuning.fan_in,
-        "AT_ONCE": config.at_once,
+        "REDUCTION_UNROLL": config.reduction_unroll,
         "CHUNK": chunk,
         "MANY_SEQS": num_seqs > chunk,
         "ONE_TOKEN": inputs.max_query_len <= 1,
         "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
-        "AHEAD": tuning.ahead,
-        "PDL": config.chained,
+        "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
+        "PDL": config.supports_pdl,
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "maxnreg": tuning.max_registers}
-    if config.chained:  # else it is not named: the interpreter does not know it
+    if config.supports_pdl:  # else it is not named: the interpreter does not know it
         options["launch_pdl"] = True
     with on_device(query):
         _launch((config.programs,), arguments, constants, fixed, **options)

@@ -15,9 +15,9 @@ DECODE_ROWS = 64  # packed rows of a decode's query block at most
 class DecodeTuning(NamedTuple):
     """What is chosen by measurement: keys per tile, programs per SM, how many partial states a program adds up.
 
-    ahead: block ids are loaded an iteration before they are needed. in_flight: registers of a thread for partial states
-    that are being loaded. lead: tiles that an item counts for beyond its keys' when they are shared out, since it takes
-    time until its first keys are there.
+    prefetch_block_table: block ids are loaded an iteration before they are needed. reduction_unroll_regs: registers of
+    a thread for partial states that are being loaded. tile_overhead: tiles that an item counts for beyond its keys'
+    when they are split, since it takes time until its first keys are there.
     """
 
     block_n: int
@@ -26,9 +26,9 @@ class DecodeTuning(NamedTuple):
     per_sm: int
     max_registers: int | None = None
     fan_in: int = 16
-    ahead: bool = True
-    in_flight: int = 32
-    lead: int = 0
+    prefetch_block_table: bool = True
+    reduction_unroll_regs: int = 32
+    tile_overhead: int = 0
 
 
 class DecodeConfig(NamedTuple):
@@ -43,7 +43,7 @@ class DecodeConfig(NamedTuple):
     state: int
     programs: int
     tiles: int
-    chained: bool
+    supports_pdl: bool
     tuning: DecodeTuning
 
     @property
@@ -57,20 +57,20 @@ class DecodeConfig(NamedTuple):
         return self.tiles * self.tuning.block_n
 
     @property
-    def at_once(self) -> int:
+    def reduction_unroll(self) -> int:
         """Partial states of which a thread's parts fit into the registers they may take, a power of two."""
         outputs = self.state - max(2 * self.rows, 4)
-        fit = self.tuning.in_flight * 32 * self.tuning.num_warps // outputs
+        fit = self.tuning.reduction_unroll_regs * 32 * self.tuning.num_warps // outputs
         return min(next_power_of_2(self.tuning.fan_in), 1 << max(fit, 1).bit_length() - 1)
 
 
 # Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better.
 # Where an SM's share is part of one item, adding up states takes longest (bench/results/h200/tune_decode.json).
-FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, lead=2)
+FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, tile_overhead=2)
 # SHORT loses 1 % from 1,000 keys a sequence on, and wins 6 to 20 % below 300 (bench/results/h200/tune_short.json).
-SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, lead=2)
+SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, tile_overhead=2)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
-FEW_ITEMS = LATENCY._replace(in_flight=128)
+FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)
 _SHORT_KEYS = 512
 _KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (bench/NOTES.md)
 
@@ -127,7 +127,7 @@ def decode_config(
     # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
     rows = max(next_power_of_2(tokens * heads), tuning.num_warps)
     state = max(2 * rows, 4) + rows * width
-    return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.chained, tuning)
+    return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.supports_pdl, tuning)
 
 
 def _tuning(

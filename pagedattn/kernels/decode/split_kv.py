@@ -56,33 +56,33 @@ def _is_last(counter, arrivals):
 
 @triton.jit
 def _union(
-    states, part, start, begins, count, STRIDE: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
+    states, part, start, begins, count, STRIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, REDUCTION_UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of `count` programs' partial states together, from program `start` on, every STRIDE; `begins`: whether
     the item starts in the first of them.
 
-    The outputs of AT_ONCE states are in flight while their weights are found. Those pass through shared memory on their
-    way to the threads, which keeps ptxas from moving loads behind what waits for the first of them; the outputs do not,
-    for a thread has the same elements of all states.
+    The outputs of REDUCTION_UNROLL states are in flight while their weights are found. Those pass through shared memory
+    on their way to the threads, which keeps ptxas from moving loads behind what waits for the first of them; the
+    outputs do not, for a thread has the same elements of all states.
     """
     POST: tl.constexpr = LOG2E / log_base(PRECISION)
     SIZE: tl.constexpr = _header(ROWS) + ROWS * BLOCK_DV
     MINUS_INF: tl.constexpr = -(1 << 23)  # its bits
-    nth = tl.arange(0, AT_ONCE)
+    nth = tl.arange(0, REDUCTION_UNROLL)
     row = tl.arange(0, ROWS)
     place = row[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
     m_i = tl.full([ROWS], -float("inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for done in range(0, count, AT_ONCE):
+    for done in range(0, count, REDUCTION_UNROLL):
         state = _state_at(states, part, start + done * STRIDE, False, PARTS, ROWS, BLOCK_DV)
         state += nth * (STRIDE * 2 * PARTS * SIZE) + tl.where(begins & (done + nth == 0), SIZE, 0)
         live = (done + nth < count)[None, :]
-        head = state[None, :] + row[:, None]  # [ROWS, AT_ONCE]
+        head = state[None, :] + row[:, None]  # [ROWS, REDUCTION_UNROLL]
         m = tl.load(head, mask=live, other=MINUS_INF, cache_modifier=".cg").to(tl.float32, bitcast=True)
         l_s = tl.load(head + ROWS, mask=live, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-        # [ROWS, AT_ONCE, BLOCK_DV], in this order of dimensions: that gives warps rows of their own.
+        # [ROWS, REDUCTION_UNROLL, BLOCK_DV], in this order of dimensions: that gives warps rows of their own.
         outputs = state[None, :, None] + (_header(ROWS) + place)[:, None, :]
         a = tl.load(outputs, mask=live[:, :, None], other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
         m_new = tl.maximum(m_i, tl.max(m, 1))
@@ -99,7 +99,7 @@ def _union(
 def combine(
     acc, m_i, l_i, workspace, part, program, begins, first, last,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, FAN_IN: tl.constexpr,
-    AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
+    REDUCTION_UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Publish this program's part of an item that programs first..last share, and that `begins` in this one or not.
     Whether it is the one that has all of them, and their union if so, [ROWS].
@@ -119,7 +119,7 @@ def combine(
     all_l = tl.zeros([ROWS], tl.float32)
     if complete:
         all_acc, all_m, all_l = _union(
-            states, part, head, group == 0, members, 1, PARTS, ROWS, BLOCK_DV, AT_ONCE, PRECISION
+            states, part, head, group == 0, members, 1, PARTS, ROWS, BLOCK_DV, REDUCTION_UNROLL, PRECISION
         )
         if groups > 1:
             tl.debug_barrier()  # every thread has read the head's state before it is replaced
@@ -128,6 +128,6 @@ def combine(
             complete = _is_last(workspace + 2 * _PLACES + first * PARTS + part, groups)
             if complete:
                 all_acc, all_m, all_l = _union(
-                    states, part, first, True, groups, FAN_IN, PARTS, ROWS, BLOCK_DV, AT_ONCE, PRECISION
+                    states, part, first, True, groups, FAN_IN, PARTS, ROWS, BLOCK_DV, REDUCTION_UNROLL, PRECISION
                 )
     return complete, all_acc, all_m, all_l
