@@ -34,7 +34,7 @@ from .split_kv import combine
 
 @triton.jit
 def _key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr):
-    """A sequence's first key that any of its rows sees, the first tile, and the number of tiles, TILE_OVERHEAD included:
+    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, TILE_OVERHEAD included:
     none without queries, else one of keys at least, so that rows without keys are written too."""
     low = tl.maximum(first_key(seq_len - q_len, MASK), 0)
     first = low // BLOCK_N
