@@ -71,7 +71,7 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
 
 
 def main() -> None:
-    plain = {"causal": True, "window": 0, "softcap": False}
+    plain = {"mask": Mask(True), "softcap": False}
     compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
     compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, mask=Mask(causal=False), softcap=True)
     compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, mask=Mask(True, 4096), softcap=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from backends.fake_flash_attn import CALLS, MODULES, fa3_of_2_8_0, fa3_of_2_8_3
 
-from pagedattn import AttentionCall, AttentionSpec, CommonAttentionMetadata, select_backend
+from pagedattn import AttentionCall, AttentionSpec, CommonAttentionMetadata, Mask, select_backend
 from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.flash_attn import FlashAttnBackend
 from pagedattn.backends.flash_attn import versions as versions
@@ -178,9 +178,9 @@ def test_every_installed_version_says_why_not(install: Install) -> None:
 
 def test_fa2_refuses_to_reread_the_cache_per_head(install: Install) -> None:
     install(2)
-    one_per_head = spec(block_size=256, sliding_window=9).replace(num_kv_heads=8)
+    one_per_head = spec(block_size=256, mask=Mask(sliding_window=9)).replace(num_kv_heads=8)
     assert [reason.feature for reason in FlashAttnBackend.rejections(one_per_head)] == ["clean_cache"]
-    wide = spec(block_size=256, sliding_window=100, clean_cache=True)
+    wide = spec(block_size=256, mask=Mask(sliding_window=100), clean_cache=True)
     assert [reason.feature for reason in FlashAttnBackend.rejections(wide)] == ["sliding_window"]
     assert FlashAttnBackend.rejections(wide.replace(num_kv_heads=8)) == []
 
