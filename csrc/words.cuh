@@ -1,4 +1,4 @@
-// Words of 1 to 16 bytes. Streaming hints (ld.cs, st.cs) were measured to cost 3 to 5 % here: see bench/NOTES.md.
+// Words of 1 to 16 bytes. Streaming hints (ld.cs, st.cs) were measured to cost 3 to 5 % here: see pagedattn/kernels/cache_write/README.md.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 """Reads of uniform registers that some path reaches without having written them, in the SASS of one warp group.
 
 ptxas 12.8 computes what two loops share of an address in the first one's preamble, though that loop may be skipped: the
-second then reads what the register held before, and no message says so (bench/NOTES.md).
+second then reads what the register held before, and no message says so (pagedattn/kernels/prefill_sm90/README.md).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_regist
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)
 _SHORT_KEYS = 512
-_KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (bench/NOTES.md)
+_KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (README.md, what was measured)
 
 
 @lru_cache(maxsize=4096)

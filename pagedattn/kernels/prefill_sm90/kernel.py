@@ -2,8 +2,8 @@
 
 Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
 ("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
-come first. The items of a step are listed once by `work_list` and handed out by a counter to as many programs as there
-are SMs. Where that leaves SMs idle, `part_list` lists parts of the items' keys (`hopper_parts`).
+come first. The tile schedule of a step is filled once by `tile_scheduler`, and a counter hands its items out to as many
+programs as there are SMs. Where that leaves SMs idle, `split_kv_scheduler` splits the items' keys (`split_kv`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gluon: partial states of prefill on Hopper, where several items are parts of the keys of one query block.
 
-A state is a consumer's: running maximum, running sum and unnormalised output of its 64 rows. As in `partial_states`,
-whichever consumer arrives last adds all of them up, in their order, so that the result's bits do not depend on who that
-was, and nobody waits for anybody.
+A partial is a consumer's: running maximum, running sum and unnormalised output of its 64 rows. As in the decode
+kernel's `split_kv`, the consumer that arrives last adds all of them up, in their order, so that the result's bits do
+not depend on which that was, and none waits for another.
 """
 
 from triton.experimental import gluon

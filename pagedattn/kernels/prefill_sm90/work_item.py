@@ -1,4 +1,5 @@
-"""Gluon: the work items of prefill on Hopper, as `work_list` lists them, or `part_list` where some are parts."""
+"""Gluon: the work items of prefill on Hopper, as `tile_scheduler` lists them, or `split_kv_scheduler` where keys are
+split."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

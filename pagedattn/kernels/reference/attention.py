@@ -1,7 +1,7 @@
 """Attention over a paged cache in plain torch: batched over sequences, any device, any head dimension.
 
-Where torch has a kernel of its own that reads block tables (`attention_varlen`), or where lengths are on the host and
-nothing special is asked (`attention_cpu`), those compute instead.
+Where torch has a kernel of its own that reads block tables (`varlen`), or where lengths are on the host and
+nothing special is asked (`cpu`), those compute instead.
 """
 
 from __future__ import annotations
