@@ -113,13 +113,18 @@ def selects(words: Sequence[str], test: str) -> bool:
     return all(word in test.partition("::")[2] for word in words)
 
 
+def _is_of_the_checkout(folder: Path) -> bool:
+    """Whether it holds the tree's own modules; an environment may lie in the checkout too."""
+    return ROOT in (folder, *folder.parents) and "site-packages" not in folder.parts
+
+
 def _child(tree: Path, tests: Sequence[str], selections: Sequence[Sequence[str]], output: Path, report: Path) -> None:
     os.setsid()
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(tree)
-    sys.path[:] = [str(tree), *(one for one in sys.path if ROOT not in (Path(one), *Path(one).parents))]
+    sys.path[:] = [str(tree), *(one for one in sys.path if not _is_of_the_checkout(Path(one)))]
     os.environ["PYTHONPATH"] = str(tree)
     sys.dont_write_bytecode = False
     with report.open("w", encoding="utf-8") as lines:
