@@ -231,10 +231,8 @@ class KVCacheManager:
         request.tails[group], request.num_keyed[group] = node, full
 
     def _release(self, request: Request, group: int) -> None:
-        released, first = (
-            request.num_released[group],
-            self.groups[group].first_needed_block(request.num_computed_tokens),
-        )
+        released = request.num_released[group]
+        first = self.groups[group].first_needed_block(request.num_computed_tokens)
         if first > released:
             table = request.block_ids[group]
             passed = table[released:first]

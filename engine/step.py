@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pagedattn import Mask
@@ -20,10 +20,15 @@ class KVGroup:
 
     block_size: int
     sliding_window: int | None = None
+    _mask: Mask = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Made once: the scheduler asks it for every request of every step.
+        object.__setattr__(self, "_mask", Mask(sliding_window=self.sliding_window))
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
         """Index of the first block that a token at position `num_computed_tokens`, or a later one, reads."""
-        return Mask(sliding_window=self.sliding_window).first_needed_block(num_computed_tokens, self.block_size)
+        return self._mask.first_needed_block(num_computed_tokens, self.block_size)
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""

@@ -101,10 +101,8 @@ def found_tables(
     """
     tables: list[list[int | None]] = []
     for index, group in enumerate(groups):
-        first, end = (
-            group.first_needed_block(swapped.num_computed_tokens),
-            -(-swapped.num_computed_tokens // group.block_size),
-        )
+        first = group.first_needed_block(swapped.num_computed_tokens)
+        end = -(-swapped.num_computed_tokens // group.block_size)
         table: list[int | None] = [pool.null_block] * first
         contents = swapped.contents[index]
         trusted = contents[: next((at for at, node in enumerate(contents) if node.uid in poisoned), len(contents))]

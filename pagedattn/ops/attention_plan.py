@@ -142,8 +142,7 @@ def plan_attention(
         not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape.
     """
     target = target_of(device)
-    only_decodes = bounds.max_query_len <= 1 and shape.paged and not shape.deterministic
-    because = "" if only_decodes else sm90.why_not(shape, sm90.why_not_here(device)) or not_sm90
+    because = "" if only_decodes(shape, bounds) else sm90.why_not(shape, sm90.why_not_here(device)) or not_sm90
     params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
@@ -166,7 +165,7 @@ def plan_spans(
         fuse: whether one launch may serve decodes and prompts; decodes with a shared prefix have one of their own.
     """
     count, decodes, longest = bounds.num_seqs, bounds.num_decodes, bounds.max_query_len
-    if longest <= 1 and shape.paged and not shape.deterministic:
+    if only_decodes(shape, bounds):
         return [Span("decode", 0, count, longest)]
     prefill = "prefill" if portable else "prefill_sm90"
     everything = Span(prefill, 0, count, longest)
@@ -179,6 +178,11 @@ def plan_spans(
         return [everything]
     rest = "decode" if fuse and portable and prefers_split_kv(params, bounds) else prefill
     return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]
+
+
+def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:
+    """Whether the decode kernel serves all of a step, so that no prefill kernel is considered."""
+    return bounds.max_query_len <= 1 and shape.paged and not shape.deterministic
 
 
 def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:

@@ -49,6 +49,7 @@ def _at_most(name: str, bound: int, longest: int) -> None:
 
 
 def check_lengths_fit_table(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:
+    """Lengths [B] on the host name no key beyond the block table, and a shared prefix lies within them."""
     room, longest = common.block_table.shape[1] * block_size, int(seq_lens.max())
     if longest > room:
         raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)

@@ -92,4 +92,4 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 def _natural(lse: torch.Tensor) -> torch.Tensor:
     """[T, Hq] with -inf for rows without keys, where FlashAttention 2 and 3 may say +inf."""
-    return lse.masked_fill(lse == torch.inf, -torch.inf).contiguous()
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
