@@ -12,7 +12,7 @@ from .cache.block_table import BlockTable
 from .cache.kv_cache import PagedKVCache
 from .cache.specs import FullAttentionSpec, SlidingWindowSpec
 from .call import AttentionCall
-from .formats.base import LayerCache
+from .formats.base import CacheFormat, LayerCache
 from .layers.attention import Attention
 from .layers.functional import paged_attention
 from .layers.plan_step import StepMetadata, plan_step
@@ -55,6 +55,7 @@ __all__ = [
     "AttentionType",
     "BlockPool",
     "BlockTable",
+    "CacheFormat",
     "CommonAttentionMetadata",
     "FullAttentionSpec",
     "LayerCache",

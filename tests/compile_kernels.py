@@ -15,6 +15,7 @@ from assembler import assemble
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pagedattn.formats.registry import FORMATS
 from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
@@ -30,18 +31,25 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
     ("qk_scale", "out_scale", "softcap"), "fp32"
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
+PLANES = ("k_scale_cache", "v_scale_cache")
+# How Triton calls the codes of a format.
+CODES = {"auto": "", "fp8_e4m3": "*fp8e4nv", "int8": "*i8"}
 PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
 
 
-def attention_case(arch: int, kind: str, dim: int, group: int, window: int, softcap: bool) -> None:
+def attention_case(
+    arch: int, kind: str, dim: int, group: int, window: int, softcap: bool, stored: str = "auto"
+) -> None:
     shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2}
     config = attention_config(**shape, target=TARGETS[arch])
-    types = {**TYPES, **dict.fromkeys(("query", "key", "value", "out"), f"*{kind}"), "lse_out": "*fp32"}
+    codes = dict.fromkeys(("key", "value"), CODES[stored] or f"*{kind}")
+    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **_planes(stored), "lse_out": "*fp32"}
     constants = {
         **ABSENT,
         **_shape(dim, group),
+        **_format(stored),
         "key_start_loc": None,
         "G": config.heads,
         "BLOCK_M": config.block_m,
@@ -51,7 +59,7 @@ def attention_case(arch: int, kind: str, dim: int, group: int, window: int, soft
         "ONE_LOOP": False,
         "PRECISION": "tf32",
     }
-    name = f"attention-sm{arch}-{kind}-D{dim}-G{group}"
+    name = f"attention-sm{arch}-{kind if stored == 'auto' else stored}-D{dim}-G{group}"
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     report(name, attention._paged_attention_kernel, types, constants, arch, **options)
 
@@ -63,21 +71,28 @@ def decode_case(
     group: int,
     tokens: int,
     num_seqs: int,
-    stored: str = "",
+    stored: str = "auto",
     initial_state: bool = False,
 ) -> None:
-    shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2, "stored_itemsize": 1 if stored else 2}
+    shape = {
+        "group": group,
+        "head_dim": dim,
+        "head_dim_v": dim,
+        "itemsize": 2,
+        "stored_itemsize": 1 if CODES[stored] else 2,
+    }
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
     config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state)
     tuning = config.tuning
-    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}")}
-    types |= dict.fromkeys(("key", "value"), f"*{stored or kind}") | dict.fromkeys(
-        PRIOR if initial_state else (), "*fp32"
-    )
+    types = {**TYPES, **_planes(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
+    types |= dict.fromkeys(("key", "value"), CODES[stored] or f"*{kind}")
+    types |= dict.fromkeys(PRIOR if initial_state else (), "*fp32")
     constants = {
         **ABSENT,
         **dict.fromkeys(() if initial_state else PRIOR),
         **_shape(dim, group),
+        **_format(stored),
+        "ROTATE_OUT": None,
         "lse_out": None,
         "KV_HEADS": 8,
         "G": config.heads,
@@ -99,13 +114,25 @@ def decode_case(
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
-    name = f"decode-sm{arch}-{stored or kind}-D{dim}-G{group}-{num_seqs}x{tokens}{'-prior' if initial_state else ''}"
+    what, after = kind if stored == "auto" else stored, "-prior" if initial_state else ""
+    name = f"decode-sm{arch}-{what}-D{dim}-G{group}-{num_seqs}x{tokens}{after}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
 
 def _shape(dim: int, group: int) -> dict[str, Any]:
     block = triton.next_power_of_2(dim)
     return {"S": 16, "GROUP": group, "D": dim, "DV": dim, "BLOCK_D": block, "BLOCK_DV": block}
+
+
+def _planes(stored: str) -> dict[str, str]:
+    return dict.fromkeys(PLANES, "*fp32") if stored == "int8" else {}
+
+
+def _format(stored: str) -> dict[str, Any]:
+    form, strides = FORMATS[stored], (3072, 8, 1) if _planes(stored) else None
+    absent = {} if _planes(stored) else dict.fromkeys(PLANES)
+    kernels = {"K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
+    return {**absent, **kernels, "K_SCALE_STRIDES": strides, "V_SCALE_STRIDES": strides}
 
 
 def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str, Any], arch: int, **options: int):  # type: ignore[no-untyped-def]
@@ -157,19 +184,27 @@ def main() -> None:
     decode_case(90, "bf16", 128, 1, 1, 64)
     decode_case(90, "bf16", 256, 8, 1, 64)
     decode_case(90, "bf16", 512, 8, 16, 2)
-    decode_case(90, "bf16", 128, 4, 1, 64, "fp8e4nv")
+    decode_case(90, "bf16", 128, 4, 1, 64, "fp8_e4m3")
+    decode_case(90, "bf16", 128, 4, 1, 64, "int8")
+    attention_case(90, "bf16", 128, 4, 0, False, "int8")
     decode_case(80, "fp16", 64, 8, 4, 8)
-    shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "N": 1024, "NV": 1024}
-    rows = dict.fromkeys(("key", "value"), "*bf16")
-    rest = {"slots": "*i64", "k_scale_value": "fp32", "v_scale_value": "fp32"}
-    formats = {"K_MANTISSA": 0, "K_BIAS": 0, "V_MANTISSA": 0, "V_BIAS": 0}
-    copied = {**shapes, **formats, "k_scale": None, "v_scale": None, "K_SCALES": 0, "V_SCALES": 0}
-    e4m3 = {"K_MANTISSA": 3, "K_BIAS": 7, "V_MANTISSA": 3, "V_BIAS": 7, "K_SCALES": 8, "V_SCALES": 1}
-    kernel = reshape_and_cache._reshape_and_cache_kernel
-    caches = dict.fromkeys(("key_cache", "value_cache"), "*bf16")
-    report("reshape_and_cache-sm90-bf16", kernel, {**rows, **caches, **rest}, copied, 90, num_warps=4)
-    caches = {**dict.fromkeys(("key_cache", "value_cache"), "*u8"), **dict.fromkeys(("k_scale", "v_scale"), "*fp32")}
-    report("reshape_and_cache-sm80-fp8", kernel, {**rows, **caches, **rest}, {**shapes, **e4m3}, 80, num_warps=4)
+    shapes = {"S": 16, "H": 8, "D": 128, "DV": 128}
+    rows = {
+        **dict.fromkeys(("key", "value"), "*bf16"),
+        "slots": "*i64",
+        "k_scale_value": "fp32",
+        "v_scale_value": "fp32",
+    }
+    copied = {**shapes, "k_scale": None, "v_scale": None, "K_SCALES": 0, "V_SCALES": 0}
+    for name, arch, codes, given in (
+        ("auto", 90, "*bf16", copied),
+        ("fp8_e4m3", 80, "*u8", {**shapes, "K_SCALES": 8, "V_SCALES": 1}),
+        ("int8", 80, "*i8", copied),
+    ):
+        types = {**rows, **dict.fromkeys(("key_cache", "value_cache"), codes), **_planes(name)}
+        types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32")
+        kernel = reshape_and_cache._reshape_and_cache_kernel
+        report(f"reshape_and_cache-sm{arch}-{name}", kernel, types, {**given, **_format(name)}, arch, num_warps=4)
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

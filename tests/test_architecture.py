@@ -18,15 +18,15 @@ ROOT = Path(__file__).parent.parent
 LIBRARY, ENGINE = ROOT / "pagedattn", ROOT / "engine"
 
 # What each folder of the library may import, on the floors below its own. A file at the top is a folder of its own.
-_VALUES = ("errors", "env", "spec", "formats")
+_VALUES = ("errors", "env", "formats", "spec")
 _KERNELS = (*_VALUES, "call", "runtime", "kernels")
 _OPS = (*_KERNELS, "ops")
 _BACKENDS = (*_OPS, "cache", "step", "backends")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "env": ("errors",),
-    "spec": ("errors", "spec"),
-    "formats": ("errors", "spec", "formats"),
+    "formats": ("errors", "formats"),
+    "spec": ("errors", "formats", "spec"),
     "call": ("errors", "spec", "formats"),
     "runtime": (*_VALUES, "call", "runtime"),
     "kernels": _KERNELS,
@@ -45,7 +45,7 @@ APART = ("kernels", "backends")
 # Third-party packages, at the top of a module or inside its functions.
 ANYWHERE = {"torch", "numpy", "xxhash"}
 ONLY_IN = {
-    "triton": ("kernels", "runtime.launcher", "runtime.launch_abi", "runtime.interpreter"),
+    "triton": ("formats", "kernels", "runtime.launcher", "runtime.launch_abi", "runtime.interpreter"),
     "transformers": ("integrations",),
     "flashinfer": ("backends.flashinfer.metadata",),
     "rich": ("cli.terminal",),

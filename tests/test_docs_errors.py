@@ -126,8 +126,8 @@ class Here:
 PROVOKED: dict[str, Callable[[Here], object]] = {
     "backend must be one of": lambda here: select_backend(SPEC, "TORHC"),
     "backend FLASHINFER, asked for": lambda here: select_backend(SPEC, "FLASHINFER"),
-    "no backend can serve": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8")),
-    "FLASHINFER: ...": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8")),
+    "no backend can serve": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
+    "FLASHINFER: ...": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
     "query must be [T, 8, 64]": lambda here: call(query=torch.zeros(3, 4, 64)),
     "query must be torch.float32": lambda here: call(query=torch.zeros(3, 8, 64, dtype=torch.float16)),
     "kv_cache must be blocks of 16": lambda here: call({"block_size": 16}, {"block_size": 32}),

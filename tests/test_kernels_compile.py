@@ -25,10 +25,13 @@ EXPECTED = {
     "decode-sm90-bf16-D128-G1-64x1",
     "decode-sm90-bf16-D256-G8-64x1",
     "decode-sm90-bf16-D512-G8-2x16",
-    "decode-sm90-fp8e4nv-D128-G4-64x1",
+    "decode-sm90-fp8_e4m3-D128-G4-64x1",
+    "decode-sm90-int8-D128-G4-64x1",
+    "attention-sm90-int8-D128-G4",
     "decode-sm80-fp16-D64-G8-8x4",
-    "reshape_and_cache-sm90-bf16",
-    "reshape_and_cache-sm80-fp8",
+    "reshape_and_cache-sm90-auto",
+    "reshape_and_cache-sm80-fp8_e4m3",
+    "reshape_and_cache-sm80-int8",
     "merge_states-sm90-bf16",
 }
 

@@ -97,7 +97,7 @@ def test_int8_has_a_float32_scale_per_token_and_head(layout: str) -> None:
     assert layer.key.dtype == layer.value.dtype == torch.int8
     assert layer.key_scale is not None and layer.value_scale is not None
     for scale in (layer.key_scale, layer.value_scale):
-        assert scale.shape == (5, 4, 2) and scale.dtype == torch.float32
+        assert scale.shape == (5, 4, 2, 1) and scale.dtype == torch.float32
     assert PagedKVCache(**SHAPE).layer(0).key_scale is None
 
 

@@ -74,8 +74,8 @@ def test_it_is_the_oracle(case: Case, backend: str) -> None:
     problem = make_problem(case)
     check(problem, run(problem, layer_of(problem, backend)))
     if problem.cache is not None and problem.cache_after is not None:
-        assert torch.equal(problem.cache.key.nan_to_num(7.0), problem.cache_after[0].nan_to_num(7.0))
-        assert torch.equal(problem.cache.value.nan_to_num(7.0), problem.cache_after[1].nan_to_num(7.0))
+        assert torch.equal(problem.cache.key.nan_to_num(7.0), problem.cache_after.key.nan_to_num(7.0))
+        assert torch.equal(problem.cache.value.nan_to_num(7.0), problem.cache_after.value.nan_to_num(7.0))
 
 
 def test_flat_rows_give_flat_rows() -> None:

@@ -181,7 +181,8 @@ class AttentionImpl(ABC):
     ) -> None:
         """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots."""
         target = None if value is None else kv_cache.value
-        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, **scales, **kv_cache.stored)
 
 
 class AttentionBackend(ABC):

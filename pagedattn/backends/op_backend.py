@@ -44,12 +44,12 @@ class OpAttentionImpl(AttentionImpl):
 
     def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
         check_matches_spec(self.spec, call)
-        common, spec, (key, value) = metadata.common, self.spec, call.keys_and_values
+        common, spec, cache, (key, value) = metadata.common, self.spec, call.kv_cache, call.keys_and_values
         return ops.paged_attention(
             call.query,
             key,
             value,
-            None if call.kv_cache is None else common.block_table,
+            None if cache is None else common.block_table,
             common.query_start_loc,
             common.seq_lens,
             max_query_len=common.max_query_len,
@@ -62,9 +62,10 @@ class OpAttentionImpl(AttentionImpl):
             alibi_slopes=call.alibi_slopes,
             k_scale=call.k_scale,
             v_scale=call.v_scale,
-            out=call.out,
+            out=call.output(spec.value_dim),
             lse=call.lse,
             deterministic=spec.deterministic,
             path=self.path,
             plan=metadata.plan,
+            **({} if cache is None else cache.stored),
         )

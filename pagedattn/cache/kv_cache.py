@@ -9,7 +9,7 @@ import torch
 
 from .. import ops
 from ..errors import CapacityError, InvalidInputError
-from ..formats.base import LayerCache
+from ..formats.base import LayerCache, Plane
 from ..spec import CACHE_LAYOUTS
 from .specs import FullAttentionSpec, KVCacheGroup, KVCacheSpec, MLASpec, group_layers
 
@@ -133,6 +133,20 @@ class PagedKVCache:
         """Copy blocks (source, target) in all layers; every source is read before any target is written."""
         ops.copy_blocks(list(self.slabs), _int64(pairs).reshape(-1, 2))
 
+    def seal_blocks(self, ids: Sequence[int] | torch.Tensor, group: int = 0) -> None:
+        """Store full blocks of a KV group, which nobody will write to again, as their format keeps such blocks.
+
+        Nothing changes where a token is stored for good when it comes, as in all formats that are here.
+        """
+        spec, index = self.groups[group].spec, _int64(ids).to(self.device)
+        for rows, dim, side in ((spec.format.key, spec.head_dim, "key"), (spec.format.value, spec.value_dim, "value")):
+            for layer in self.groups[group].layers if rows.seals else ():
+                cache = self._layers[layer]
+                pair = (getattr(cache, side), getattr(cache, f"{side}_scale"))
+                planes = [plane for plane in pair if plane is not None]
+                for plane, sealed in zip(planes, rows.seal([x[index] for x in planes], dim), strict=True):
+                    plane[index] = sealed
+
 
 def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
     """A tensor stays where it is; other numbers go to the host, whatever the default device is."""
@@ -140,22 +154,17 @@ def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
 
 
 def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:
-    """Key, value and scale views [P, S, H, D] of one slab [P, bytes per block]."""
-    size, heads = spec.block_size, spec.num_kv_heads
-    itemsize = spec.stored_dtype.itemsize
-    elements = slab[:, : size * heads * (spec.head_dim + spec.value_dim) * itemsize].view(spec.stored_dtype)
-
-    def view(flat: torch.Tensor, first: int, *dims: int) -> torch.Tensor:
-        inner = (size, heads, *dims) if layout == "NHD" else (heads, size, *dims)
-        count = size * heads * (dims[0] if dims else 1)
-        blocks = flat[:, first : first + count].unflatten(1, inner)
-        return blocks if layout == "NHD" else blocks.transpose(1, 2)
-
-    key = view(elements, 0, spec.head_dim)
+    """The planes [P, S or 1, H, n] of one slab [P, bytes per block]."""
+    planes = zip(spec.planes.items(), spec.offsets[:-1], strict=True)
+    views = {name: _view(slab[:, first:], plane, spec, layout) for (name, plane), first in planes}
     if isinstance(spec, MLASpec):
-        return LayerCache(key, key[..., : spec.latent_dim])
-    value = view(elements, size * heads * spec.head_dim, spec.value_dim)
-    if not spec.scales_per_token:
-        return LayerCache(key, value)
-    scales = slab[:, spec.scale_offset :].view(torch.float32)
-    return LayerCache(key, value, view(scales, 0), view(scales, size * heads))
+        views["value"] = views["key"][..., : spec.latent_dim]
+    return LayerCache(**views, format=spec.format.name)
+
+
+def _view(blocks: torch.Tensor, plane: Plane, spec: KVCacheSpec, layout: str) -> torch.Tensor:
+    size, heads = 1 if plane.per_block else spec.block_size, spec.num_kv_heads
+    inner = (size, heads, plane.width) if layout == "NHD" else (heads, size, plane.width)
+    count = size * heads * plane.width * plane.dtype.itemsize
+    view = blocks[:, :count].view(plane.dtype).unflatten(1, inner)
+    return view if layout == "NHD" else view.transpose(1, 2)

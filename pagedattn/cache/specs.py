@@ -9,30 +9,15 @@ from math import gcd
 import torch
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..spec import KV_CACHE_DTYPES
+from ..formats.base import CacheFormat, Plane
+from ..formats.registry import format_of
 
-_STORED = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-}
-
-
-def stored_dtype(kv_cache_dtype: str, model: torch.dtype) -> torch.dtype:
-    """The element type of a cache of `kv_cache_dtype` in a model of dtype `model`."""
-    return _STORED.get(kv_cache_dtype, model)
-
-
-def stored_name(stored: torch.dtype, model: torch.dtype) -> str:
-    """The kv_cache_dtype of a cache whose elements are `stored`, in a model of dtype `model`."""
-    names = {dtype: name for name, dtype in _STORED.items() if name != "fp8"}
-    return "auto" if stored == model else names.get(stored, "auto")
+_ALIGNMENT = 16  # bytes, of planes where there are scales: codes and scales are then loaded by vectors of any size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """What one layer keeps per token. `kv_cache_dtype="auto"` stores `dtype`; int8 adds a float32 scale per head."""
+    """What one layer keeps per token. `kv_cache_dtype` names a format; "auto" stores `dtype`."""
 
     num_kv_heads: int
     head_dim: int
@@ -49,8 +34,7 @@ class KVCacheSpec:
             raise InvalidInputError("head_dim_v", "at least 1, or None for head_dim", self.head_dim_v)
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype), "kv_cache_dtype takes names")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}", repr(self.kv_cache_dtype))
+        format_of(self.kv_cache_dtype)
 
     @property
     def value_dim(self) -> int:
@@ -58,31 +42,37 @@ class KVCacheSpec:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
-    def stored_dtype(self) -> torch.dtype:
-        """The element type in memory."""
-        return stored_dtype(self.kv_cache_dtype, self.dtype)
+    def format(self) -> CacheFormat:
+        """How keys and values are stored."""
+        return format_of(self.kv_cache_dtype)
 
     @property
-    def scales_per_token(self) -> int:
-        """How many float32 scales a token keeps beside its elements."""
-        return 2 * self.num_kv_heads if self.kv_cache_dtype == "int8" else 0
+    def planes(self) -> dict[str, Plane]:
+        """What a block holds, in this order, by the names of `LayerCache`; no value that is part of a key."""
+        keys = self.format.key.planes(self.head_dim, self.dtype)
+        values = self.format.value.planes(self.value_dim, self.dtype) if self.value_dim else ()
+        sides = {"key": keys[:1], "value": values[:1], "key_scale": keys[1:], "value_scale": values[1:]}
+        return {name: planes[0] for name, planes in sides.items() if planes}
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in one layer, scales included."""
-        elements = self.num_kv_heads * (self.head_dim + self.value_dim)
-        return elements * self.stored_dtype.itemsize + 4 * self.scales_per_token
+    def offsets(self) -> tuple[int, ...]:
+        """Where the planes of a block begin, in bytes, and where the last one ends."""
+        planes, ends = self.planes, [0]
+        alignment = _ALIGNMENT if "key_scale" in planes or "value_scale" in planes else 1
+        for plane in planes.values():
+            elements = plane.width * self.num_kv_heads * (1 if plane.per_block else self.block_size)
+            ends.append(-(-(ends[-1] + elements * plane.dtype.itemsize) // alignment) * alignment)
+        return tuple(ends)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in one layer: elements, then scales on their own alignment."""
-        return self.scale_offset + 4 * self.scales_per_token * self.block_size
+        """Bytes of one block in one layer."""
+        return self.offsets[-1]
 
     @property
-    def scale_offset(self) -> int:
-        """Where in a block the scales begin, in bytes."""
-        elements = self.num_kv_heads * (self.head_dim + self.value_dim) * self.stored_dtype.itemsize * self.block_size
-        return -(-elements // 4) * 4 if self.scales_per_token else elements
+    def bytes_per_token(self) -> float:
+        """Bytes of one token in one layer, with its part of what a block keeps."""
+        return self.bytes_per_block / self.block_size
 
     def window(self) -> int | None:
         """How many of the last tokens are ever read again; None is all."""
@@ -170,4 +160,6 @@ def _equal_blocks(kinds: tuple[KVCacheSpec, ...]) -> dict[KVCacheSpec, KVCacheSp
                 f"largest kind (common divisor {common}); choose block sizes with equal bytes or use separate caches"
             )
         out[spec] = replace(spec, block_size=spec.block_size * factor)
+        if out[spec].bytes_per_block != largest:
+            raise UnsupportedError(f"no number of blocks of {spec} has {largest} bytes, as those of the largest kind")
     return out

@@ -1,34 +1,139 @@
-"""LayerCache: how keys, values and scales of one layer lie in its blocks."""
+"""CacheFormat: how keys and values lie in a block, as planes. LayerCache: the planes of one layer."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 _LAYOUTS: dict[tuple[object, ...], object] = {}
 
 
+class Plane(NamedTuple):
+    """What a cache keeps for K or for V: `width` elements per KV head, of each token, or of each block."""
+
+    dtype: torch.dtype
+    width: int
+    per_block: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RowKernels:
+    """The device half of a RowFormat, a constant of the kernels that call it: jitted functions.
+
+    What they are given and return is said once, at those of the native format (`native/device.py`).
+
+    write_row: store one token's rows in their slot.
+    load_tile: a tile of rows, of any dtype that converts to the query's.
+    row_scale: what each row of a tile is yet to be multiplied with; kernels apply it to columns of logits and of
+        probabilities. None: nothing.
+    rotate: of K, what queries go through; of V, what the output goes through. None: rows are stored as they are.
+    """
+
+    write_row: Any
+    load_tile: Any
+    row_scale: Any = None
+    rotate: Any = None
+
+    @property
+    def cache_key(self) -> str:
+        """For Triton's cache of compiled kernels, which else would know the functions by their names alone."""
+        functions = (self.write_row, self.load_tile, self.row_scale, self.rotate)
+        return "-".join("" if one is None else one.cache_key for one in functions)
+
+
+class RowFormat(ABC):
+    """How rows are stored, those of K or those of V: the torch half, which is the reference.
+
+    A row is one token's head_dim elements of one KV head. The first plane holds its codes, [P, S, Hkv, width]; a second
+    one, where there is one, scales, [P, S, Hkv, width], or of a block, [P, 1, Hkv, width].
+    """
+
+    takes_scale = False  # whether a scale comes with each call: what is stored is row / scale
+    seals = False  # whether a full block is stored otherwise than its rows were when they came
+
+    @abstractmethod
+    def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        """One or two planes, for rows of `dim` elements in a model of `dtype`."""
+
+    @abstractmethod
+    def encode(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Rows [..., Hkv, D] as each plane holds them, [..., Hkv, width]. For a plane of blocks: what an open block
+        holds, which is the same for each of its rows. scale: float32 [1] or [Hkv], None for 1."""
+
+    @abstractmethod
+    def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Planes [..., S, Hkv, width] as the rows [..., S, Hkv, dim] that they stand for, but for a call's scale."""
+
+    def seal(self, planes: Sequence[torch.Tensor], dim: int) -> tuple[torch.Tensor, ...]:
+        """The planes of full blocks [n, S or 1, Hkv, width] as they are to be stored from now on."""
+        return tuple(planes)
+
+    @cached_property
+    @abstractmethod
+    def kernels(self) -> RowKernels:
+        """The device half; imports triton."""
+
+
+@dataclass(frozen=True, eq=False)
+class CacheFormat:
+    """How a cache stores K and V. has_csrc: whether the C++ extension writes it too."""
+
+    name: str
+    key: RowFormat
+    value: RowFormat
+    has_csrc: bool = False
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether scales of K and V come with each call."""
+        return self.key.takes_scale or self.value.takes_scale
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer gets: logically [P, S, Hkv, D] views whose strides say how they lie in memory."""
+    """What one layer gets: planes [P, S, Hkv, n] whose strides say how they lie in memory.
 
-    key: torch.Tensor  # [P, S, Hkv, D]
-    value: torch.Tensor  # [P, S, Hkv, Dv]; for MLA a view of key
-    key_scale: torch.Tensor | None = None  # [P, S, Hkv] float32, int8 caches only
+    key, value: the codes; of 16-bit and fp8 caches the elements themselves, [P, S, Hkv, D] and [P, S, Hkv, Dv], for MLA
+        value a view of key. key_scale, value_scale: second planes, [P, S or 1, Hkv, n].
+    format: the name of their CacheFormat; None: known by their dtype.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    format: str | None = None
     _layout: object = field(default=None, init=False, repr=False, compare=False)
 
     @property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """All that there are."""
+        every = (self.key, self.value, self.key_scale, self.value_scale)
+        return tuple(plane for plane in every if plane is not None)
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The format and its second planes, as ops take them beside `key` and `value`."""
+        scales = {"k_scale_cache": self.key_scale, "v_scale_cache": self.value_scale}
+        return {"kv_cache_dtype": self.format or "auto", **scales}
+
+    @property
     def layout(self) -> object:
-        """One object for all caches whose shapes, strides, dtypes and devices are the same; None of tensor subclasses.
+        """One object for all caches whose shapes, strides, dtypes, devices and formats are the same; None of tensor
+        subclasses.
 
         What was found right for a cache is right for every cache of its layout.
         """
-        if self._layout is None and type(self.key) is torch.Tensor and type(self.value) is torch.Tensor:
-            about = [(x.shape, x.stride(), x.dtype, x.device) for x in (self.key, self.value)]
+        if self._layout is None and all(type(plane) is torch.Tensor for plane in self.planes):
+            every = (self.key, self.value, self.key_scale, self.value_scale)
+            about = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in every]
             shared = self.key.data_ptr() == self.value.data_ptr()
-            object.__setattr__(self, "_layout", _LAYOUTS.setdefault((*about, shared), object()))
+            object.__setattr__(self, "_layout", _LAYOUTS.setdefault((*about, shared, self.format), object()))
         return self._layout
 
     @property

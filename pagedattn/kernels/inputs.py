@@ -7,13 +7,15 @@ from typing import NamedTuple
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.fp8 import FP8
+from ..formats.base import CacheFormat
+from ..formats.native.format import NATIVE
+from ..formats.registry import planes_of, stored_as
 from ..runtime.op_registry import expect, refuse
 
-# What differs from layer to layer of a step, by the names of the kernels' parameters: tensors, then host numbers.
+# What differs from layer to layer of a step, by the names of the kernels' parameters.
 VARYING = (
     *("query", "key", "value", "out", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale"),
-    *("qk_scale", "out_scale"),
+    *("qk_scale", "out_scale", "k_scale_cache", "v_scale_cache"),
 )
 
 
@@ -21,8 +23,8 @@ class AttentionInputs(NamedTuple):
     """The op's arguments in the order of its schema; see `ops.paged_attention`."""
 
     query: torch.Tensor  # [T, Hq, D]
-    key: torch.Tensor  # [P, S, Hkv, D], or packed [N, Hkv, D]
-    value: torch.Tensor  # [P, S, Hkv, Dv], or packed [N, Hkv, Dv]
+    key: torch.Tensor  # codes [P, S, Hkv, n], elements [P, S, Hkv, D] as a rule, or packed [N, Hkv, D]
+    value: torch.Tensor  # the same of values
     block_table: torch.Tensor | None  # [B, max_blocks] int32, None for packed keys
     query_start_loc: torch.Tensor  # [B + 1] int32
     seq_lens: torch.Tensor  # [B] int32
@@ -40,6 +42,14 @@ class AttentionInputs(NamedTuple):
     max_seq_len: int
     num_decodes: int
     deterministic: bool
+    k_scale_cache: torch.Tensor | None = None  # second planes of the cache, [P, S or 1, Hkv, n]
+    v_scale_cache: torch.Tensor | None = None
+    kv_cache_dtype: str = "auto"  # the cache's format; "auto": as its dtype says
+
+    @property
+    def format(self) -> CacheFormat:
+        """How the cache, or packed keys, are stored."""
+        return stored_as(self.kv_cache_dtype, self.key.dtype)
 
     def check(self) -> None:
         """Raise InvalidInputError for shapes, dtypes or strides that do not fit each other."""
@@ -48,14 +58,12 @@ class AttentionInputs(NamedTuple):
         if query.dim() != 3 or query.stride(2) != 1:
             refuse("query", "[T, Hq, D], last stride 1", query)
         rank = 3 if self.block_table is None else 4
-        if key.dim() != rank or key.stride(-1) != 1 or key.shape[-1] != query.shape[2]:
-            refuse("key", f"rank {rank}, last dimension {query.shape[2]} with stride 1", key)
+        if key.dim() != rank or key.stride(-1) != 1:
+            refuse("key", f"rank {rank}, last stride 1", key)
         if value.dim() != rank or value.stride(-1) != 1:
             refuse("value", f"rank {rank}, last stride 1", value)
         if value.shape[:-1] != key.shape[:-1]:
             refuse("value", f"{list(key.shape[:-1])} and Dv", value)
-        if key.dtype != value.dtype or not (key.dtype == query.dtype or key.dtype in FP8):
-            refuse("key and value", f"{query.dtype} as the query, or fp8", key)
         if query.shape[1] % key.shape[-2]:
             raise InvalidInputError("query", f"a multiple of {key.shape[-2]} heads", query.shape[1])
         if lens.dtype != torch.int32 or lens.dim() != 1 or not lens.is_contiguous():
@@ -73,10 +81,33 @@ class AttentionInputs(NamedTuple):
             if of_head is not None and (of_head.shape != query.shape[1:2] or not of_head.is_contiguous()):
                 refuse(name, f"[{query.shape[1]}], contiguous", of_head)
         out, lse = self.out, self.lse
-        if out.shape != (*query.shape[:2], value.shape[-1]) or out.stride(2) != 1:
+        if out.dim() != 3 or out.shape[:2] != query.shape[:2] or out.stride(2) != 1:
             refuse("out", "[T, Hq, Dv]", out)
+        self._check_planes()
         if lse is not None and (lse.shape != query.shape[:2] or not lse.is_contiguous()):
             refuse("lse", "[T, Hq], contiguous", lse)
+
+    def _check_planes(self) -> None:
+        form, query, out = self.format, self.query, self.out
+        if form is NATIVE and not self.key.dtype == self.value.dtype == query.dtype:
+            refuse("key and value", f"{query.dtype} as the query, or of another format", self.key)
+        for name, rows, dim, codes, scales in (
+            ("key", form.key, query.shape[2], self.key, self.k_scale_cache),
+            ("value", form.value, out.shape[2], self.value, self.v_scale_cache),
+        ):
+            first, *second = planes_of(rows, dim, query.dtype)
+            if codes.dtype != first.dtype or (name == "key" and codes.shape[-1] != first.width):
+                refuse(name, f"{first.dtype} [..., {first.width}], as {form.name} stores {dim} elements", codes)
+            if codes.shape[-1] != first.width:
+                refuse("out", "[T, Hq, Dv] for these values", out)
+            for plane in second if scales is None else ():
+                raise InvalidInputError(f"{name[0]}_scale_cache", f"{plane.dtype}, as {form.name} has it", "None")
+            if scales is not None and (not second or (scales.dtype, scales.shape[-1]) != second[0][:2]):
+                refuse(
+                    f"{name[0]}_scale_cache",
+                    f"the {name}s' second plane of {form.name}, None where it has none",
+                    scales,
+                )
 
     def part(self, first: int, last: int) -> AttentionInputs:
         """The same call for sequences first..last alone; rows of the others are not touched."""

@@ -50,9 +50,9 @@ class BatchBounds(NamedTuple):
 
 def shape_of(inputs: AttentionInputs) -> AttentionShape:
     """The shape of a call."""
-    query, key, value, table = inputs[:4]
+    query, key, _, table = inputs[:4]
     paged, kv_heads = table is not None, key.shape[-2]
-    heads = (kv_heads, query.shape[1] // kv_heads, key.shape[-1], value.shape[-1])
+    heads = (kv_heads, query.shape[1] // kv_heads, query.shape[2], inputs.out.shape[2])
     features = (tuple(inputs.mask), inputs.alibi_slopes is not None, paged, inputs.deterministic)
     return AttentionShape(query.dtype, key.dtype, *heads, *features, key.shape[1] if paged else None)
 

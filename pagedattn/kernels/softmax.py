@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .inputs import AttentionInputs
+from .planes import plane_strides
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -50,8 +51,9 @@ def scaled_logits(
 
 
 def features(inputs: AttentionInputs) -> dict[str, Any]:
-    """Constants of both attention kernels: what a call's heads are, and how it masks."""
-    query, (kv_heads, dim), dim_v = inputs.query, inputs.key.shape[-2:], inputs.value.shape[-1]
+    """Constants of both attention kernels: what a call's heads are, how it masks, and how its cache stores."""
+    query, kv_heads, dim_v, form = inputs.query, inputs.key.shape[-2], inputs.out.shape[2], inputs.format
+    dim = query.shape[2]
     return {
         "GROUP": query.shape[1] // kv_heads,
         "D": dim,
@@ -61,4 +63,8 @@ def features(inputs: AttentionInputs) -> dict[str, Any]:
         "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "K_FORMAT": form.key.kernels,
+        "V_FORMAT": form.value.kernels,
+        "K_SCALE_STRIDES": plane_strides(inputs.k_scale_cache),
+        "V_SCALE_STRIDES": plane_strides(inputs.v_scale_cache),
     }

@@ -15,8 +15,9 @@ from ..backends.selector import Selection, current_request, select_backend
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
+from ..formats.registry import format_of
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
-from ..spec.scales import LayerScales, require_fp8
+from ..spec.scales import LayerScales, require_given_scales
 from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
 from .plan_step import Key, StepMetadata
@@ -131,7 +132,7 @@ class Attention(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
         if any(scale is not None for scale in found):
-            require_fp8(self._base.kv_cache_dtype)
+            require_given_scales(self._base.kv_cache_dtype)
             self._scales = self._scales.loaded(*found, kv_heads=self._base.kv_heads)
             self._resolve()
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -149,7 +150,7 @@ class Attention(nn.Module):
             device_type="cpu" if device.type == "meta" else device.type,
             capability=torch.cuda.get_device_capability(device) if gpu else None,
         )
-        stores_scaled = spec.kv_cache_dtype.startswith("fp8")
+        stores_scaled = format_of(spec.kv_cache_dtype).takes_scales
         selection = select_backend(spec.replace(kv_scale=self._scales.kind), self._request)
         self.selection: Selection = replace(selection, scales=self._scales.source if stores_scaled else "")
         self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)

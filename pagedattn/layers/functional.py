@@ -9,12 +9,12 @@ import torch
 from .. import env
 from ..backends.hybrid import make_builder, make_impl
 from ..backends.selector import Request, current_request, select_backend
-from ..cache.specs import stored_name
 from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
+from ..formats.registry import planes_of, stored_as
 from ..spec import AttentionSpec, AttentionType, Mask, Scale
-from ..spec.scales import require_fp8, scale_kind
+from ..spec.scales import require_given_scales, scale_kind
 from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
 from .validation import check_call, check_kinds
@@ -62,13 +62,13 @@ def paged_attention(
     lse = torch.empty(query.shape[:2], dtype=lse_dtype(query.dtype), device=query.device) if return_lse else None
     scales = (None, None) if kv_cache is None else (k_scale, v_scale)  # keys that come with the call are not quantised
     call = AttentionCall(query, kv_cache, key, value, None, lse, sinks, alibi_slopes, *scales)
-    keys, values = call.keys_and_values
+    keys, _ = call.keys_and_values
     gpu = query.device.type == "cuda"
     spec = AttentionSpec(
         num_heads=query.shape[1],
         head_dim=query.shape[2],
         num_kv_heads=keys.shape[-2],
-        head_dim_v=values.shape[-1],
+        head_dim_v=_value_dim(call),
         dtype=query.dtype,
         device_type=query.device.type,
         capability=torch.cuda.get_device_capability(query.device) if gpu else None,
@@ -80,7 +80,7 @@ def paged_attention(
         has_sinks=sinks is not None,
         has_alibi=alibi_slopes is not None,
         needs_lse=return_lse,
-        kv_cache_dtype="auto" if kv_cache is None else stored_name(keys.dtype, query.dtype),
+        kv_cache_dtype="auto" if kv_cache is None else stored_as(kv_cache.format, keys.dtype).name,
         kv_scale="none" if kv_cache is None else scale_kind(k_scale, v_scale),
         clean_cache=clean_cache,
         deterministic=deterministic,
@@ -89,11 +89,20 @@ def paged_attention(
         check_bounds(common)
         check_call(spec, call, common)
     if spec.kv_scale != "none":
-        require_fp8(spec.kv_cache_dtype)
+        require_given_scales(spec.kv_cache_dtype)
     impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())
     if kv_cache is not None and key is not None:
         impl.write_kv(key, value, kv_cache, common.slot_mapping, *scales)
     return impl.forward(call, builder.build(common)), lse
+
+
+def _value_dim(call: AttentionCall) -> int:
+    """Dv; where no value comes, the cache says it, but for codes that are as wide as those of D elements."""
+    (_, values), dim, cache = call.keys_and_values, call.query.shape[2], call.kv_cache
+    if cache is None or call.value is not None:
+        return (values if call.value is None else call.value).shape[-1]
+    codes = planes_of(stored_as(cache.format, values.dtype).value, dim, call.query.dtype)[0]
+    return dim if codes.width == values.shape[-1] else values.shape[-1]
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from .. import ops
 from ..backends.base import AttentionImpl, AttentionMetadata
 from ..call import AttentionCall
 from ..formats.base import LayerCache
-from ..formats.fp8 import is_scale
+from ..formats.fp8.format import is_scale
 from ..runtime.eager import unwatched
 from ..runtime.op_registry import load
 from ..spec import Scale
@@ -51,13 +51,14 @@ class Recorded(NamedTuple):
         if out is None:
             out = self.empty(query)
         q, k, v, o = query.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr(), out.data_ptr()
+        ks, vs = _second_planes(cache)
         if sinks is None and slopes is None and k_scale is None and v_scale is None:
-            values = (q, k, v, o, None, None, None, None, None, self.scale, 1.0)
-            return out if self.attend(q | k | v | o, values) else None
+            values = (q, k, v, o, None, None, None, None, None, self.scale, 1.0, ks, vs)
+            return out if self.attend(q | k | v | o | ks | vs, values) else None
         sink, slope = (0 if x is None else x.data_ptr() for x in (sinks, slopes))
         (k_address, k_number), (v_address, v_number) = _scale_values(k_scale), _scale_values(v_scale)
-        values = (q, k, v, o, None, sink, slope, k_address, v_address, self.scale * k_number, v_number)
-        return out if self.attend(q | k | v | o | sink | slope | k_address | v_address, values) else None
+        values = (q, k, v, o, None, sink, slope, k_address, v_address, self.scale * k_number, v_number, ks, vs)
+        return out if self.attend(q | k | v | o | sink | slope | k_address | v_address | ks | vs, values) else None
 
 
 def layout_of(kind: object, call: AttentionCall) -> tuple[object, ...] | None:
@@ -142,7 +143,7 @@ def _write_kv(impl: AttentionImpl, call: AttentionCall, cache: LayerCache, slots
     # (bench/results/h200/host_cost.json, op_paths.json).
     repeatable = key.device.type == "cuda" and load("runtime.launch_abi").KNOWN
     path = "triton" if repeatable and not any(x.data_ptr() & 15 for x in tensors) else "auto"
-    ops.reshape_and_cache(key, value, cache.key, target, slots, path=path, **scales)
+    ops.reshape_and_cache(key, value, cache.key, target, slots, path=path, **scales, **cache.stored)
     return slots.is_contiguous() and key.dtype != torch.float64 and all(x.numel() for x in tensors)
 
 
@@ -152,13 +153,20 @@ def _write_again(write: Replay, call: AttentionCall, cache: LayerCache, slots: t
         return False
     k, kc, s = key.data_ptr(), cache.key.data_ptr(), slots.data_ptr()
     v, vc = (0, 0) if value is None else (value.data_ptr(), cache.value.data_ptr())
+    ks, vs = _second_planes(cache)
     if k_scale is None and v_scale is None:
-        return write(k | v | kc | vc | s, (k, v, kc, vc, s, None, None, 1.0, 1.0))
+        return write(k | v | kc | vc | s | ks | vs, (k, v, kc, vc, s, None, None, 1.0, 1.0, ks, vs))
     if not (_is_valid(k_scale) and _is_valid(v_scale)):
         return False
     (k_address, k_number), (v_address, v_number) = _scale_values(k_scale), _scale_values(v_scale)
-    values = (k, v, kc, vc, s, k_address, v_address, k_number, v_number)
-    return write(k | v | kc | vc | s | k_address | v_address, values)
+    values = (k, v, kc, vc, s, k_address, v_address, k_number, v_number, ks, vs)
+    return write(k | v | kc | vc | s | k_address | v_address | ks | vs, values)
+
+
+def _second_planes(cache: LayerCache) -> tuple[int, int]:
+    """Addresses of the cache's own scales, 0 where there are none."""
+    k, v = cache.key_scale, cache.value_scale
+    return 0 if k is None else k.data_ptr(), 0 if v is None else v.data_ptr()
 
 
 def _scale_values(scale: Scale) -> tuple[int, float]:

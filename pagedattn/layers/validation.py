@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..cache.specs import stored_dtype
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
+from ..formats.registry import format_of, planes_of
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
     check_lengths_fit_table,
@@ -15,6 +15,8 @@ from ..step.bounds import (
     check_shared_length,
 )
 from ..step.metadata import CommonAttentionMetadata
+
+_ONE_FORMAT = "build layer and cache with one kv_cache_dtype"
 
 
 def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttentionMetadata) -> None:
@@ -36,16 +38,7 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
     if not spec.uses_cache:
         raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
     _pair(key, value, kv_cache)
-    got = kv_cache.key.shape[2:], kv_cache.value.shape[2:]
-    want = (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_dim)
-    if (tuple(got[0]), tuple(got[1])) != want:
-        raise InvalidInputError("kv_cache", f"key and value [P, S, *] with {want}", (tuple(got[0]), tuple(got[1])))
-    stored = stored_dtype(spec.kv_cache_dtype, spec.dtype)
-    if kv_cache.key.dtype != stored or kv_cache.value.dtype != stored:
-        expected = f"of {stored}, as kv_cache_dtype={spec.kv_cache_dtype!r} says"
-        raise InvalidInputError(
-            "kv_cache", expected, kv_cache.key.dtype, "build layer and cache with one kv_cache_dtype"
-        )
+    _planes(spec, kv_cache)
     if kv_cache.key.device != device:
         raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:
@@ -56,6 +49,25 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
         raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
         check_lengths_fit_table(common, common.seq_lens_cpu, kv_cache.block_size)
+
+
+def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
+    form = format_of(spec.kv_cache_dtype)
+    keys, values = planes_of(form.key, spec.head_dim, spec.dtype), planes_of(form.value, spec.value_dim, spec.dtype)
+    got = tuple(kv_cache.key.shape[2:]), tuple(kv_cache.value.shape[2:])
+    want = (spec.kv_heads, keys[0].width), (spec.kv_heads, values[0].width)
+    if got != want:
+        raise InvalidInputError("kv_cache", f"key and value [P, S, *] with {want}", got)
+    if (kv_cache.key.dtype, kv_cache.value.dtype) != (keys[0].dtype, values[0].dtype):
+        expected = f"of {keys[0].dtype}, as kv_cache_dtype={spec.kv_cache_dtype!r} says"
+        raise InvalidInputError("kv_cache", expected, kv_cache.key.dtype, _ONE_FORMAT)
+    if (kv_cache.format or "auto") not in (form.name, "auto"):
+        raise InvalidInputError("kv_cache", f"of kv_cache_dtype={form.name!r}", kv_cache.format, _ONE_FORMAT)
+    for name, planes, scales in (("key", keys, kv_cache.key_scale), ("value", values, kv_cache.value_scale)):
+        want = None if len(planes) == 1 else (spec.kv_heads, planes[1].width)
+        got = None if scales is None else tuple(scales.shape[2:])
+        if got != want:
+            raise InvalidInputError("kv_cache", f"{name}_scale [P, S or 1, *] with {want}", got, _ONE_FORMAT)
 
 
 def check_cache(kv_cache: object) -> None:

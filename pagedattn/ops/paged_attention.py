@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..kernels.decode import cascade
 from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
@@ -38,6 +37,9 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     deterministic: bool = False,
     shared_prefix_len: int = 0,
+    kv_cache_dtype: str = "auto",
+    k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
     plan: LaunchPlan | None = None,
     path: str = "auto",
 ) -> torch.Tensor:
@@ -45,8 +47,8 @@ def paged_attention(
 
     Args:
         query: [T, Hq, D], last dimension contiguous.
-        key, value: caches [P, S, Hkv, D] and [P, S, Hkv, Dv], of the query's dtype or fp8; or, with block_table None,
-            packed rows [N, Hkv, D].
+        key, value: caches [P, S, Hkv, D] and [P, S, Hkv, Dv], of the query's dtype or fp8, or the codes of another
+            format; or, with block_table None, packed rows [N, Hkv, D].
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
         max_query_len, max_seq_len: host upper bounds. num_decodes: so many leading sequences have one new
             token each (or, in a batch of nothing else, none: the padding of a captured graph).
@@ -59,6 +61,9 @@ def paged_attention(
         shared_prefix_len: so many first keys of all sequences, whole blocks that each of their new tokens sees, lie in
             the same blocks, and decodes shall read them once (triton path; elsewhere, and under a window or ALiBi, it
             is ignored).
+        kv_cache_dtype: the name of the cache's format; "auto": as its dtype says.
+        k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own. One whose
+            codes of a value are not Dv wide needs `out`.
         plan: of `plan_attention` for this step, which says what is shared too; calls that use one must not run at the
             same time. None, or one that does not fit these tensors: made for this call.
 
@@ -75,7 +80,8 @@ def paged_attention(
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
     mask, cap = mask.replace(causal=True) if mask.causal is None else mask, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
-    inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, mask.constants, cap, *bounds)
+    stored = (k_scale_cache, v_scale_cache, kv_cache_dtype)
+    inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, mask.constants, cap, *bounds, *stored)
     inputs.check()
     if mask.mask_mod is None:
         shared, prefix_len = (None, shared_prefix_len) if plan is None else plan.shared_prefix
@@ -124,7 +130,7 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
             family.launch(config, part, plan.workspace)
         else:
             shared, own = plan.cascade.divide(part)
-            family.launch(prefix, shared, plan.workspace, fixed=cascade.FIXED)
+            family.launch(prefix, shared, plan.workspace, is_state=True)
             family.launch(config, own, plan.workspace, (shared.out, shared.lse))
 
 
@@ -136,8 +142,9 @@ _op = register(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? block_table, Tensor query_start_loc, "
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, int[] mask, float softcap, SymInt max_query_len, "
-    "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, "
-    "Tensor? shared, SymInt shared_prefix_len, str path) -> ()",
+    "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor? k_scale_cache, Tensor? v_scale_cache, "
+    "str kv_cache_dtype, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, Tensor? shared, SymInt shared_prefix_len, "
+    "str path) -> ()",
     _run,
     _fake,
 )

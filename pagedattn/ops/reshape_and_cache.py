@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.fp8 import FP8, is_scale
+from ..formats.base import RowFormat
+from ..formats.fp8.format import is_scale
+from ..formats.native.format import NATIVE
+from ..formats.registry import planes_of, stored_as
 from ..runtime.op_registry import choose, csrc_op, expect, load, refuse, register
 
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
@@ -20,53 +25,82 @@ def reshape_and_cache(
     *,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
     path: str = "auto",
 ) -> None:
     """Write row t of `key` and `value` to slot `slot_mapping[t]`; slots outside the cache are skipped.
 
     Only the first len(slot_mapping) rows are read: rows past that are padding. Two rows with one slot are undefined.
     A cache of the rows' dtype stores them as they are. An fp8 cache stores row / scale, rounded to nearest even and
-    saturated at +-448 (e4m3) or +-57344 (e5m2), infinities too; NaN stays NaN.
+    saturated at +-448 (e4m3) or +-57344 (e5m2), infinities too; NaN stays NaN. Other formats say so themselves
+    (`pagedattn/formats`), and what they make of infinities and NaN is undefined.
 
     Args:
         key: [T', Hkv, D], last dimension contiguous. value: [T', Hkv, Dv], or None where values are a view of keys.
-        key_cache: [P, S, Hkv, D], any strides but a contiguous last dimension. value_cache: [P, S, Hkv, Dv].
+        key_cache: [P, S, Hkv, D], any strides but a contiguous last dimension. value_cache: [P, S, Hkv, Dv]. Of formats
+            that pack codes, last dimensions are narrower.
         slot_mapping: [n] int64, n <= T'.
         k_scale, v_scale: of fp8 caches: None for 1, a positive float, or float32 [1] or [Hkv] on the cache's device.
+        kv_cache_dtype: the name of the cache's format; "auto": as its dtype says.
+        k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own.
 
     Raises:
         InvalidInputError: shapes, dtypes, strides or scales that do not fit each other.
     """
-    if key.dtype == torch.float64 and key_cache.dtype in FP8:  # fp8 keeps none of the digits that float32 lacks
+    form = stored_as(kv_cache_dtype, key_cache.dtype)
+    if key.dtype == torch.float64 and form is not NATIVE:  # codes keep none of the digits that float32 lacks
         key, value = key.float(), None if value is None else value.float()
-    _check(key, key_cache, slot_mapping, "key")
+    _check(key, key_cache, k_scale_cache, slot_mapping, form.key, "key")
     if (value is None) != (value_cache is None):
         raise InvalidInputError("value", "given exactly where there is a value_cache", "one of them only")
     if value is not None and value_cache is not None:
-        _check(value, value_cache, slot_mapping, "value")
+        _check(value, value_cache, v_scale_cache, slot_mapping, form.value, "value")
         if value_cache.shape[:3] != key_cache.shape[:3]:
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
     k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
-    _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, path)
+    stored = (k_scale_cache, v_scale_cache, kv_cache_dtype)
+    _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, *stored, path)
 
 
-def _check(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, name: str) -> None:
+def _check(
+    rows: torch.Tensor,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    slots: torch.Tensor,
+    form: RowFormat,
+    name: str,
+) -> None:
     # No `expect` here: its texts would be made at every call, of every layer.
     if slots.dim() != 1 or slots.dtype != torch.int64:
         refuse("slot_mapping", "int64 [n]", slots)
     if cache.dim() != 4 or cache.stride(3) != 1:
         refuse(f"{name}_cache", "[P, S, Hkv, D], last stride 1", cache)
-    storable = rows.dtype == cache.dtype or (cache.dtype in FP8 and rows.dtype in _WIDE)
-    whole = rows.dim() == 3 and rows.shape[1:] == cache.shape[2:] and (rows.stride(2) == 1 or rows.shape[2] == 1)
-    if not (storable and whole):
-        dtypes = (*_WIDE, cache.dtype) if cache.dtype in FP8 else (cache.dtype,)
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        refuse(name, f"{names} [T, {cache.shape[2]}, {cache.shape[3]}], last stride 1", rows)
+    planes = planes_of(form, rows.shape[-1], rows.dtype) if rows.dim() == 3 else ()
+    # Elements in the dtype of the cache are copied, whatever its format.
+    stored = ((rows.dtype, rows.shape[2]), (planes[0].dtype, planes[0].width)) if planes else ()
+    known = stored[: 1 + (rows.dtype in _WIDE)]
+    fits = planes and rows.shape[1] == cache.shape[2] and (rows.stride(2) == 1 or rows.shape[2] == 1)
+    if not fits or (cache.dtype, cache.shape[3]) not in known:
+        _refuse_rows(rows, cache, form, name)
+    if scales is None and len(planes) > 1:
+        raise InvalidInputError(f"{name[0]}_scale_cache", "given for a format with scales of its own", "None")
+    if scales is not None and (len(planes) < 2 or scales.dim() != 4 or scales.dtype != planes[1].dtype):
+        refuse(f"{name[0]}_scale_cache", f"a plane of the {name}s' format", scales)
     if rows.shape[0] < slots.shape[0]:
         refuse(name, f"at least {len(slots)} rows, one per slot", rows)
     if not (rows.device == cache.device == slots.device):
         refuse(name, f"on {cache.device} as the cache", rows)
+
+
+def _refuse_rows(rows: torch.Tensor, cache: torch.Tensor, form: RowFormat, name: str) -> NoReturn:
+    dtypes = dict.fromkeys((cache.dtype,) if form is NATIVE.key else (*_WIDE, cache.dtype))
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    packed = planes_of(form, cache.shape[3], torch.float32)[0].width != cache.shape[3]
+    shape = f"[T, {cache.shape[2]}, {'D' if packed else cache.shape[3]}]"
+    refuse(name, f"{names} {shape}, last stride 1", rows)
 
 
 def _scale(
@@ -97,52 +131,68 @@ def _run(
     v_scale: torch.Tensor | None,
     k_scale_value: float,
     v_scale_value: float,
+    k_scale_cache: torch.Tensor | None,
+    v_scale_cache: torch.Tensor | None,
+    kv_cache_dtype: str,
     path: str,
 ) -> None:
     if slot_mapping.numel() == 0:
         return
+    form = stored_as(kv_cache_dtype, key_cache.dtype)
     if value_cache is not None and value_cache.numel() == 0:
         value = value_cache = None
     if key_cache.numel() == 0:
         if value is not None and value_cache is not None:
-            _run(value, None, value_cache, None, slot_mapping, v_scale, None, v_scale_value, 1.0, path)
+            only = (v_scale, None, v_scale_value, 1.0, v_scale_cache, None, kv_cache_dtype)
+            _run(value, None, value_cache, None, slot_mapping, *only, path)
         return
-    chosen, slots = choose(path, key.device, "reshape_and_cache"), slot_mapping.contiguous()
+    chosen, slots = choose(path, key.device, "reshape_and_cache" if form.has_csrc else ""), slot_mapping.contiguous()
     if chosen == "torch":
-        _torch(key, key_cache, slots, k_scale, k_scale_value)
+        _torch(key, key_cache, k_scale_cache, slots, k_scale, k_scale_value, form.key)
         if value is not None and value_cache is not None:
-            _torch(value, value_cache, slots, v_scale, v_scale_value)
+            _torch(value, value_cache, v_scale_cache, slots, v_scale, v_scale_value, form.value)
         return
-    write = csrc_op("reshape_and_cache") if chosen == "csrc" else load("kernels.cache_write.kernel").launch
-    write(key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value)
+    tensors = (key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value)
+    if chosen == "csrc":
+        csrc_op("reshape_and_cache")(*tensors)
+    else:
+        load("kernels.cache_write.kernel").launch(*tensors, k_scale_cache, v_scale_cache, form)
 
 
 def _torch(
-    rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None, scale_value: float
+    rows: torch.Tensor,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    slots: torch.Tensor,
+    scale: torch.Tensor | None,
+    scale_value: float,
+    form: RowFormat,
 ) -> None:
-    stored = rows[: len(slots)]
-    if rows.dtype != cache.dtype:
-        if scale is None:  # as a tensor of the device: torch multiplies CUDA tensors by the reciprocal of a number
-            scale = torch.full((1,), scale_value, dtype=torch.float32, device=rows.device)
-        most = FP8[cache.dtype]
-        stored = (stored.float() / scale[:, None]).clamp(-most, most).to(cache.dtype)
-    if cache.dtype in FP8:  # as bytes: not every torch indexes fp8
-        stored, cache = stored.view(torch.uint8), cache.view(torch.uint8)
-    put_rows(stored, cache, slots)
+    rows = rows[: len(slots)]
+    if rows.dtype == cache.dtype:
+        form = NATIVE.key
+    elif scale is None and form.takes_scale:  # as a tensor: torch multiplies CUDA tensors by the reciprocal of a number
+        scale = torch.full((1,), scale_value, dtype=torch.float32, device=rows.device)
+    for stored, plane in zip(form.encode(rows, scale), (cache, scales), strict=False):
+        if plane is None:
+            continue
+        if plane.dtype.itemsize == 1:  # as bytes: not every torch indexes fp8
+            stored, plane = stored.view(torch.uint8), plane.view(torch.uint8)
+        put_rows(stored, plane, slots, cache.shape[1])
 
 
-def put_rows(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write rows [n, ...] to their slots of cache [P, S, ...], by torch and without a look at the slots' values.
+def put_rows(rows: torch.Tensor, plane: torch.Tensor, slots: torch.Tensor, block_size: int) -> None:
+    """Write rows [n, ...] to their slots of a plane [P, S or 1, ...], by torch and without a look at the slots' values.
 
     A skipped row repeats the write of a live one, or rewrites what slot 0 holds: no mask reaches the host.
     """
-    block_size = cache.shape[1]
-    live = (slots >= 0) & (slots < cache.shape[0] * block_size)
+    live = (slots >= 0) & (slots < plane.shape[0] * block_size)
     some, stand_in = live.any(), live.int().argmax()
     source = torch.where(live, torch.arange(len(slots), device=slots.device), stand_in)
     target = torch.where(some, slots[source], 0)
-    values = torch.where(some, rows[source], cache[0, 0])
-    cache.index_put_((target // block_size, target % block_size), values)
+    values = torch.where(some, rows[source], plane[0, 0])
+    within = target % block_size if plane.shape[1] == block_size else torch.zeros_like(target)
+    plane.index_put_((target // block_size, within), values)
 
 
 def _fake(*args: object) -> None:
@@ -151,7 +201,8 @@ def _fake(*args: object) -> None:
 
 _op = register(
     "reshape_and_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor slot_mapping, "
-    "Tensor? k_scale, Tensor? v_scale, float k_scale_value, float v_scale_value, str path) -> ()",
+    "Tensor? k_scale, Tensor? v_scale, float k_scale_value, float v_scale_value, Tensor(c!)? k_scale_cache, "
+    "Tensor(d!)? v_scale_cache, str kv_cache_dtype, str path) -> ()",
     _run,
     _fake,
 )

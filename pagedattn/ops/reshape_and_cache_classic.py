@@ -103,8 +103,9 @@ def _run(
         return
     if key.dtype.itemsize == 1:  # as bytes: not every torch indexes fp8
         key, value, key_cache, value_cache = (x.view(torch.uint8) for x in (key, value, key_cache, value_cache))
-    put_rows(key[: len(slots)].unflatten(2, (-1, key_cache.shape[4])), key_cache.permute(0, 3, 1, 2, 4), slots)
-    put_rows(value[: len(slots)], value_cache.permute(0, 3, 1, 2), slots)
+    size = value_cache.shape[3]
+    put_rows(key[: len(slots)].unflatten(2, (-1, key_cache.shape[4])), key_cache.permute(0, 3, 1, 2, 4), slots, size)
+    put_rows(value[: len(slots)], value_cache.permute(0, 3, 1, 2), slots, size)
 
 
 def _fake(*args: object) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.registry import ALIASES, NAMES
 from .mask import Mask
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_CACHE_DTYPES = NAMES
 KV_SCALES = ("none", "float", "tensor", "head", "token_head")
 CACHE_LAYOUTS = ("NHD", "HND")
 _ANY_MASK = Mask()  # as the attention type says
@@ -106,7 +107,7 @@ class AttentionSpec:
         if self.mask.causal is None:
             default(self, "mask", self.mask.replace(causal=self.attn_type is AttentionType.DECODER))
         default(self, "softcap", None if not self.softcap else float(self.softcap))
-        default(self, "kv_cache_dtype", "fp8_e4m3" if self.kv_cache_dtype == "fp8" else self.kv_cache_dtype)
+        default(self, "kv_cache_dtype", ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
         self._check()
 
     def _check(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.registry import format_of
 from .attention import Scale
 
 _LOADED = "the checkpoint"
@@ -26,9 +27,9 @@ def scale_kind(k_scale: Scale, v_scale: Scale) -> str:
     return kinds.pop() if kinds else "none"
 
 
-def require_fp8(kv_cache_dtype: str) -> None:
-    """Raise InvalidInputError where scales come for a cache that has none."""
-    if not kv_cache_dtype.startswith("fp8"):
+def require_given_scales(kv_cache_dtype: str) -> None:
+    """Raise InvalidInputError where scales come for a cache that has none, or that computes them itself."""
+    if not format_of(kv_cache_dtype).takes_scales:
         raise InvalidInputError("k_scale, v_scale, kv_scale", "given for fp8 caches only", kv_cache_dtype)
 
 
@@ -50,7 +51,7 @@ class LayerScales:
         """
         any_given = key is not None or value is not None
         if any_given or announced:
-            require_fp8(kv_cache_dtype)
+            require_given_scales(kv_cache_dtype)
         if any_given and announced:
             raise InvalidInputError("kv_scale", "None where the layer has scales of its own", repr(announced))
         source = "the call" if announced else "the layer's arguments" if any_given else _UNKNOWN

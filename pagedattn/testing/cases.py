@@ -120,6 +120,7 @@ _KINDS = (
 
 _E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 _E5M2: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
+_INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
 _STORED = (
     *(Case(**_E4M3, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
     *(_decode(**_E5M2, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
@@ -129,6 +130,12 @@ _STORED = (
     *(Case(**_E4M3, kv_scale="head", head_dim=d) for d in (16, 96, 128)),
     Case(**_E4M3, kv_scale="float", head_dim=48, head_dim_v=24),
     Case(**_E4M3, kv_scale="tensor", magnitude=30.0, scale=0.01, note="saturated fp8"),
+    Case(**_INT8),
+    Case(**_INT8, head_dim=72, head_dim_v=40, layout="HND", softcap=9.0),
+    _decode(**_INT8, heads=(8, 4), head_dim=64),
+    _decode(**_INT8, layout="HND", sliding_window=20),
+    _chunks(**_INT8, alibi=True, sinks=0.5, heads=(5, 1)),
+    Case(**_INT8, block_size=1, query_lens=(3, 1), seq_lens=(9, 40)),
     Case(**_E5M2, kv_scale="head", share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
 )
 

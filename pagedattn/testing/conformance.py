@@ -83,9 +83,10 @@ def check(backend: type[AttentionBackend], problem: Problem, name: str = "") -> 
     if problem.cache is None or problem.cache_after is None:
         return
     after = _bytes(problem)
-    for side, got, want in zip(("key", "value"), after, map(_as_bytes, problem.cache_after), strict=True):
+    for plane, (got, want) in enumerate(zip(after, map(_as_bytes, problem.cache_after.planes), strict=True)):
         if not torch.equal(got, want):
-            raise AssertionError(f"{name}: {int((got != want).sum())} bytes of the {side} cache are wrong")
+            what = ("keys", "values", "scales of its own", "scales of its own")[plane]
+            raise AssertionError(f"{name}: {int((got != want).sum())} bytes of the cache's {what} are wrong")
     if case.write and rows and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
         raise AssertionError(f"{name}: nothing was written to the cache")
 
@@ -109,7 +110,7 @@ def load(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:
 def _bytes(problem: Problem) -> tuple[torch.Tensor, ...]:
     if problem.cache is None:
         return ()
-    return _as_bytes(problem.cache.key), _as_bytes(problem.cache.value)
+    return tuple(map(_as_bytes, problem.cache.planes))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

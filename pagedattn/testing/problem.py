@@ -14,7 +14,7 @@ from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
 from .oracle import attention_oracle, logit_condition
-from .stored import Stored, stored_as
+from .stored import StoredRows, bits, layer_cache, stored_as, unused_planes
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
 _SEED = 20260
@@ -39,23 +39,23 @@ class Problem:
     expected: torch.Tensor
     expected_lse: torch.Tensor
     naive: torch.Tensor
-    stored: Stored
+    stored: tuple[StoredRows, StoredRows]  # of K and V
     condition: torch.Tensor | None = None
-    cache_after: tuple[torch.Tensor, torch.Tensor] | None = None
+    cache_after: LayerCache | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
 
     def run(self, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write (where there is a cache and something to write), then attend, by `backend`."""
         impl = backend.impl(self.spec)
-        scales = self.stored.k_scale, self.stored.v_scale
+        k_scale, v_scale = (side.scale for side in self.stored)
         metadata = backend.builder(self.spec, self.query.device).build(self.common)
         if self.cache is not None and self.key is not None and self.case.write:
-            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, *scales)
+            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, k_scale, v_scale)
         device, shape = self.query.device, self.query.shape[:2]
         out = torch.full((*shape, self.spec.value_dim), torch.nan, dtype=self.case.dtype).to(device)
         lse = torch.full(shape, torch.nan, dtype=lse_dtype(self.case.dtype)).to(device) if self.case.lse else None
-        extras = (self.sinks, self.alibi_slopes, *scales)
+        extras = (self.sinks, self.alibi_slopes, k_scale, v_scale)
         call = AttentionCall(self.query, self.cache, self.key, self.value, out, lse, *extras)
         return impl.forward(call, metadata), lse
 
@@ -88,7 +88,7 @@ def make_problem(
     common = CommonAttentionMetadata.from_lengths(
         case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
     ).replace(shared_prefix_len=case.shared_prefix)
-    read = [stored.read_key(k) for k in keys], [stored.read_value(v) for v in values]
+    read = [_read(case, side, rows) for side, rows in zip(stored, (keys, values), strict=True)]
     where = oracle_on or (device if case.dtype.itemsize == 2 else "cpu")
     parts = [[x.to(where) for x in one] for one in (queries, *read)]
     extras = [None if x is None else x.to(where) for x in (sinks, slopes)]
@@ -108,9 +108,13 @@ def make_problem(
 
 
 def _paged(
-    case: Case, stored: Stored, keys: list[torch.Tensor], values: list[torch.Tensor], generator: torch.Generator
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Poisoned caches [P, S, Hkv, D] with every sequence's rows in place, and the table with a garbage tail."""
+    case: Case,
+    stored: tuple[StoredRows, StoredRows],
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    generator: torch.Generator,
+) -> tuple[LayerCache, torch.Tensor]:
+    """A poisoned cache with every sequence's earlier rows in place, and the table with a garbage tail."""
     size = case.block_size
     blocks = [-(-n // size) for n in case.seq_lens]
     spare = 3
@@ -118,8 +122,10 @@ def _paged(
     ids = 1 + torch.randperm(sum(blocks) + spare - 1, generator=generator).to(torch.int32)
     garbage = torch.tensor([2**31 - 1, -1, -(2**31)], dtype=torch.int32)
     table = garbage[torch.randint(0, 3, (len(blocks), max(blocks, default=0) + 2), generator=generator)]
-    shape = (sum(blocks) + spare, size, case.heads[1])
-    caches = tuple(torch.full((*shape, rows[0].shape[2]), case.unused).to(stored.dtype) for rows in (keys, values))
+    sides = [
+        (side, rows, unused_planes(side.rows.planes(rows[0].shape[2], case.dtype), sum(blocks) + spare, case))
+        for side, rows in zip(stored, (keys, values), strict=True)
+    ]
     start = 0
     for row, count in enumerate(blocks):
         table[row, :count] = ids[start : start + count]
@@ -129,23 +135,45 @@ def _paged(
     for row, length in enumerate(case.seq_lens):
         if row and length:
             _share(case.shared_prefix, size, 0, row, keys, values, table)
-    for row, (k, v) in enumerate(zip(keys, values, strict=True)):
-        new = case.query_lens[row] if case.write else 0
-        old = max(case.seq_lens[row] - new, 0)
-        position = torch.arange(old)
-        at = table[row, position // size].long(), position % size
-        for cache, rows in ((caches[0], stored.write_key(k[:old])), (caches[1], stored.write_value(v[:old]))):
-            _bits(cache)[at] = _bits(rows)
-            if case.poison_behind:  # released blocks, somebody else's by now
-                mask = case.spec(table.device).mask
-                behind = mask.first_needed_block(case.seq_lens[row] - case.query_lens[row], size)
-                cache[table[row, :behind].long()] = case.unused
-    return (caches[0], caches[1]), table
+    for row in range(len(keys)):
+        held = table[row, : -(-_old(case, row) // size)].long()
+        for side, rows, planes in sides:
+            for plane, blocks_of_row in zip(
+                planes, side.blocks(rows[row][: _old(case, row)], size, _sealed(case, row)), strict=True
+            ):
+                _place(plane, blocks_of_row, held, _old(case, row))
+                if case.poison_behind:  # released blocks, somebody else's by now
+                    mask = case.spec(table.device).mask
+                    behind = mask.first_needed_block(case.seq_lens[row] - case.query_lens[row], size)
+                    plane[table[row, :behind].long()] = case.unused
+    (_, _, key_planes), (_, _, value_planes) = sides
+    return layer_cache(key_planes, value_planes, case.kv_cache_dtype), table
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers of the same size: not every torch indexes fp8."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+def _read(case: Case, side: StoredRows, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What attention sees of each sequence's keys, or values."""
+    if not case.paged:
+        return rows
+    return [side.read(one, case.block_size, _sealed(case, row)) for row, one in enumerate(rows)]
+
+
+def _old(case: Case, row: int) -> int:
+    """Tokens of a sequence that were there before the step."""
+    return max(case.seq_lens[row] - (case.query_lens[row] if case.write else 0), 0)
+
+
+def _sealed(case: Case, row: int) -> int:
+    """Its blocks that were full before the step."""
+    return _old(case, row) // case.block_size
+
+
+def _place(plane: torch.Tensor, blocks: torch.Tensor, held: torch.Tensor, length: int) -> None:
+    """Put a sequence's blocks [n, S or 1, Hkv, width] in place, but for slots of the last one that hold no token."""
+    full = length // blocks.shape[1] if blocks.shape[1] > 1 else len(blocks)
+    bits(plane)[held[:full]] = bits(blocks)[:full]
+    if full < len(blocks):
+        rest = length - full * blocks.shape[1]
+        bits(plane)[held[full], :rest] = bits(blocks)[full, :rest]
 
 
 def _share_block(case: Case, keys: list[torch.Tensor], values: list[torch.Tensor], table: torch.Tensor) -> None:
@@ -214,21 +242,26 @@ def _last(rows: torch.Tensor, n: int) -> torch.Tensor:
 
 def _written(
     case: Case,
-    stored: Stored,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[StoredRows, StoredRows],
+    cache: LayerCache,
     slots: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    after = cache[0].clone(), cache[1].clone()
-    if key is None or value is None:
-        return after
-    for row, slot in enumerate(slots.tolist()):
-        if slot < 0:
-            continue
-        at = slot // case.block_size, slot % case.block_size
-        after[0][at], after[1][at] = stored.write_key(key[row]), stored.write_value(value[row])
-    return after
+) -> LayerCache:
+    """The cache after the step's rows were written."""
+    sides = []
+    for side, rows, planes in (
+        (stored[0], key, (cache.key, cache.key_scale)),
+        (stored[1], value, (cache.value, cache.value_scale)),
+    ):
+        copies = [plane.clone() for plane in planes if plane is not None]
+        sides.append(copies)
+        for row, slot in enumerate(slots.tolist()):
+            if rows is not None and slot >= 0:
+                block, offset = divmod(slot, case.block_size)
+                for plane, new in zip(copies, side.blocks(rows[row : row + 1], 1, 0), strict=True):
+                    bits(plane)[block, offset if plane.shape[1] > 1 else 0] = bits(new)[0, 0]
+    return layer_cache(sides[0], sides[1], case.kv_cache_dtype)
 
 
 def _strided(
@@ -249,7 +282,7 @@ def _strided(
     return first, filled[1], filled[2]
 
 
-def _move(problem: Problem, cache: tuple[torch.Tensor, torch.Tensor] | None, device: torch.device) -> None:
+def _move(problem: Problem, cache: LayerCache | None, device: torch.device) -> None:
     """Everything but what the cache must hold afterwards goes to `device`."""
 
     def place(x: torch.Tensor) -> torch.Tensor:
@@ -259,7 +292,9 @@ def _move(problem: Problem, cache: tuple[torch.Tensor, torch.Tensor] | None, dev
     for name in ("query", "key", "value", "expected", "expected_lse", "naive", "condition", "sinks", "alibi_slopes"):
         tensor = getattr(problem, name)
         setattr(problem, name, None if tensor is None else tensor.to(device))
-    problem.cache = None if cache is None else LayerCache(place(cache[0]), place(cache[1]))
-    problem.stored = problem.stored.to(device)
+    if cache is not None:
+        k_scale, v_scale = (None if x is None else place(x) for x in (cache.key_scale, cache.value_scale))
+        problem.cache = LayerCache(place(cache.key), place(cache.value), k_scale, v_scale, cache.format)
+    problem.stored = problem.stored[0].to(device), problem.stored[1].to(device)
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
     problem.common = problem.common.replace(**{name: getattr(problem.common, name).to(device) for name in names})

@@ -1,72 +1,86 @@
-"""How a cache stores keys and values: as they are, or as fp8 times a scale; written from the definition."""
+"""How the cache of a case stores keys and values: by its format's torch half, with the scales that a call gives."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..formats.base import LayerCache, Plane, RowFormat
+from ..formats.registry import format_of
 from ..spec import Scale
 from .case import Case
 
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_GARBAGE = 0x55  # in unused slots of integers, which have no NaN
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """The element type of a cache and its scales."""
+class StoredRows:
+    """Those of K, or of V: their format, and the scale that comes with the call."""
 
-    dtype: torch.dtype
-    k_scale: Scale = None
-    v_scale: Scale = None
+    rows: RowFormat
+    scale: Scale = None
 
-    def write_key(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., Hkv, D] as the cache keeps it."""
-        return _write(rows, self.k_scale, self.dtype)
+    def blocks(self, rows: torch.Tensor, size: int, sealed: int) -> list[torch.Tensor]:
+        """Planes [n, S or 1, Hkv, width] of one sequence's rows [L, Hkv, D], its first `sealed` blocks sealed."""
+        scale = torch.tensor([self.scale]) if isinstance(self.scale, int | float) else self.scale
+        dim, count, planes = rows.shape[2], -(-len(rows) // size), []
+        for plane, codes in zip(self.rows.planes(dim, rows.dtype), self.rows.encode(rows, scale), strict=True):
+            whole = bits(codes.new_empty(count * size, *codes.shape[1:])).zero_()
+            whole[: len(rows)] = bits(codes)
+            whole = whole.view(codes.dtype).unflatten(0, (count, size))
+            planes.append(whole[:, :1] if plane.per_block else whole)
+        if not (self.rows.seals and sealed):
+            return planes
+        done = self.rows.seal([plane[:sealed] for plane in planes], dim)
+        return [torch.cat((new, plane[sealed:])) for new, plane in zip(done, planes, strict=True)]
 
-    def write_value(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., Hkv, Dv] as the cache keeps it."""
-        return _write(rows, self.v_scale, self.dtype)
+    def read(self, rows: torch.Tensor, size: int, sealed: int) -> torch.Tensor:
+        """What attention sees of rows that went through the cache: float64, or the rows where they are kept."""
+        if self.rows.planes(rows.shape[2], rows.dtype)[0] == Plane(rows.dtype, rows.shape[2]):
+            return rows
+        decoded = self.rows.decode(self.blocks(rows, size, sealed), rows.shape[2], torch.float64)
+        scale = (
+            self.scale[:, None] if isinstance(self.scale, torch.Tensor) else 1.0 if self.scale is None else self.scale
+        )
+        return decoded.flatten(0, 1)[: len(rows)] * scale
 
-    def read_key(self, rows: torch.Tensor) -> torch.Tensor:
-        """What attention sees of rows that went through the cache."""
-        return _read(rows, self.write_key(rows), self.k_scale)
-
-    def read_value(self, rows: torch.Tensor) -> torch.Tensor:
-        """What attention sees of rows that went through the cache."""
-        return _read(rows, self.write_value(rows), self.v_scale)
-
-    def to(self, device: torch.device) -> Stored:
-        """The same with scale tensors on `device`."""
-        k, v = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (self.k_scale, self.v_scale))
-        return replace(self, k_scale=k, v_scale=v)
+    def to(self, device: torch.device) -> StoredRows:
+        """The same with a scale tensor on `device`."""
+        return StoredRows(self.rows, self.scale.to(device) if isinstance(self.scale, torch.Tensor) else self.scale)
 
 
-def stored_as(case: Case) -> Stored:
+def stored_as(case: Case) -> tuple[StoredRows, StoredRows]:
     """Of a case: keys and values have scales of their own, no power of two."""
-    dtype = _FP8.get(case.kv_cache_dtype, case.dtype)
+    scales: tuple[Scale, Scale] = (None, None)
     if case.kv_scale == "float":
-        return Stored(dtype, 0.03, 0.011)
-    if case.kv_scale == "tensor":
-        return Stored(dtype, torch.tensor([0.03]), torch.tensor([0.011]))
-    if case.kv_scale == "head":
+        scales = 0.03, 0.011
+    elif case.kv_scale == "tensor":
+        scales = torch.tensor([0.03]), torch.tensor([0.011])
+    elif case.kv_scale == "head":
         heads = torch.arange(case.heads[1], dtype=torch.float32)
-        return Stored(dtype, 0.03 + 0.01 * heads, 0.011 + 0.003 * heads)
-    return Stored(dtype)
+        scales = 0.03 + 0.01 * heads, 0.011 + 0.003 * heads
+    form = format_of(case.kv_cache_dtype)
+    return StoredRows(form.key, scales[0]), StoredRows(form.value, scales[1])
 
 
-def _factor(scale: Scale) -> float | torch.Tensor:
-    if scale is None:
-        return 1.0
-    return scale[:, None] if isinstance(scale, torch.Tensor) else scale
+def unused_planes(planes: Sequence[Plane], num_blocks: int, case: Case) -> list[torch.Tensor]:
+    """Planes [P, S or 1, Hkv, width] in which nothing was written yet."""
+    out = []
+    for plane in planes:
+        shape = (num_blocks, 1 if plane.per_block else case.block_size, case.heads[1], plane.width)
+        filling = case.unused if plane.dtype.is_floating_point else _GARBAGE * bool(case.unused)
+        out.append(torch.full(shape, filling).to(plane.dtype))
+    return out
 
 
-def _write(rows: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
-    if dtype.itemsize > 1:
-        return rows.to(dtype)
-    largest = torch.finfo(dtype).max
-    return (rows.float() / _factor(scale)).clamp(-largest, largest).to(dtype)
+def layer_cache(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kv_cache_dtype: str) -> LayerCache:
+    """The cache of planes of K and of V."""
+    (key, *key_scale), (value, *value_scale) = keys, values
+    return LayerCache(key, value, *key_scale or [None], *value_scale or [None], format=format_of(kv_cache_dtype).name)
 
 
-def _read(rows: torch.Tensor, stored: torch.Tensor, scale: Scale) -> torch.Tensor:
-    return rows if stored.dtype == rows.dtype else stored.double() * _factor(scale)
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers where elements are of 8 bits: not every torch indexes fp8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -33,19 +33,21 @@ def inputs_of(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> 
     assert cache is not None
     scales = [
         scale_parts(name, scale, spec.kv_heads, out.device)
-        for name, scale in (("k_scale", problem.stored.k_scale), ("v_scale", problem.stored.v_scale))
+        for name, scale in zip(("k_scale", "v_scale"), (side.scale for side in problem.stored), strict=True)
     ]
     (k_scale, k_factor), (v_scale, v_factor) = scales
     tensors = (problem.query, cache.key, cache.value, common.block_table, common.query_start_loc, common.seq_lens)
     extras = (problem.sinks, problem.alibi_slopes, k_scale, v_scale, out, lse)
     shape = (spec.softmax_scale * k_factor, v_factor, spec.mask.constants, spec.softcap or 0.0)
     bounds = (common.max_query_len, common.max_seq_len, common.num_decodes, False)
-    return AttentionInputs(*tensors, *extras, *shape, *bounds)
+    stored = (cache.key_scale, cache.value_scale, spec.kv_cache_dtype)
+    return AttentionInputs(*tensors, *extras, *shape, *bounds, *stored)
 
 
 def config_of(problem: Problem, programs: int, **tuning: Any) -> DecodeConfig:
     """A launch of so many programs for each KV head."""
-    spec, common = problem.spec, problem.common
+    spec, common, cache = problem.spec, problem.common, problem.cache
+    assert cache is not None
     config = decode_config(
         num_seqs=common.num_seqs,
         num_kv_heads=spec.kv_heads,
@@ -53,7 +55,7 @@ def config_of(problem: Problem, programs: int, **tuning: Any) -> DecodeConfig:
         head_dim=spec.head_dim,
         head_dim_v=spec.value_dim,
         itemsize=spec.dtype.itemsize,
-        stored_itemsize=problem.stored.dtype.itemsize,
+        stored_itemsize=cache.key.dtype.itemsize,
         max_query_len=common.max_query_len,
         max_seq_len=common.max_seq_len,
         target=target_of(problem.query.device),

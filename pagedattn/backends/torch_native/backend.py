@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...formats.registry import FORMATS
 from ...spec import AttentionType
 from ...spec.capabilities import Capabilities, IntRange
 from ...spec.mask import ALL_FEATURES
@@ -32,7 +33,7 @@ class TorchBackend(AttentionBackend):
             devices=("cpu", "cuda", "mps", "xpu"),
             dtypes=(torch.float64, torch.float32, torch.float16, torch.bfloat16),
             head_dims=IntRange(),
-            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_cache_dtypes=tuple(FORMATS),
             kv_scales=("none", "float", "tensor", "head"),
             any_head_dim_v=True,
             block_sizes=IntRange(),

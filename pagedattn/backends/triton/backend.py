@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ...formats.registry import FORMATS
 from ...runtime import triton_versions
 from ...runtime.op_registry import interpreted
 from ...spec import AttentionSpec, AttentionType, GraphLevel
@@ -46,7 +47,7 @@ class TritonBackend(AttentionBackend):
             min_capability=(8, 0),
             dtypes=(torch.float32, torch.float16, torch.bfloat16),
             head_dims=IntRange(1, 512),
-            kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
+            kv_cache_dtypes=tuple(FORMATS),
             kv_scales=("none", "float", "tensor", "head"),
             any_head_dim_v=True,
             block_sizes=IntRange(1, 1024),

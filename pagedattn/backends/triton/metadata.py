@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...cache.specs import stored_dtype
+from ...formats.registry import format_of
 from ...kernels.decode import cascade
 from ...kernels.prefill_sm90 import plan as sm90
 from ...kernels.shape import AttentionShape, BatchBounds
@@ -89,7 +89,8 @@ def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
     """The shape of a layer's calls."""
     heads = (spec.kv_heads, spec.gqa_ratio, spec.head_dim, spec.value_dim)
     features = (spec.mask.constants, spec.has_alibi, spec.uses_cache, spec.deterministic)
-    stored = stored_dtype(spec.kv_cache_dtype, spec.dtype) if spec.uses_cache else spec.dtype
+    codes = format_of(spec.kv_cache_dtype).key.planes(spec.head_dim, spec.dtype)[0]
+    stored = codes.dtype if spec.uses_cache else spec.dtype
     return AttentionShape(spec.dtype, stored, *heads, *features, spec.block_size if spec.uses_cache else None)
 
 

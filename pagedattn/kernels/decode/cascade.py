@@ -28,8 +28,6 @@ from .plan import DecodeConfig
 # where a launch, its uneven end and the states take about 6 (bench/results/h200/shared.json).
 SAVED_BYTES = 32 << 20
 _HEAD = 3  # elements before the sequences' lengths
-# What the first of the two launches does not take from a layer: it writes a state, in the stored values' own unit.
-FIXED = ("out", "lse_out", "v_scale", "out_scale")
 
 
 def whole_blocks(length: int, max_query_len: int, block_size: int) -> int:
@@ -102,7 +100,7 @@ class CascadeMetadata:
         """A call of these sequences as two: over the first keys, which writes float32 states, and over the rest, which
         begins from there."""
         lens, table = self.rest
-        state = inputs.query.new_empty(*inputs.query.shape[:2], inputs.value.shape[-1], dtype=torch.float32)
+        state = inputs.out.new_empty(inputs.out.shape, dtype=torch.float32)
         prefix = inputs._replace(
             block_table=None if inputs.block_table is None else inputs.block_table[:1],
             query_start_loc=self.tensor[:2],

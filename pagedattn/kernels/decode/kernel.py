@@ -17,8 +17,6 @@ TILE_OVERHEAD empty ones in front of them for what an item costs by itself; a pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +25,7 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import first_key, is_causal, sees_all_before, visible
+from ..planes import scale_rows
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import DecodeConfig
 from .split_kv import combine
@@ -68,11 +67,12 @@ def _within(offs_n, low, end, MASK: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, acc, m_i, l_i, key, value, table, begin, end, low, q_pos, slope, qk_scale, softcap, num_blocks,
-    sk_b, sk_s, sv_b, sv_s,
-    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    ONE_TOKEN: tl.constexpr, SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PRECISION: tl.constexpr,
+    q, acc, m_i, l_i, key, value, k_scales, v_scales, kv_head, table, begin, end, low, q_pos, slope, qk_scale,
+    softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, ONE_TOKEN: tl.constexpr, SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin..end. A tile that reaches beyond low..end reads the nearest key within again and gives
     it no weight: loads need no mask, what lies outside is never read, and one loop serves whole and partial tiles.
@@ -82,11 +82,7 @@ def _attend(
     """
     PRE: tl.constexpr = log_base(PRECISION)
     POST: tl.constexpr = LOG2E / PRE
-    dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    dim_v = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     offs = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    k_rows = key + dim[None, :]
-    v_rows = value + dim_v[None, :]
     # With few rows every warp has columns of its own. Sums then stay apart by column until the end: added up in every
     # tile, warps would wait for each other once more.
     BY_COLUMN: tl.constexpr = q.shape[0] < 64
@@ -107,11 +103,12 @@ def _attend(
         v_row = k_row if SAME_STRIDES else row * sv_b + slot * sv_s
         if PREFETCH_BLOCK_TABLE:
             block = tl.load(table + _within(offs_n + BLOCK_N, low, end, MASK) // S)
-        k_ptrs = k_rows + k_row[:, None]
-        v_ptrs = v_rows + v_row[:, None]
-        # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
-        k = tl.load(k_ptrs) if D == BLOCK_D else tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
+        k_scale_row = scale_rows(row, slot, kv_head, K_SCALE_STRIDES)
+        v_scale_row = scale_rows(row, slot, kv_head, V_SCALE_STRIDES)
+        k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, None, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if K_FORMAT.row_scale is not None:
+            s *= K_FORMAT.row_scale(k_scales, k_scale_row, None)[None, :]
         distance = offs_n[None, :] - q_pos[:, None]
         s = scaled_logits(s, distance, slope, qk_scale, softcap, is_causal(MASK), SOFTCAP, ALIBI, PRECISION)
         keep = (known & (near.to(tl.int32) == offs_n))[None, :]
@@ -127,7 +124,9 @@ def _attend(
         else:
             l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
-        v = tl.load(v_ptrs) if DV == BLOCK_DV else tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
+        v = V_FORMAT.load_tile(value, v_row, v_scales, v_scale_row, None, DV, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        if V_FORMAT.row_scale is not None:
+            p *= V_FORMAT.row_scale(v_scales, v_scale_row, None)[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
     if BY_COLUMN:
         l_i = tl.sum(l_i, 1)
@@ -138,13 +137,15 @@ def _attend(
 def _finish(
     acc, m_i, l_i, offs_m, out, lse_out, q_start, q_len, q_block, kv_head, in_group, out_scale, so_t, so_h, sl_t,
     GROUP: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Write the output and LSE of an item's rows offs_m."""
     q_row, head, mask_m = _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP, G, BLOCK_Q)
     token = (q_start + q_row).to(tl.int64)
     dim_v = tl.arange(0, BLOCK_DV)
     acc = acc * (out_scale / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    if ROTATE is not None:
+        acc = ROTATE(acc, DV, BLOCK_DV)
     o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
     if lse_out is not None:
@@ -173,11 +174,14 @@ def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
     initial_state, initial_lse, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
     sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale,
+    k_scale_cache, v_scale_cache,
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     TILE_OVERHEAD: tl.constexpr, FAN_IN: tl.constexpr, REDUCTION_UNROLL: tl.constexpr, CHUNK: tl.constexpr,
     MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    ROTATE_OUT: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -254,6 +258,8 @@ def _decode_kernel(
             token = (q_start + q_row).to(tl.int64)
             q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
             q = tl.load(q_ptrs, mask=mask_m[:, None] & (dim < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+            if K_FORMAT.rotate is not None:
+                q = K_FORMAT.rotate(q, D, BLOCK_D)
             slope = 0.0
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
@@ -281,9 +287,11 @@ def _decode_kernel(
                 to_key = tl.where(low < to_key, to_key, 0)
             acc, m_i, l_i = _attend(
                 q, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,
+                k_scale_cache, v_scale_cache, kv_head,
                 table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low, seq_len - q_len + q_row, slope,
-                logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK,
-                SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SAME_STRIDES, PREFETCH_BLOCK_TABLE, PRECISION,
+                logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES,
+                V_SCALE_STRIDES, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, SOFTCAP, alibi_slopes is not None,
+                ONE_TOKEN, SAME_STRIDES, PREFETCH_BLOCK_TABLE, PRECISION,
             )  # fmt: skip
 
             scale = out_scale
@@ -293,7 +301,7 @@ def _decode_kernel(
             if begins & (stop == close):
                 _finish(
                     acc, m_i, l_i, offs_m, out, lse_out, q_start, q_len, q_block, kv_head, in_group, scale, so_t, so_h,
-                    sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION,
+                    sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION, ROTATE_OUT,
                 )  # fmt: skip
             else:
                 complete, all_acc, all_m, all_l = combine(
@@ -303,12 +311,14 @@ def _decode_kernel(
                 if complete:
                     _finish(
                         all_acc, all_m, all_l, tl.arange(0, ROWS), out, lse_out, q_start, q_len, q_block, kv_head,
-                        in_group, scale, so_t, so_h, sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION,
+                        in_group, scale, so_t, so_h, sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION, ROTATE_OUT,
                     )  # fmt: skip
             at = stop
 
 
 _launch = Launcher(_decode_kernel, VARYING)
+# What a launch that leaves a state does not take from a layer.
+_STATE = ("out", "lse_out", "v_scale", "out_scale")
 
 
 def launch(
@@ -316,12 +326,14 @@ def launch(
     inputs: AttentionInputs,
     workspace: torch.Tensor,
     initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
-    fixed: Sequence[str] = (),
+    is_state: bool = False,
 ) -> None:
     """One launch.
 
-    `initial_state`: attention of the same rows over other keys, output [T, Hq, Dv] without a scale of the values and
-    LSE [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
+    `initial_state`: attention of the same rows over other keys, by a call with `is_state`: output [T, Hq, Dv] and LSE
+    [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
+    `is_state`: the output is to be in the unit and rotation of the stored values. When the launch is made again for
+    another layer, it goes where it went.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -337,9 +349,9 @@ def launch(
         *key.stride()[:3],
         *value.stride()[:3],
         *out.stride()[:2],
-        0 if lse is None else lse.stride(0),
-        table.stride(0),
+        *(0 if lse is None else lse.stride(0), table.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *(inputs.k_scale_cache, inputs.v_scale_cache),
     )
     constants = {
         **features(inputs),
@@ -358,9 +370,10 @@ def launch(
         "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
         "PDL": config.supports_pdl,
+        "ROTATE_OUT": None if is_state else inputs.format.value.kernels.rotate,
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "maxnreg": tuning.max_registers}
     if config.supports_pdl:  # else it is not named: the interpreter does not know it
         options["launch_pdl"] = True
     with on_device(query):
-        _launch((config.programs,), arguments, constants, fixed, **options)
+        _launch((config.programs,), arguments, constants, _STATE if is_state else (), **options)

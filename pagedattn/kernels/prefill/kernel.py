@@ -15,6 +15,7 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import end_key, first_key, is_causal, sees_all_before, visible
+from ..planes import scale_rows
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import AttentionConfig
 
@@ -27,6 +28,9 @@ def _attend(
     l_i,
     key,
     value,
+    k_scales,
+    v_scales,
+    kv_head,
     table,
     begin,
     end,
@@ -40,6 +44,10 @@ def _attend(
     sk_s,
     sv_b,
     sv_s,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr,
+    V_SCALE_STRIDES: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -56,8 +64,6 @@ def _attend(
     """Keys begin..end in tiles of BLOCK_N. Unmasked tiles are seen whole by every row; low..end is seen by some."""
     PRE: tl.constexpr = log_base(PRECISION)
     POST: tl.constexpr = LOG2E / PRE
-    dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    dim_v = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         seen = (offs_n >= low) & (offs_n < end)
@@ -70,20 +76,20 @@ def _attend(
             row = tl.where(known, block, 0).to(tl.int64)
             k_row = row * sk_b + (offs_n % S) * sk_s
             v_row = row * sv_b + (offs_n % S) * sv_s
+            k_scale_row = scale_rows(row, offs_n % S, kv_head, K_SCALE_STRIDES)
+            v_scale_row = scale_rows(row, offs_n % S, kv_head, V_SCALE_STRIDES)
         else:
             known = offs_n >= 0
             k_row = offs_n.to(tl.int64) * sk_s
             v_row = offs_n.to(tl.int64) * sv_s
-        k_ptrs = key + k_row[:, None] + dim[None, :]
-        v_ptrs = value + v_row[:, None] + dim_v[None, :]
-        # [BLOCK_N, BLOCK_D]
-        if MASKED:
-            k = tl.load(k_ptrs, mask=seen[:, None] & (dim < D)[None, :], other=0.0)
-        elif D == BLOCK_D:
-            k = tl.load(k_ptrs)
-        else:
-            k = tl.load(k_ptrs, mask=(dim < D)[None, :], other=0.0)
+            k_scale_row = k_row
+            v_scale_row = v_row
+        k_seen = seen if MASKED else None
+        v_seen = seen & known if MASKED else None  # unseen rows are zeroed, since 0 * NaN would reach the output
+        k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, k_seen, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if K_FORMAT.row_scale is not None:
+            s *= K_FORMAT.row_scale(k_scales, k_scale_row, k_seen)[None, :]
         distance = offs_n[None, :] - q_pos[:, None]
         s = scaled_logits(s, distance, slope, qk_scale, softcap, is_causal(MASK), SOFTCAP, ALIBI, PRECISION)
         keep = known[None, :]
@@ -96,13 +102,9 @@ def _attend(
         alpha = tl.exp2((m_i - shift) * POST)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
-        # [BLOCK_N, BLOCK_DV]; unseen rows are zeroed, since 0 * NaN would reach the output
-        if MASKED:
-            v = tl.load(v_ptrs, mask=(seen & known)[:, None] & (dim_v < DV)[None, :], other=0.0)
-        elif DV == BLOCK_DV:
-            v = tl.load(v_ptrs)
-        else:
-            v = tl.load(v_ptrs, mask=(dim_v < DV)[None, :], other=0.0)
+        v = V_FORMAT.load_tile(value, v_row, v_scales, v_scale_row, v_seen, DV, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        if V_FORMAT.row_scale is not None:
+            p *= V_FORMAT.row_scale(v_scales, v_scale_row, v_seen)[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_i, l_i
 
@@ -159,6 +161,8 @@ def _paged_attention_kernel(
     s_table,
     s_kscale,
     s_vscale,
+    k_scale_cache,
+    v_scale_cache,
     S: tl.constexpr,
     GROUP: tl.constexpr,
     G: tl.constexpr,
@@ -172,6 +176,10 @@ def _paged_attention_kernel(
     SOFTCAP: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     PRECISION: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr,
+    V_SCALE_STRIDES: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     ALIBI: tl.constexpr = alibi_slopes is not None
@@ -196,6 +204,8 @@ def _paged_attention_kernel(
     token = (q_start + q_row).to(tl.int64)
     q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
     q = tl.load(q_ptrs, mask=mask_m[:, None] & (dim < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    if K_FORMAT.rotate is not None:
+        q = K_FORMAT.rotate(q, D, BLOCK_D)
     slope = 0.0
     if ALIBI:
         slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
@@ -232,19 +242,21 @@ def _paged_attention_kernel(
         whole = end_key(first_pos, high, MASK)
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(
-            q, acc, m_i, l_i, key, value, table, begin, middle, low, q_pos, slope, qk_scale, softcap, num_blocks,
-            sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI,
-            False, PRECISION,
+            q, acc, m_i, l_i, key, value, k_scale_cache, v_scale_cache, kv_head, table, begin, middle, low, q_pos,
+            slope, qk_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES,
+            V_SCALE_STRIDES, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI, False, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i = _attend(
-        q, acc, m_i, l_i, key, value, table, middle, high, low, q_pos, slope, qk_scale, softcap, num_blocks,
-        sk_b, sk_s, sv_b, sv_s, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI,
-        True, PRECISION,
+        q, acc, m_i, l_i, key, value, k_scale_cache, v_scale_cache, kv_head, table, middle, high, low, q_pos, slope,
+        qk_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES, V_SCALE_STRIDES, S,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI, True, PRECISION,
     )  # fmt: skip
 
     if v_scale is not None:
         out_scale *= tl.load(v_scale + kv_head * s_vscale)
     acc = acc * (out_scale / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    if V_FORMAT.rotate is not None:
+        acc = V_FORMAT.rotate(acc, DV, BLOCK_DV)
     dim_v = tl.arange(0, BLOCK_DV)
     o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
@@ -276,6 +288,7 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
         0 if lse is None else lse.stride(0),
         table.stride(0) if paged else 0,
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *(inputs.k_scale_cache, inputs.v_scale_cache),
     )
     constants = {
         **features(inputs),

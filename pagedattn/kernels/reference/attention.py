@@ -70,7 +70,8 @@ def _pieces(
 
 def _keys(inputs: AttentionInputs, lens: torch.Tensor, piece: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys [b, L, Hkv, D], values [b, L, Hkv, Dv], and which of their rows are the sequence's own [b, L]."""
-    key, value, device = inputs.key, inputs.value, inputs.key.device
+    key, value, device, form = inputs.key, inputs.value, inputs.key.device, inputs.format
+    wide = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
     if inputs.block_table is not None:
         size = key.shape[1]
         columns = min(-(-inputs.max_seq_len // size), inputs.block_table.shape[1])
@@ -79,15 +80,20 @@ def _keys(inputs: AttentionInputs, lens: torch.Tensor, piece: slice) -> tuple[to
         block = torch.where(known, block, 0)
         index = torch.arange(columns * size, device=device)
         seen = (index < lens[piece, None]) & known.repeat_interleave(size, 1)
-        k, v = _take(key, block).flatten(1, 2), _take(value, block).flatten(1, 2)
+        sides = ((form.key, key, inputs.k_scale_cache), (form.value, value, inputs.v_scale_cache))
+        dims = inputs.query.shape[2], inputs.out.shape[2]
+        taken = ([_take(plane, block) for plane in planes if plane is not None] for _, *planes in sides)
+        k, v = (
+            rows.decode(planes, dim, wide).flatten(1, 2)
+            for (rows, *_), planes, dim in zip(sides, taken, dims, strict=True)
+        )
     else:
         index = torch.arange(inputs.max_seq_len, device=device)
         seen = index < lens[piece, None]
         starts = lens.cumsum(0) - lens
         at = torch.where(seen, starts[piece, None] + index, 0).clamp_(max=max(len(key) - 1, 0))
-        k, v = _take(key, at), _take(value, at)
-    wide = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    return k.to(wide), v.to(wide), seen
+        k, v = _take(key, at).to(wide), _take(value, at).to(wide)
+    return k, v, seen
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Symmetric 8-bit integers with a scale of each token and head."""

@@ -1,0 +1,47 @@
+"""The device half of the int8 format: a scale of a row is a factor of its logit, or of its probability."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..base import RowKernels
+from ..native.device import load_tile
+
+
+@triton.jit
+def write_row(
+    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
+    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = triton.next_power_of_2(H)
+    head = tl.arange(0, HEADS).to(tl.int64)
+    dim = tl.arange(0, triton.next_power_of_2(D))
+    mask = (head < H)[:, None] & (dim < D)[None, :]
+    at = rows + token * s_rt + head[:, None] * s_rh + dim[None, :]
+    row = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [H, D]
+    of_row = tl.div_rn(tl.max(tl.abs(row), 1), tl.full([HEADS], 127.0, tl.float32))
+    of_row = tl.where(of_row == 0, 1.0, of_row)
+    code = _nearest_even(tl.div_rn(row, tl.broadcast_to(of_row[:, None], row.shape)))
+    code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim[None, :], code.to(tl.int8), mask=mask)
+    to = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
+    tl.store(to, of_row, mask=head < H)
+
+
+@triton.jit
+def _nearest_even(x):
+    """Of a magnitude below 2**22: there an addition of 1.5 * 2**23 leaves float32 no digits behind the point."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def row_scale(scales, scale_row, seen):
+    """float32 [BLOCK_N] of rows at offsets `scale_row`; 0 where not seen, and None sees all."""
+    if seen is not None:
+        return tl.load(scales + scale_row, mask=seen, other=0.0)
+    else:
+        return tl.load(scales + scale_row)
+
+
+KERNELS = RowKernels(write_row, load_tile, row_scale)

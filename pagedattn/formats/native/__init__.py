@@ -1,0 +1,1 @@
+"""Keys and values as they are, in the dtype of the model."""

@@ -1,0 +1,42 @@
+"""The cache formats by the names that `kv_cache_dtype` takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..errors import InvalidInputError
+from .base import CacheFormat, Plane, RowFormat
+from .fp8.format import E4M3, E5M2
+from .int8.format import INT8
+from .native.format import NATIVE
+
+FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8)}
+ALIASES = {"fp8": "fp8_e4m3"}
+NAMES = (*FORMATS, *ALIASES)
+# What elements say of themselves; other formats are to be named.
+_BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+
+
+def format_of(name: str) -> CacheFormat:
+    """The format of a `kv_cache_dtype`.
+
+    Raises:
+        InvalidInputError: there is none of this name.
+    """
+    found = FORMATS.get(ALIASES.get(name, name))
+    if found is None:
+        raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(NAMES)}", repr(name))
+    return found
+
+
+def stored_as(name: str | None, stored: torch.dtype) -> CacheFormat:
+    """The format of a cache: the one named, or where that is None or "auto", what elements of this dtype say."""
+    return _BY_DTYPE.get(stored, NATIVE) if name is None or name == "auto" else format_of(name)
+
+
+@lru_cache(maxsize=1024)
+def planes_of(rows: RowFormat, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+    """`rows.planes`, made once: calls compare tensors with them."""
+    return rows.planes(dim, dtype)

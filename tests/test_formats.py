@@ -1,0 +1,138 @@
+"""Cache formats: what their torch halves store, what a layer says of another format's cache, what is compiled anew."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, ops
+from pagedattn.cache.specs import FullAttentionSpec, SlidingWindowSpec, group_layers
+from pagedattn.errors import InvalidInputError, PagedAttnError, UnsupportedError
+from pagedattn.formats.base import RowKernels
+from pagedattn.formats.int8.format import INT8
+from pagedattn.formats.registry import FORMATS, format_of, stored_as
+
+SHAPE: dict[str, Any] = {"num_layers": 1, "num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
+
+
+def test_int8_is_the_nearest_code_of_127_steps_each_way() -> None:
+    rows = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(1)) * 10
+    rows[2, 1] = 0.0
+    codes, scales = INT8.key.encode(rows)
+    assert codes.dtype == torch.int8 and scales.shape == (5, 3, 1)
+    for row, code, scale in zip(rows.flatten(0, 1), codes.flatten(0, 1), scales.flatten(), strict=True):
+        largest = max(abs(float(x)) for x in row)
+        assert float(scale) == pytest.approx(largest / 127 if largest else 1.0, rel=1e-6)
+        assert all(
+            abs(float(x) - int(c) * float(scale)) <= 0.5001 * float(scale) for x, c in zip(row, code, strict=True)
+        )
+        assert max(abs(int(c)) for c in code) == (127 if largest else 0)
+    decoded = INT8.key.decode((codes, scales), 16, torch.float64)
+    assert torch.equal(decoded, codes.double() * scales.double()) and not decoded[2, 1].any()
+
+
+def test_names_and_dtypes_name_formats() -> None:
+    assert (
+        format_of("fp8")
+        is format_of("fp8_e4m3")
+        is stored_as(None, torch.float8_e4m3fn)
+        is stored_as("auto", torch.float8_e4m3fn)
+    )
+    assert stored_as(None, torch.bfloat16) is FORMATS["auto"] and stored_as("int8", torch.int8) is INT8
+    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype must be one of auto, .*int8.*got 'int3'"):
+        format_of("int3")
+
+
+def test_triton_tells_formats_apart_by_their_source() -> None:
+    """A compiled kernel on disk is found by this: by names alone, it would be one of an older source."""
+    keys = set()
+    for changed in range(5):
+        functions = [SimpleNamespace(cache_key=f"{at}{'!' if at == changed else ''}") for at in range(4)]
+        keys.add(RowKernels(*functions).cache_key)
+    assert len(keys) == 5 and RowKernels(*functions[:2]).cache_key not in keys
+
+
+def test_a_cache_of_other_planes_has_another_layout() -> None:
+    cache, other = (PagedKVCache(**SHAPE, kv_cache_dtype="int8").layer(0) for _ in range(2))
+    assert cache.key_scale is not None
+    apart = torch.zeros(4, 4, 2, 2)[..., :1]
+    assert cache.layout is other.layout
+    for changed in (
+        LayerCache(cache.key, cache.value, cache.key_scale, apart, cache.format),
+        LayerCache(cache.key, cache.value, apart, cache.value_scale, cache.format),
+        LayerCache(cache.key, cache.value),
+        LayerCache(cache.key, cache.value, cache.key_scale, cache.value_scale, "another"),
+    ):
+        assert changed.layout is not cache.layout
+
+
+@pytest.mark.parametrize(
+    ("layer", "cache", "match"),
+    [
+        ("int8", "auto", "int8"),
+        ("auto", "int8", "float32"),
+        ("fp8", "fp8_e5m2", "float8_e4m3fn"),
+    ],
+)
+def test_a_layer_and_its_cache_have_one_format(layer: str, cache: str, match: str) -> None:
+    attention = Attention(4, 8, 2, kv_cache_dtype=layer, block_size=4)
+    common = CommonAttentionMetadata.from_lengths([1], [1], torch.zeros(1, 1).int(), block_size=4)
+    new, other = torch.zeros(1, 2, 8), PagedKVCache(**SHAPE, kv_cache_dtype=cache).layer(0)
+    with pytest.raises(InvalidInputError, match=rf"kv_cache .*{match}.*one kv_cache_dtype"):
+        attention(torch.zeros(1, 4, 8), new, new, other, attention.build(common))
+
+
+def test_scales_of_its_own_are_part_of_an_int8_cache() -> None:
+    attention = Attention(4, 8, 2, kv_cache_dtype="int8", block_size=4)
+    common = CommonAttentionMetadata.from_lengths([1], [1], torch.zeros(1, 1).int(), block_size=4)
+    cache, new = PagedKVCache(**SHAPE, kv_cache_dtype="int8").layer(0), torch.zeros(1, 2, 8)
+    bare = LayerCache(cache.key, cache.value, format="int8")
+    with pytest.raises(InvalidInputError, match="key_scale"):
+        attention(torch.zeros(1, 4, 8), new, new, bare, attention.build(common))
+    with pytest.raises(InvalidInputError, match="k_scale, v_scale, kv_scale must be given for fp8"):
+        Attention(4, 8, 2, kv_cache_dtype="int8", k_scale=0.5)
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"k_scale_cache": None}, "k_scale_cache"),
+        ({"v_scale_cache": torch.zeros(4, 4, 2, 1).half()}, "v_scale_cache"),
+        ({"kv_cache_dtype": "auto"}, "key"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "key"),
+    ],
+)
+def test_ops_refuse_planes_of_another_format(path: str, changes: dict[str, Any], name: str) -> None:
+    cache = PagedKVCache(**SHAPE, kv_cache_dtype="int8").layer(0)
+    stored, rows, tables = {**cache.stored, **changes}, torch.zeros(1, 2, 8), torch.zeros(1, 1).int()
+    lens, lengths = (torch.tensor([0, 1]).int(), torch.tensor([1]).int()), {"max_query_len": 1, "max_seq_len": 1}
+    with pytest.raises(PagedAttnError, match=name):
+        ops.reshape_and_cache(rows, rows, cache.key, cache.value, torch.zeros(1).long(), path=path, **stored)
+    with pytest.raises(PagedAttnError, match=name):
+        ops.paged_attention(
+            torch.zeros(1, 4, 8), cache.key, cache.value, tables, *lens, scale=1.0, path=path, **lengths, **stored
+        )
+
+
+def test_sealing_leaves_formats_without_it_alone() -> None:
+    cache = PagedKVCache(**SHAPE, kv_cache_dtype="int8")
+    cache.slabs.random_(generator=torch.Generator().manual_seed(0))
+    before = cache.slabs.clone()
+    cache.seal_blocks([1, 2])
+    assert torch.equal(cache.slabs, before) and not any(
+        side.seals for one in FORMATS.values() for side in (one.key, one.value)
+    )
+
+
+def test_blocks_with_aligned_planes_are_overlaid_where_their_bytes_are_equal() -> None:
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 6, "kv_cache_dtype": "int8"}
+    narrow = SlidingWindowSpec(**{**shape, "head_dim": 2}, sliding_window=8, block_size=2)
+    assert FullAttentionSpec(**shape, block_size=2).offsets == (0, 16, 32, 48, 64)
+    assert narrow.bytes_per_block == 64
+    group_layers([FullAttentionSpec(**shape, block_size=2), narrow])
+    with pytest.raises(UnsupportedError, match="bytes"):
+        group_layers([FullAttentionSpec(**{**shape, "head_dim": 16}, block_size=4), narrow])
