@@ -1,18 +1,32 @@
-"""pagedattn.engine: a small engine that generates text from a model folder through the paged cache."""
+"""pagedattn.engine: a small engine that generates text from a model folder through the paged cache.
+
+Its scheduler's own nouns (`Request`, `Step`, `KVGroup`, `KVCacheManager`, ...) stand here too, for engines and tests
+that use them without an LLM.
+"""
 
 from .async_llm import AsyncLLM, TokenStream
 from .config import EngineConfig
+from .kv_cache_manager import KVCacheManager
 from .llm import LLM
 from .outputs import CompletionOutput, RequestOutput, TokenDelta
+from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
+from .step import KVGroup, SampledToken, ScheduledRequest, Step
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "KVCacheManager",
+    "KVGroup",
+    "Request",
     "RequestOutput",
+    "RequestStatus",
+    "SampledToken",
     "SamplingParams",
+    "ScheduledRequest",
+    "Step",
     "TokenDelta",
     "TokenStream",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from pagedattn.bench import host_cost, sanitize
 from pagedattn.kernels.decode.plan import DecodeTuning
-from pagedattn.runtime.op_registry import has_triton, interpreted, path_of
+from pagedattn.testing import has_triton, interpreted, path_of
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="what they do on a machine without a GPU")
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")

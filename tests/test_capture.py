@@ -8,8 +8,8 @@ import torch
 from pagedattn import Attention, CommonAttentionMetadata, plan_step
 from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
-from pagedattn.runtime.op_registry import interpreted
 from pagedattn.spec import GraphLevel
+from pagedattn.testing import interpreted
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close
 from pagedattn.testing.problem import make_problem

@@ -22,8 +22,8 @@ from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.cli import command as cli
 from pagedattn.cli import env_report as cli_env
 from pagedattn.cli.display import WIDTH
-from pagedattn.runtime.op_registry import csrc_status
 from pagedattn.spec import Capabilities, GraphLevel, IntRange
+from pagedattn.testing import csrc_status
 
 ROOT = Path(__file__).parent.parent
 LAYER = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--device", "cpu")

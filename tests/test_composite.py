@@ -23,8 +23,8 @@ from pagedattn.backends.hybrid import CompositeMetadata, Part, slice_sequences
 from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.errors import InvalidInputError
-from pagedattn.runtime.op_registry import interpreted
 from pagedattn.spec import Capabilities, GraphLevel
+from pagedattn.testing import interpreted
 
 TOGETHER = "prefill=TORCH,decode=AGAIN"
 BUILT: list[CommonAttentionMetadata] = []

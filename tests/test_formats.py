@@ -34,6 +34,21 @@ def test_int8_is_the_nearest_code_of_127_steps_each_way() -> None:
     assert torch.equal(decoded, codes.double() * scales.double()) and not decoded[2, 1].any()
 
 
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_int8_rows_are_written_with_their_scales(path: str, block_size: int) -> None:
+    cache = PagedKVCache(1, 16 // block_size, block_size, 2, 12, head_dim_v=20, kv_cache_dtype="int8").layer(0)
+    key, value = (torch.randn(5, 2, dim, generator=torch.Generator().manual_seed(dim)) for dim in (12, 20))
+    key[1, 0] = value[3, 1] = 0.0
+    slots = torch.tensor([7, 2, -1, 15, 16])
+    ops.reshape_and_cache(key, value, cache.key, cache.value, slots, path=path, **cache.stored)
+    for rows, codes, scales in ((key, cache.key, cache.key_scale), (value, cache.value, cache.value_scale)):
+        assert scales is not None
+        want_codes, want_scales = torch.zeros_like(codes.flatten(0, 1)), torch.zeros_like(scales.flatten(0, 1))
+        want_codes[slots[[0, 1, 3]]], want_scales[slots[[0, 1, 3]]] = (x[[0, 1, 3]] for x in INT8.key.encode(rows))
+        assert torch.equal(codes.flatten(0, 1), want_codes) and torch.equal(scales.flatten(0, 1), want_scales)
+
+
 def test_names_and_dtypes_name_formats() -> None:
     assert (
         format_of("fp8")
@@ -90,8 +105,10 @@ def test_scales_of_its_own_are_part_of_an_int8_cache() -> None:
     common = CommonAttentionMetadata.from_lengths([1], [1], torch.zeros(1, 1).int(), block_size=4)
     cache, new = PagedKVCache(**SHAPE, kv_cache_dtype="int8").layer(0), torch.zeros(1, 2, 8)
     bare = LayerCache(cache.key, cache.value, format="int8")
-    with pytest.raises(InvalidInputError, match="key_scale"):
-        attention(torch.zeros(1, 4, 8), new, new, bare, attention.build(common))
+    unnamed = LayerCache(cache.key, cache.value, cache.key_scale, cache.value_scale)
+    for other, match in ((bare, "key_scale"), (unnamed, "of kv_cache_dtype='int8', got None")):
+        with pytest.raises(InvalidInputError, match=match):
+            attention(torch.zeros(1, 4, 8), new, new, other, attention.build(common))
     with pytest.raises(InvalidInputError, match="k_scale, v_scale, kv_scale must be given for fp8"):
         Attention(4, 8, 2, kv_cache_dtype="int8", k_scale=0.5)
 

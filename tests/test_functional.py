@@ -9,8 +9,7 @@ from pagedattn import Attention, CommonAttentionMetadata, paged_attention, use_b
 from pagedattn.backends.torch_native.backend import TorchImpl
 from pagedattn.backends.triton.backend import TritonImpl
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.runtime.op_registry import interpreted
-from pagedattn.testing import Case, assert_close, make_problem
+from pagedattn.testing import Case, assert_close, interpreted, make_problem
 from pagedattn.testing.compare import assert_lse_close
 
 CASE = Case(query_lens=(1, 9, 5), seq_lens=(37, 24, 5), heads=(4, 2), sinks=0.5, sliding_window=20, softcap=9.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from uninterpreted import output_of
 
-from pagedattn.runtime.op_registry import has_triton
+from pagedattn.testing import has_triton
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 

@@ -12,8 +12,7 @@ from torch import nn
 from pagedattn import Attention, AttentionType, CommonAttentionMetadata, LayerCache, Mask, PagedKVCache, plan_step
 from pagedattn.backends.op_backend import OpMetadataBuilder
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.runtime.op_registry import interpreted
-from pagedattn.testing import Case, Problem, assert_close, attention_oracle, make_problem
+from pagedattn.testing import Case, Problem, assert_close, attention_oracle, interpreted, make_problem
 
 MIXED: dict[str, Any] = {"query_lens": (1, 1, 9, 5), "seq_lens": (20, 37, 24, 5), "heads": (4, 2), "head_dim": 32}
 BACKENDS = [

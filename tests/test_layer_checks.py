@@ -19,7 +19,7 @@ from pagedattn import (
 )
 from pagedattn.cache.specs import MLASpec
 from pagedattn.errors import InvalidInputError
-from pagedattn.runtime.op_registry import interpreted
+from pagedattn.testing import interpreted
 
 TABLE = torch.tensor([[1, 2], [3, -9]], dtype=torch.int32)
 

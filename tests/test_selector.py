@@ -16,8 +16,8 @@ from pagedattn.backends.triton import TritonBackend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.runtime import triton_versions
-from pagedattn.runtime.op_registry import interpreted
 from pagedattn.spec import Capabilities, ContextParallel, IntRange
+from pagedattn.testing import interpreted
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32)
 needs_interpreter = pytest.mark.skipif(not interpreted(), reason="TRITON serves the CPU only when interpreted")

@@ -1,8 +1,10 @@
 """What a backend is tested with: a float64 oracle, case factories, tolerances, and the conformance kit.
 
-`CASES`, `make_problem` and `check` are for a test per case: `check(Backend, make_problem(case))`.
+`CASES`, `make_problem` and `check` are for a test per case: `check(Backend, make_problem(case))`. `interpreted`,
+`has_triton`, `csrc_status`, `csrc_op` and `path_of` say what can run here, and on which path.
 """
 
+from ..runtime.op_registry import csrc_op, csrc_status, has_triton, interpreted, path_of
 from .case import Case
 from .cases import CASES
 from .compare import assert_close
@@ -20,5 +22,10 @@ __all__ = [
     "attention_oracle",
     "check",
     "conformance",
+    "csrc_op",
+    "csrc_status",
+    "has_triton",
+    "interpreted",
     "make_problem",
+    "path_of",
 ]

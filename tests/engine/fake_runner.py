@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pagedattn.engine import KVGroup, Request, SampledToken, ScheduledRequest, Step
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.llm import LLM
-from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import UNKNOWN, KVGroup, SampledToken, ScheduledRequest, Step, SwapRoom
+from pagedattn.engine.step import UNKNOWN, SwapRoom
 
 VOCAB = 97
 EOS = 96

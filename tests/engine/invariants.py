@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pagedattn.engine.kv_cache_manager import KVCacheManager
+from pagedattn.engine import KVCacheManager, Request, RequestStatus
 from pagedattn.engine.llm import LLM
-from pagedattn.engine.request import Request, RequestStatus
 from pagedattn.engine.scheduler import Scheduler
 
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from invariants import check_tables
 
 from pagedattn import BlockPool
-from pagedattn.engine.kv_cache_manager import KVCacheManager
+from pagedattn.engine import KVCacheManager, KVGroup, Request
 from pagedattn.engine.prefix_cache import PrefixCache
-from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import KVGroup
 
 WEIGHTS = {"admit": 6, "grow": 14, "lookahead": 2, "fail": 3, "fork": 3, "finish": 3, "preempt": 2, "discard": 1}
 WEIGHTS |= {"pressure": 2, "relax": 2, "reset": 1, "drain": 2}

@@ -9,11 +9,9 @@ from fake_runner import VOCAB, FakeRunner, next_token
 from invariants import check_scheduler
 
 from pagedattn import BlockPool
-from pagedattn.engine.kv_cache_manager import KVCacheManager
-from pagedattn.engine.request import Request
+from pagedattn.engine import KVCacheManager, KVGroup, Request, Step
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.scheduler import Scheduler
-from pagedattn.engine.step import KVGroup, Step
 
 
 class Bench:

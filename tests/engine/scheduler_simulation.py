@@ -16,11 +16,9 @@ from typing import Any
 from invariants import check_scheduler
 
 from pagedattn import BlockPool
-from pagedattn.engine.kv_cache_manager import KVCacheManager
-from pagedattn.engine.request import Request, RequestStatus
+from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, ScheduledRequest, Step
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.scheduler import Scheduler
-from pagedattn.engine.step import KVGroup, SampledToken, ScheduledRequest, Step
 
 VOCAB = 50
 STOP = frozenset([7])

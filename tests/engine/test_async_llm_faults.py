@@ -10,8 +10,7 @@ import pytest
 from fake_runner import FakeRunner, LaunchingRunner, expected, fake_llm, greedy
 from test_async_llm import LONG, PROMPTS, run, tokens_of, until
 
-from pagedattn.engine import AsyncLLM, TokenDelta
-from pagedattn.engine.step import Step
+from pagedattn.engine import AsyncLLM, Step, TokenDelta
 from pagedattn.errors import CapacityError, EngineDeadError, QueueFullError
 
 

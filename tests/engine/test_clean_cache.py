@@ -10,9 +10,8 @@ import torch
 from scheduler_bench import Bench, prompt
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine import LLM, KVGroup, SamplingParams, Step
 from pagedattn.engine.runner import ModelRunner
-from pagedattn.engine.step import KVGroup, Step
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 99])

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pagedattn import CommonAttentionMetadata
+from pagedattn.engine import KVGroup
 from pagedattn.engine.decode_inputs import DecodeRows, packed_decodes, write_decodes
 from pagedattn.engine.device_state import Deltas, DeviceState
 from pagedattn.engine.kernels.decode_inputs import write
 from pagedattn.engine.packed_step import PackedStep
-from pagedattn.engine.step import KVGroup
 from pagedattn.engine.step_inputs import InputSender
-from pagedattn.runtime.op_registry import interpreted
+from pagedattn.testing import interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not interpreted() and DEVICE.type == "cpu", reason="needs a GPU or the interpreter")

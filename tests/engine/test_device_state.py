@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from pagedattn.engine import KVGroup, Request, ScheduledRequest
 from pagedattn.engine.device_state import PARAMS, DeviceState, next_state
-from pagedattn.engine.request import Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import KVGroup, ScheduledRequest
 from pagedattn.errors import InvalidInputError
 
 GROUPS = [KVGroup(4), KVGroup(8, 10)]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from pagedattn.engine import Request
 from pagedattn.engine.device_state import PARAMS, request_params
 from pagedattn.engine.kernels import draw as kernels
 from pagedattn.engine.kernels.cutoff import cutoffs
-from pagedattn.engine.request import Request
 from pagedattn.engine.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.runtime.op_registry import interpreted
+from pagedattn.testing import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(not interpreted() and DEVICE == "cpu", reason="kernels need a GPU or the interpreter")

@@ -11,9 +11,9 @@ import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, LaunchingRunner, expected, fake_llm
 from invariants import check_idle, check_scheduler
 
+from pagedattn.engine import KVGroup, Step
 from pagedattn.engine.outputs import RequestOutput
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import KVGroup, Step
 
 SEEDS = 4
 STEPS = 1000

@@ -13,7 +13,7 @@ from pagedattn import PagedKVCache
 from pagedattn.engine import LLM, SamplingParams, fused_ops
 from pagedattn.engine.kernels import fused
 from pagedattn.engine.kernels.row_product import row_product
-from pagedattn.runtime.op_registry import interpreted
+from pagedattn.testing import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(not interpreted() and DEVICE == "cpu", reason="kernels need a GPU or the interpreter")

@@ -9,8 +9,7 @@ import torch
 from scheduler_bench import Bench, prompt
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, SamplingParams
-from pagedattn.engine.step import KVGroup
+from pagedattn.engine import LLM, KVGroup, SamplingParams
 from pagedattn.engine.step_inputs import InputSender
 
 FULL, WINDOW = KVGroup(4), KVGroup(4, 16)

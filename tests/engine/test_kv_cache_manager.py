@@ -9,10 +9,8 @@ import pytest
 from invariants import check_tables
 
 from pagedattn import BlockPool
-from pagedattn.engine.kv_cache_manager import KVCacheManager
-from pagedattn.engine.request import Request
+from pagedattn.engine import KVCacheManager, KVGroup, Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import KVGroup
 
 
 def manager(num_blocks: int, *groups: KVGroup, caching: bool = True) -> KVCacheManager:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from kv_cache_machine import WEIGHTS, KVCacheMachine
 
-from pagedattn.engine.step import KVGroup
+from pagedattn.engine import KVGroup
 
 GROUPS = {
     "full": [KVGroup(3)],

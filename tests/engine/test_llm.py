@@ -10,8 +10,7 @@ import torch
 from fake_runner import EOS, FakeDetokenizer, FakeRunner, FakeTokenizer, expected, fake_llm, greedy, next_token
 from invariants import check_idle
 
-from pagedattn.engine import LLM, RequestOutput, SamplingParams, TokenDelta
-from pagedattn.engine.step import KVGroup
+from pagedattn.engine import LLM, KVGroup, RequestOutput, SamplingParams, TokenDelta
 from pagedattn.errors import InvalidInputError, RequestError, UnsupportedError
 
 

@@ -19,7 +19,7 @@ from invariants import check_idle, check_scheduler, run_out
 import pagedattn.cache.block_pool
 import pagedattn.cache.prefix_tree
 import pagedattn.engine
-from pagedattn.engine.step import KVGroup, Step
+from pagedattn.engine import KVGroup, Step
 from pagedattn.errors import RequestError, UnsupportedError
 
 BOOKKEEPING = (

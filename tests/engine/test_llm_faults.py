@@ -13,7 +13,7 @@ from invariants import check_idle, check_scheduler, run_out
 import pagedattn.cache.block_pool
 import pagedattn.cache.prefix_tree
 import pagedattn.engine
-from pagedattn.engine.step import KVGroup, Step
+from pagedattn.engine import KVGroup, Step
 from pagedattn.errors import CapacityError, EngineDeadError, PagedAttnError, RequestError
 
 BOOKKEEPING = (

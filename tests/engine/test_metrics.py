@@ -10,10 +10,10 @@ import pytest
 from fake_runner import FakeRunner, fake_llm, greedy
 from invariants import run_out
 
+from pagedattn.engine import Step
 from pagedattn.engine import stats as stats_module
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.stats import StepTimes
-from pagedattn.engine.step import Step
 from pagedattn.errors import InvalidInputError
 
 

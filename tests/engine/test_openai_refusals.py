@@ -12,8 +12,7 @@ from fake_runner import FakeRunner, fake_llm
 from invariants import check_idle
 from openai_serving import MAX_WAITING, NAME, SpellingTokenizer, connect, fetch, openai, openai_server, serve, small_llm
 
-from pagedattn.engine import LLM
-from pagedattn.engine.step import Step
+from pagedattn.engine import LLM, Step
 from pagedattn.errors import EngineDeadError
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is a block table?"}]

@@ -13,12 +13,10 @@ from invariants import check_idle, check_scheduler, run_out
 from tiny_models import hf_model, save
 
 from pagedattn import BlockPool
-from pagedattn.engine import LLM, SamplingParams
-from pagedattn.engine.kv_cache_manager import KVCacheManager
+from pagedattn.engine import LLM, KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, SamplingParams, Step
 from pagedattn.engine.loops import OverlapLoop, SerialLoop
 from pagedattn.engine.overlap import OverlapScheduler
-from pagedattn.engine.request import Request, RequestStatus
-from pagedattn.engine.step import UNKNOWN, KVGroup, SampledToken, Step
+from pagedattn.engine.step import UNKNOWN
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, PagedAttnError
 
 PROMPTS = [[index, 5, 8, 13, 21, 34, 55][: 2 + index % 6] for index in range(12)]

@@ -12,8 +12,7 @@ import torch
 from fake_runner import VOCAB, FakeRunner, FakeTokenizer, expected, fake_llm, greedy
 from invariants import check_idle
 
-from pagedattn.engine import EngineConfig, SamplingParams
-from pagedattn.engine.step import KVGroup
+from pagedattn.engine import EngineConfig, KVGroup, SamplingParams
 from pagedattn.errors import InvalidInputError, RequestError
 
 HUGE = 10**9

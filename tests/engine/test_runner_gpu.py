@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagedattn.engine import LLM, decode_graphs
+from pagedattn.engine import LLM, Request, ScheduledRequest, Step, decode_graphs
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.request import Request
 from pagedattn.engine.runner import ModelRunner
 from pagedattn.engine.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import ScheduledRequest, Step
 from pagedattn.kernels.decode import cascade
 
 pytestmark = [

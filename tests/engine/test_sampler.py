@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedattn.engine.request import Request
+from pagedattn.engine import Request
 from pagedattn.engine.sampler import Sampler, _mix
 from pagedattn.engine.sampling_params import SamplingParams
 

@@ -8,9 +8,7 @@ from invariants import check_scheduler
 from scheduler_bench import Bench, prompt
 
 from pagedattn import BlockPool
-from pagedattn.engine.kv_cache_manager import KVCacheManager
-from pagedattn.engine.request import RequestStatus
-from pagedattn.engine.step import KVGroup, SampledToken, Step
+from pagedattn.engine import KVCacheManager, KVGroup, RequestStatus, SampledToken, Step
 from pagedattn.errors import PagedAttnError
 
 

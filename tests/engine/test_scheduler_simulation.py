@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scheduler_simulation import Simulation
 
-from pagedattn.engine.step import KVGroup
+from pagedattn.engine import KVGroup
 
 STEPS = 20_000
 FULL = [KVGroup(4)]

@@ -6,7 +6,7 @@ import pytest
 from fake_runner import LaunchingRunner, expected, fake_llm, greedy
 from scheduler_bench import Bench, prompt
 
-from pagedattn.engine.request import RequestStatus
+from pagedattn.engine import RequestStatus
 
 
 def test_stale_content_is_not_hit_after_its_block_was_handed_out() -> None:

@@ -10,14 +10,12 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, SamplingParams, decode_graphs
+from pagedattn.engine import LLM, KVGroup, Request, SamplingParams, ScheduledRequest, Step, decode_graphs
 from pagedattn.engine.device_state import DeviceState
 from pagedattn.engine.packed_step import StepPacker
-from pagedattn.engine.request import Request
-from pagedattn.engine.step import KVGroup, ScheduledRequest, Step
 from pagedattn.engine.step_inputs import InputSender
 from pagedattn.kernels.decode import cascade
-from pagedattn.runtime.op_registry import interpreted
+from pagedattn.testing import interpreted
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [3, 4, 5, 9]]
 

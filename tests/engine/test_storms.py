@@ -13,8 +13,8 @@ from fake_runner import FakeRunner, expected, fake_llm, greedy
 from invariants import check_idle, check_scheduler, run_out
 from scheduler_bench import Bench, prompt
 
+from pagedattn.engine import KVGroup
 from pagedattn.engine.llm import LLM
-from pagedattn.engine.step import KVGroup
 
 GROUPS = {"full": [KVGroup(4)], "hybrid": [KVGroup(4), KVGroup(4, 12)]}
 

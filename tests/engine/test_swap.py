@@ -10,11 +10,10 @@ from invariants import check_scheduler
 from scheduler_bench import Bench, prompt
 
 from pagedattn import FullAttentionSpec, PagedKVCache, SlidingWindowSpec
+from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken, Step
 from pagedattn.engine.block_mover import BlockMover
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.kv_memory import swap_room
-from pagedattn.engine.request import Request, RequestStatus
-from pagedattn.engine.step import KVGroup, SampledToken, Step
 from pagedattn.errors import CapacityError, InvalidInputError
 
 GROUPS = {

@@ -14,14 +14,13 @@ import torch
 from test_runner import Driver, make_runner
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, SamplingParams, token_counts
+from pagedattn.engine import LLM, Request, SamplingParams, token_counts
 from pagedattn.engine.device_state import PARAMS, has_penalty, request_params
-from pagedattn.engine.request import Request
 from pagedattn.engine.step import UNKNOWN
 from pagedattn.engine.step_inputs import SampledRows
 from pagedattn.engine.token_counts import TokenCounts
 from pagedattn.errors import PagedAttnError
-from pagedattn.runtime.op_registry import interpreted
+from pagedattn.testing import interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, NUM_ROWS = 37, 6

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 from scheduler_bench import Bench, prompt
 
-from pagedattn.engine.request import RequestStatus
-from pagedattn.engine.step import KVGroup, Step
+from pagedattn.engine import KVGroup, RequestStatus, Step
 
 
 def names(step: Step | None) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from pagedattn import Mask, ops
 from pagedattn.errors import InvalidInputError
 from pagedattn.kernels.reference import cpu as attention_cpu
-from pagedattn.runtime.op_registry import csrc_op
+from pagedattn.testing import csrc_op
 
 P, S, H, D = 40, 4, 2, 16
 SPARE = 2  # blocks on either side of the cache
