@@ -7,7 +7,7 @@ import torch
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..formats.registry import format_of, planes_of
+from ..formats.registry import format_of, planes_of, stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
     check_lengths_fit_table,
@@ -61,8 +61,8 @@ def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
     if (kv_cache.key.dtype, kv_cache.value.dtype) != (keys[0].dtype, values[0].dtype):
         expected = f"of {keys[0].dtype}, as kv_cache_dtype={spec.kv_cache_dtype!r} says"
         raise InvalidInputError("kv_cache", expected, kv_cache.key.dtype, _ONE_FORMAT)
-    if (kv_cache.format or "auto") not in (form.name, "auto"):
-        raise InvalidInputError("kv_cache", f"of kv_cache_dtype={form.name!r}", kv_cache.format, _ONE_FORMAT)
+    if stored_as(kv_cache.format, kv_cache.key.dtype) is not form:
+        raise InvalidInputError("kv_cache", f"of kv_cache_dtype={form.name!r}", repr(kv_cache.format), _ONE_FORMAT)
     for name, planes, scales in (("key", keys, kv_cache.key_scale), ("value", values, kv_cache.value_scale)):
         want = None if len(planes) == 1 else (spec.kv_heads, planes[1].width)
         got = None if scales is None else tuple(scales.shape[2:])

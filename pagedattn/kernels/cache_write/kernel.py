@@ -15,39 +15,11 @@ from ..planes import plane_strides
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _reshape_and_cache_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slots,
-    k_scale,
-    v_scale,
-    k_scale_value,
-    v_scale_value,
-    num_slots,
-    sk_t,
-    sk_h,
-    sv_t,
-    sv_h,
-    sck_b,
-    sck_s,
-    sck_h,
-    scv_b,
-    scv_s,
-    scv_h,
-    k_scale_cache,
-    v_scale_cache,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    K_SCALE_STRIDES: tl.constexpr,
-    V_SCALE_STRIDES: tl.constexpr,
-):
+    key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value, num_slots, sk_t, sk_h,
+    sv_t, sv_h, sck_b, sck_s, sck_h, scv_b, scv_s, scv_h, k_scale_cache, v_scale_cache, S: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < num_slots):

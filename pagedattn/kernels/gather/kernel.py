@@ -14,25 +14,9 @@ _TOKENS = 16
 
 @triton.jit(do_not_specialize=["num_blocks", "num_rows", "max_columns"])
 def _gather_kv_kernel(
-    cache,
-    table,
-    cu_lens,
-    starts,
-    out,
-    num_blocks,
-    num_rows,
-    max_columns,
-    s_table,
-    s_column,
-    s_block,
-    s_slot,
-    s_head,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    cache, table, cu_lens, starts, out, num_blocks, num_rows, max_columns, s_table, s_column, s_block, s_slot, s_head,
+    S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     seq = tl.program_id(0)
     begin = tl.load(cu_lens + seq)
     end = tl.minimum(tl.load(cu_lens + seq + 1), num_rows)

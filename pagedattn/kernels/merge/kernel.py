@@ -12,24 +12,9 @@ from ...runtime.launcher import Launcher
 
 @triton.jit(do_not_specialize=["so_n", "sl_n", "num_states"])
 def _merge_states_kernel(
-    outputs,
-    lses,
-    out,
-    lse_out,
-    so_n,
-    so_t,
-    so_h,
-    sl_n,
-    sl_t,
-    sl_h,
-    s_t,
-    s_h,
-    num_states,
-    H,
-    STATES: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    outputs, lses, out, lse_out, so_n, so_t, so_h, sl_n, sl_t, sl_h, s_t, s_h, num_states, H, STATES: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Weights are computed once for all states; outputs stream through one accumulator."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

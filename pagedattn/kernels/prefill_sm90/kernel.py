@@ -34,41 +34,11 @@ _QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(do_not_specialize=["heads", "max_keys", "sl_t", "s_table"], do_not_specialize_on_alignment=["table"])
 def _prefill_kernel(
-    query,
-    key,
-    value,
-    table,
-    out,
-    lse_out,
-    entries,
-    workspace,
-    sinks,
-    heads,
-    max_keys,
-    scale,
-    softcap,
-    s_table,
-    k_rows,
-    k_head_rows,
-    k_head_columns,
-    v_rows,
-    v_head_rows,
-    v_head_columns,
-    so_t,
-    so_h,
-    sl_t,
-    BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-    PACK: gl.constexpr,
-    PACKS: gl.constexpr,
-    PAGE: gl.constexpr,
-    FIELDS: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):
+    query, key, value, table, out, lse_out, entries, workspace, sinks, heads, max_keys, scale, softcap, s_table, k_rows,
+    k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t, so_h, sl_t, BLOCK_N: gl.constexpr, D:
+    gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES:
+    gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = key.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)

@@ -53,16 +53,9 @@ def look_up(
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
 )
 def _work_list_kernel(
-    query_start_loc,
-    seq_lens,
-    items,
-    num_seqs,
-    steps,
-    slots,
-    BLOCK_Q: tl.constexpr,
-    CHUNK: tl.constexpr,
+    query_start_loc, seq_lens, items, num_seqs, steps, slots, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
-):
+):  # fmt: skip
     """Each program ranks CHUNK slots, and writes them to their ranks."""
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     keys, token, tokens, position, seq = look_up(mine, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)

@@ -14,24 +14,10 @@ _TOKENS = 256
 
 @triton.jit(do_not_specialize=["num_seqs", "num_slots", "max_blocks", "stride_group", "stride_row"])
 def _slot_mapping_kernel(
-    tables,
-    query_start_loc,
-    seq_lens,
-    slots,
-    rows,
-    num_seqs,
-    num_slots,
-    max_blocks,
-    stride_group,
-    stride_row,
-    stride_slots,
-    SIZES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WORLD: tl.constexpr,
-    RANK: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    tables, query_start_loc, seq_lens, slots, rows, num_seqs, num_slots, max_blocks, stride_group, stride_row,
+    stride_slots, SIZES: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Program b fills sequence b's slots; the last program fills the tail of the buffer."""
     seq = tl.program_id(0)
     tail = seq == num_seqs
