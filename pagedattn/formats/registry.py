@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from ..errors import InvalidInputError
-from .base import CacheFormat, Plane, RowFormat
+from .base import CacheFormat
 from .fp8.format import E4M3, E5M2
 from .int8.format import INT8
 from .native.format import NATIVE
@@ -34,9 +32,3 @@ def format_of(name: str) -> CacheFormat:
 def stored_as(name: str | None, stored: torch.dtype) -> CacheFormat:
     """The format of a cache: the one named, or where that is None or "auto", what elements of this dtype say."""
     return _BY_DTYPE.get(stored, NATIVE) if name is None or name == "auto" else format_of(name)
-
-
-@lru_cache(maxsize=1024)
-def planes_of(rows: RowFormat, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
-    """`rows.planes`, made once: calls compare tensors with them."""
-    return rows.planes(dim, dtype)

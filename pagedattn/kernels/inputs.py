@@ -9,7 +9,7 @@ import torch
 from ..errors import InvalidInputError
 from ..formats.base import CacheFormat
 from ..formats.native.format import NATIVE
-from ..formats.registry import planes_of, stored_as
+from ..formats.registry import stored_as
 from ..runtime.op_registry import expect, refuse
 
 # What differs from layer to layer of a step, by the names of the kernels' parameters.
@@ -95,19 +95,17 @@ class AttentionInputs(NamedTuple):
             ("key", form.key, query.shape[2], self.key, self.k_scale_cache),
             ("value", form.value, out.shape[2], self.value, self.v_scale_cache),
         ):
-            first, *second = planes_of(rows, dim, query.dtype)
+            first, *second = rows.planes(dim, query.dtype)
             if codes.dtype != first.dtype or (name == "key" and codes.shape[-1] != first.width):
                 refuse(name, f"{first.dtype} [..., {first.width}], as {form.name} stores {dim} elements", codes)
             if codes.shape[-1] != first.width:
                 refuse("out", "[T, Hq, Dv] for these values", out)
-            for plane in second if scales is None else ():
-                raise InvalidInputError(f"{name[0]}_scale_cache", f"{plane.dtype}, as {form.name} has it", "None")
-            if scales is not None and (not second or (scales.dtype, scales.shape[-1]) != second[0][:2]):
-                refuse(
-                    f"{name[0]}_scale_cache",
-                    f"the {name}s' second plane of {form.name}, None where it has none",
-                    scales,
+            if scales is None and second:
+                raise InvalidInputError(
+                    f"{name[0]}_scale_cache", f"given, as {form.name} has scales of its own", "None"
                 )
+            if scales is not None and (not second or (scales.dtype, scales.shape[-1]) != second[0][:2]):
+                refuse(f"{name[0]}_scale_cache", f"the second plane of {form.name}, None where it has none", scales)
 
     def part(self, first: int, last: int) -> AttentionInputs:
         """The same call for sequences first..last alone; rows of the others are not touched."""

@@ -12,7 +12,7 @@ from ..backends.selector import Request, current_request, select_backend
 from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..formats.registry import planes_of, stored_as
+from ..formats.registry import stored_as
 from ..spec import AttentionSpec, AttentionType, Mask, Scale
 from ..spec.scales import require_given_scales, scale_kind
 from ..step.bounds import check_bounds
@@ -101,7 +101,7 @@ def _value_dim(call: AttentionCall) -> int:
     (_, values), dim, cache = call.keys_and_values, call.query.shape[2], call.kv_cache
     if cache is None or call.value is not None:
         return (values if call.value is None else call.value).shape[-1]
-    codes = planes_of(stored_as(cache.format, values.dtype).value, dim, call.query.dtype)[0]
+    codes = stored_as(cache.format, values.dtype).value.planes(dim, call.query.dtype)[0]
     return dim if codes.width == values.shape[-1] else values.shape[-1]
 
 

@@ -7,7 +7,7 @@ import torch
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..formats.registry import format_of, planes_of, stored_as
+from ..formats.registry import format_of, stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
     check_lengths_fit_table,
@@ -53,7 +53,7 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
 
 def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
     form = format_of(spec.kv_cache_dtype)
-    keys, values = planes_of(form.key, spec.head_dim, spec.dtype), planes_of(form.value, spec.value_dim, spec.dtype)
+    keys, values = form.key.planes(spec.head_dim, spec.dtype), form.value.planes(spec.value_dim, spec.dtype)
     got = tuple(kv_cache.key.shape[2:]), tuple(kv_cache.value.shape[2:])
     want = (spec.kv_heads, keys[0].width), (spec.kv_heads, values[0].width)
     if got != want:

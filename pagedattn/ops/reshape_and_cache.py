@@ -10,7 +10,7 @@ from ..errors import InvalidInputError
 from ..formats.base import RowFormat
 from ..formats.fp8.format import is_scale
 from ..formats.native.format import NATIVE
-from ..formats.registry import planes_of, stored_as
+from ..formats.registry import stored_as
 from ..runtime.op_registry import choose, csrc_op, expect, load, refuse, register
 
 _WIDE = (torch.float16, torch.bfloat16, torch.float32)
@@ -78,16 +78,16 @@ def _check(
         refuse("slot_mapping", "int64 [n]", slots)
     if cache.dim() != 4 or cache.stride(3) != 1:
         refuse(f"{name}_cache", "[P, S, Hkv, D], last stride 1", cache)
-    planes = planes_of(form, rows.shape[-1], rows.dtype) if rows.dim() == 3 else ()
-    # Elements in the dtype of the cache are copied, whatever its format.
-    stored = ((rows.dtype, rows.shape[2]), (planes[0].dtype, planes[0].width)) if planes else ()
-    known = stored[: 1 + (rows.dtype in _WIDE)]
-    fits = planes and rows.shape[1] == cache.shape[2] and (rows.stride(2) == 1 or rows.shape[2] == 1)
-    if not fits or (cache.dtype, cache.shape[3]) not in known:
+    if rows.dim() != 3 or rows.shape[1] != cache.shape[2] or (rows.stride(2) != 1 and rows.shape[2] != 1):
         _refuse_rows(rows, cache, form, name)
-    if scales is None and len(planes) > 1:
+    codes, *second = form.planes(rows.shape[2], rows.dtype)
+    copied = rows.dtype == cache.dtype and not second  # elements in the cache's dtype, whatever its format
+    encoded = rows.dtype in _WIDE and codes.dtype == cache.dtype
+    if not (copied or encoded) or cache.shape[3] != (rows.shape[2] if copied else codes.width):
+        _refuse_rows(rows, cache, form, name)
+    if scales is None and second:
         raise InvalidInputError(f"{name[0]}_scale_cache", "given for a format with scales of its own", "None")
-    if scales is not None and (len(planes) < 2 or scales.dim() != 4 or scales.dtype != planes[1].dtype):
+    if scales is not None and (not second or scales.dim() != 4 or scales.dtype != second[0].dtype):
         refuse(f"{name[0]}_scale_cache", f"a plane of the {name}s' format", scales)
     if rows.shape[0] < slots.shape[0]:
         refuse(name, f"at least {len(slots)} rows, one per slot", rows)
@@ -98,7 +98,7 @@ def _check(
 def _refuse_rows(rows: torch.Tensor, cache: torch.Tensor, form: RowFormat, name: str) -> NoReturn:
     dtypes = dict.fromkeys((cache.dtype,) if form is NATIVE.key else (*_WIDE, cache.dtype))
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    packed = planes_of(form, cache.shape[3], torch.float32)[0].width != cache.shape[3]
+    packed = form.planes(cache.shape[3], torch.float32)[0].width != cache.shape[3]
     shape = f"[T, {cache.shape[2]}, {'D' if packed else cache.shape[3]}]"
     refuse(name, f"{names} {shape}, last stride 1", rows)
 

@@ -125,7 +125,10 @@ REFUSED = {
     "a scale that is not positive": {"scale": -0.1},
     "queries of torch.float32": {"dtype": torch.float32},
     "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn},
-    "head dims 128 and 64": {"value": torch.zeros(BLOCKS, SIZE, KV_HEADS, 64, dtype=torch.bfloat16)},
+    "head dims 128 and 64": {
+        "value": torch.zeros(BLOCKS, SIZE, KV_HEADS, 64, dtype=torch.bfloat16),
+        "out": torch.zeros(40, HEADS, 64, dtype=torch.bfloat16),
+    },
     "blocks of 48": dict.fromkeys(("key", "value"), torch.zeros(BLOCKS, 48, KV_HEADS, DIM, dtype=torch.bfloat16)),
     "blocks of 8": dict.fromkeys(("key", "value"), torch.zeros(BLOCKS, 8, KV_HEADS, DIM, dtype=torch.bfloat16)),
     "scales of a cache that is not fp8": {"v_scale": torch.ones(2)},

@@ -17,7 +17,7 @@ CACHE = torch.randn(6, 4, 2, 16)
 TABLE = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
 CALLS = {
     "reshape_and_cache": (torch.randn(3, 2, 16), torch.randn(3, 2, 16), CACHE.clone(), CACHE.clone(),
-                          torch.tensor([1, -1, 9]), None, None, 1.0, 1.0, "torch"),
+                          torch.tensor([1, -1, 9]), None, None, 1.0, 1.0, None, None, "auto", "torch"),
     "reshape_and_cache_classic": (torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.randn(6, 2, 4, 4, 4),
                                   torch.randn(6, 2, 16, 4), torch.tensor([1, -1, 9]), "torch"),
     "compute_slot_mapping": (TABLE[None], [4], _i32(0, 3, 4), _i32(3, 5), torch.zeros(1, 6, dtype=torch.int64), None,
@@ -29,7 +29,7 @@ CALLS = {
                           "torch"),
     "paged_attention": (torch.randn(4, 4, 16), CACHE, CACHE, TABLE, _i32(0, 3, 4), _i32(3, 5), None, None, None, None,
                         torch.empty(4, 4, 16), torch.empty(4, 4), 0.25, 1.0, [1, 0], 0.0, 3, 5, 0, False,
-                        None, None, None, 0, "torch"),
+                        None, None, "auto", None, None, None, 0, "torch"),
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_opcheck_of_fp8_writes(path: str) -> None:
         pytest.skip(op_registry.csrc_status())
     rows, slots, scale = torch.randn(3, 2, 16), torch.tensor([1, -1, 9]), torch.ones(2)
     caches = [CACHE.to(torch.float8_e4m3fn) for _ in range(2)]
-    call = (rows, rows.clone(), *caches, slots, scale, None, 1.0, 0.5, path)
+    call = (rows, rows.clone(), *caches, slots, scale, None, 1.0, 0.5, None, None, "auto", path)
     # Without test_schema, which multiplies what was mutated: torch has no multiplication of fp8.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.pagedattn.reshape_and_cache.default, call, test_utils=checks)
