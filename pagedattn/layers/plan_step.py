@@ -43,7 +43,8 @@ class StepMetadata:
 
     def of(self, key: Key) -> AttentionMetadata:
         """The metadata for one layer's key."""
-        known = self._by_object.get(id(key))
+        by_object = not torch.compiler.is_dynamo_compiling()  # which traces no id() of a tuple before torch 2.13
+        known = self._by_object.get(id(key)) if by_object else None
         if known is not None:
             return known[1]
         found = self.by_key.get(key)
@@ -55,7 +56,8 @@ class StepMetadata:
                 f"a plan of groups {groups}",
                 "pass every layer of the model to plan_step",
             )
-        self._by_object[id(key)] = key, found
+        if by_object:
+            self._by_object[id(key)] = key, found
         return found
 
     @property
