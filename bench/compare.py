@@ -87,6 +87,8 @@ def main() -> int:
             runs[nth].append(found["rows"])
             metas[nth] = {"side": sides[nth][0], **found["meta"]}
             print(f"{sides[nth][0]}: {len(found['rows'])} rows", flush=True)
+            if all(runs) and options.json:  # what there is, should the time end before the last turn
+                _write(options.json, metas, options.rounds, compare(*runs))
     rows = compare(*runs)
     for row in rows:
         title = f"{row['suite']} {row['case']} {row['backend']}"
@@ -94,12 +96,14 @@ def main() -> int:
     for suite in dict.fromkeys(row["suite"] for row in rows):
         ratios = [row["ratio"] for row in rows if row["suite"] == suite]
         print(f"{suite}: geometric mean {geometric_mean(ratios):.4f}, worst {max(ratios):.3f}, {len(ratios)} rows")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"meta": {"sides": metas, "rounds": options.rounds}, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     expected = max((len(times(run)) for side in runs for run in side), default=0)
     return 0 if rows and len(rows) == expected else 1
+
+
+def _write(path: Path, metas: Sequence[dict[str, Any]], rounds: int, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"meta": {"sides": metas, "rounds": rounds}, "rows": rows}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
