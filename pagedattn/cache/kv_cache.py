@@ -155,16 +155,18 @@ def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
 
 def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:
     """The planes [P, S or 1, H, n] of one slab [P, bytes per block]."""
+    # Planes of one dtype are views of one view of that dtype: torch.compile takes no others that a graph writes to.
+    typed = {dtype: slab.view(dtype) for dtype in {plane.dtype for plane in spec.planes.values()}}
     planes = zip(spec.planes.items(), spec.offsets[:-1], strict=True)
-    views = {name: _view(slab[:, first:], plane, spec, layout) for (name, plane), first in planes}
+    views = {name: _view(typed[plane.dtype], first, plane, spec, layout) for (name, plane), first in planes}
     if isinstance(spec, MLASpec):
         views["value"] = views["key"][..., : spec.latent_dim]
     return LayerCache(**views, format=spec.format.name)
 
 
-def _view(blocks: torch.Tensor, plane: Plane, spec: KVCacheSpec, layout: str) -> torch.Tensor:
+def _view(elements: torch.Tensor, first: int, plane: Plane, spec: KVCacheSpec, layout: str) -> torch.Tensor:
+    """A plane that begins at byte `first` of each block."""
     size, heads = 1 if plane.per_block else spec.block_size, spec.num_kv_heads
     inner = (size, heads, plane.width) if layout == "NHD" else (heads, size, plane.width)
-    count = size * heads * plane.width * plane.dtype.itemsize
-    view = blocks[:, :count].view(plane.dtype).unflatten(1, inner)
+    view = elements.narrow(1, first // plane.dtype.itemsize, size * heads * plane.width).unflatten(1, inner)
     return view if layout == "NHD" else view.transpose(1, 2)
