@@ -119,6 +119,9 @@ def test_scales_of_its_own_are_part_of_an_int8_cache() -> None:
     [
         ({"k_scale_cache": None}, "k_scale_cache"),
         ({"v_scale_cache": torch.zeros(4, 4, 2, 1).half()}, "v_scale_cache"),
+        ({"v_scale_cache": torch.zeros(3, 4, 2, 1)}, "v_scale_cache"),
+        ({"k_scale_cache": torch.zeros(4, 1, 2, 1)}, "k_scale_cache"),
+        ({"k_scale_cache": torch.zeros(4, 4, 1, 1)}, "k_scale_cache"),
         ({"kv_cache_dtype": "auto"}, "key"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "key"),
     ],

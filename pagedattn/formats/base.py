@@ -20,6 +20,12 @@ class Plane(NamedTuple):
     width: int
     per_block: bool = False
 
+    def fits(self, tensor: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Whether a tensor is this plane of a cache with these codes [P, S, Hkv, n], so that what names a slot of the
+        codes names one of it."""
+        shape = (codes.shape[0], 1 if self.per_block else codes.shape[1], codes.shape[2], self.width)
+        return tensor.dtype == self.dtype and tensor.shape == shape and (self.width == 1 or tensor.stride(3) == 1)
+
 
 @dataclass(frozen=True, eq=False)
 class RowKernels:

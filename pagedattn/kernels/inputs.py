@@ -104,7 +104,7 @@ class AttentionInputs(NamedTuple):
                 raise InvalidInputError(
                     f"{name[0]}_scale_cache", f"given, as {form.name} has scales of its own", "None"
                 )
-            if scales is not None and (not second or (scales.dtype, scales.shape[-1]) != second[0][:2]):
+            if scales is not None and not (second and codes.dim() == 4 and second[0].fits(scales, codes)):
                 refuse(f"{name[0]}_scale_cache", f"the second plane of {form.name}, None where it has none", scales)
 
     def part(self, first: int, last: int) -> AttentionInputs:

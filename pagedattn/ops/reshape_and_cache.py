@@ -87,8 +87,8 @@ def _check(
         _refuse_rows(rows, cache, form, name)
     if scales is None and second:
         raise InvalidInputError(f"{name[0]}_scale_cache", "given for a format with scales of its own", "None")
-    if scales is not None and (not second or scales.dim() != 4 or scales.dtype != second[0].dtype):
-        refuse(f"{name[0]}_scale_cache", f"a plane of the {name}s' format", scales)
+    if scales is not None and not (second and second[0].fits(scales, cache)):
+        refuse(f"{name[0]}_scale_cache", f"the second plane of the {name}s' format, beside {name}_cache", scales)
     if rows.shape[0] < slots.shape[0]:
         refuse(name, f"at least {len(slots)} rows, one per slot", rows)
     if not (rows.device == cache.device == slots.device):
