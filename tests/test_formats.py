@@ -154,5 +154,9 @@ def test_blocks_with_aligned_planes_are_overlaid_where_their_bytes_are_equal() -
     assert FullAttentionSpec(**shape, block_size=2).offsets == (0, 16, 32, 48, 64)
     assert narrow.bytes_per_block == 64
     group_layers([FullAttentionSpec(**shape, block_size=2), narrow])
-    with pytest.raises(UnsupportedError, match="bytes"):
-        group_layers([FullAttentionSpec(**{**shape, "head_dim": 16}, block_size=4), narrow])
+    wide = FullAttentionSpec(**{**shape, "head_dim": 12}, block_size=4)
+    assert wide.bytes_per_block == 2 * narrow.bytes_per_block, (
+        "but four tokens of the narrow kind take no more than two"
+    )
+    with pytest.raises(UnsupportedError, match="no number of blocks"):
+        group_layers([wide, narrow])

@@ -113,10 +113,10 @@ def test_mla_values_are_a_view_of_the_keys() -> None:
 
 def test_a_cache_whose_values_are_its_keys_has_a_layout_of_its_own() -> None:
     split, other = (PagedKVCache(2, 5, head_dim=8).layer(index) for index in range(2))
-    joint = LayerCache(split.key, split.key)
+    joint = LayerCache(split.key, split.key, format=split.format)
     assert (joint.value.shape, joint.value.stride()) == (split.value.shape, split.value.stride())
     assert split.layout is other.layout is not joint.layout
-    assert joint.layout is LayerCache(other.value, other.value).layout
+    assert joint.layout is LayerCache(other.value, other.value, format=split.format).layout
 
 
 def test_blocks_are_copied_in_all_layers_sources_first() -> None:
