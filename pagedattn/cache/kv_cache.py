@@ -139,11 +139,11 @@ class PagedKVCache:
         Nothing changes where a token is stored for good when it comes, as in all formats that are here.
         """
         spec, index = self.groups[group].spec, _int64(ids).to(self.device)
-        for rows, dim, side in ((spec.format.key, spec.head_dim, "key"), (spec.format.value, spec.value_dim, "value")):
-            for layer in self.groups[group].layers if rows.seals else ():
-                cache = self._layers[layer]
-                pair = (getattr(cache, side), getattr(cache, f"{side}_scale"))
-                planes = [plane for plane in pair if plane is not None]
+        form, dims = spec.format, (spec.head_dim, spec.value_dim)
+        for layer in self.groups[group].layers:
+            for rows, dim, planes in zip((form.key, form.value), dims, self._layers[layer].sides, strict=True):
+                if not rows.seals:
+                    continue
                 for plane, sealed in zip(planes, rows.seal([x[index] for x in planes], dim), strict=True):
                     plane[index] = sealed
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import InvalidInputError
+
 _LAYOUTS: dict[tuple[object, ...], object] = {}
 
 
@@ -23,8 +25,20 @@ class Plane(NamedTuple):
     def fits(self, tensor: torch.Tensor, codes: torch.Tensor) -> bool:
         """Whether a tensor is this plane of a cache with these codes [P, S, Hkv, n], so that what names a slot of the
         codes names one of it."""
+        if codes.dim() != 4:  # packed rows, which no cache holds
+            return False
         shape = (codes.shape[0], 1 if self.per_block else codes.shape[1], codes.shape[2], self.width)
         return tensor.dtype == self.dtype and tensor.shape == shape and (self.width == 1 or tensor.stride(3) == 1)
+
+
+def check_scales(name: str, planes: Sequence[Plane], scales: torch.Tensor | None, codes: torch.Tensor) -> None:
+    """Raise InvalidInputError unless a second plane is given exactly where `planes` has one, and fits the codes."""
+    if (scales is None) == (len(planes) == 1) and (scales is None or planes[1].fits(scales, codes)):
+        return
+    expected = (
+        f"{planes[1]} beside codes {list(codes.shape)}" if len(planes) > 1 else "None, as the format has no scales"
+    )
+    raise InvalidInputError(name, expected, "None" if scales is None else f"{scales.dtype} {list(scales.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +135,12 @@ class LayerCache:
         """All that there are."""
         every = (self.key, self.value, self.key_scale, self.value_scale)
         return tuple(plane for plane in every if plane is not None)
+
+    @property
+    def sides(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Planes of K, and planes of V."""
+        keys, values = (self.key, self.key_scale), (self.value, self.value_scale)
+        return [x for x in keys if x is not None], [x for x in values if x is not None]
 
     @property
     def stored(self) -> dict[str, Any]:

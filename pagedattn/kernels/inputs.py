@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.base import CacheFormat
+from ..formats.base import CacheFormat, check_scales
 from ..formats.native.format import NATIVE
 from ..formats.registry import stored_as
 from ..runtime.op_registry import expect, refuse
@@ -95,17 +95,13 @@ class AttentionInputs(NamedTuple):
             ("key", form.key, query.shape[2], self.key, self.k_scale_cache),
             ("value", form.value, out.shape[2], self.value, self.v_scale_cache),
         ):
-            first, *second = rows.planes(dim, query.dtype)
+            planes = rows.planes(dim, query.dtype)
+            first = planes[0]
             if codes.dtype != first.dtype or (name == "key" and codes.shape[-1] != first.width):
                 refuse(name, f"{first.dtype} [..., {first.width}], as {form.name} stores {dim} elements", codes)
             if codes.shape[-1] != first.width:
                 refuse("out", "[T, Hq, Dv] for these values", out)
-            if scales is None and second:
-                raise InvalidInputError(
-                    f"{name[0]}_scale_cache", f"given, as {form.name} has scales of its own", "None"
-                )
-            if scales is not None and not (second and codes.dim() == 4 and second[0].fits(scales, codes)):
-                refuse(f"{name[0]}_scale_cache", f"the second plane of {form.name}, None where it has none", scales)
+            check_scales(f"{name[0]}_scale_cache", planes, scales, codes)
 
     def part(self, first: int, last: int) -> AttentionInputs:
         """The same call for sequences first..last alone; rows of the others are not touched."""

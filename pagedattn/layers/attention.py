@@ -15,7 +15,6 @@ from ..backends.selector import Selection, current_request, select_backend
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..formats.registry import format_of
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
 from ..spec.scales import LayerScales, require_given_scales
 from ..step.bounds import check_bounds
@@ -150,7 +149,7 @@ class Attention(nn.Module):
             device_type="cpu" if device.type == "meta" else device.type,
             capability=torch.cuda.get_device_capability(device) if gpu else None,
         )
-        stores_scaled = format_of(spec.kv_cache_dtype).takes_scales
+        stores_scaled = spec.format.takes_scales
         selection = select_backend(spec.replace(kv_scale=self._scales.kind), self._request)
         self.selection: Selection = replace(selection, scales=self._scales.source if stores_scaled else "")
         self._impl: AttentionImpl = make_impl(selection.prefill, selection.decode, selection.spec)

@@ -6,8 +6,8 @@ import torch
 
 from ..call import AttentionCall
 from ..errors import InvalidInputError
-from ..formats.base import LayerCache
-from ..formats.registry import format_of, stored_as
+from ..formats.base import LayerCache, check_scales
+from ..formats.registry import stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
     check_lengths_fit_table,
@@ -52,7 +52,7 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
 
 
 def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
-    form = format_of(spec.kv_cache_dtype)
+    form = spec.format
     keys, values = form.key.planes(spec.head_dim, spec.dtype), form.value.planes(spec.value_dim, spec.dtype)
     got = tuple(kv_cache.key.shape[2:]), tuple(kv_cache.value.shape[2:])
     want = (spec.kv_heads, keys[0].width), (spec.kv_heads, values[0].width)
@@ -63,11 +63,8 @@ def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
         raise InvalidInputError("kv_cache", expected, kv_cache.key.dtype, _ONE_FORMAT)
     if stored_as(kv_cache.format, kv_cache.key.dtype) is not form:
         raise InvalidInputError("kv_cache", f"of kv_cache_dtype={form.name!r}", repr(kv_cache.format), _ONE_FORMAT)
-    for name, planes, scales in (("key", keys, kv_cache.key_scale), ("value", values, kv_cache.value_scale)):
-        want = None if len(planes) == 1 else (spec.kv_heads, planes[1].width)
-        got = None if scales is None else tuple(scales.shape[2:])
-        if got != want:
-            raise InvalidInputError("kv_cache", f"{name}_scale [P, S or 1, *] with {want}", got, _ONE_FORMAT)
+    check_scales("kv_cache.key_scale", keys, kv_cache.key_scale, kv_cache.key)
+    check_scales("kv_cache.value_scale", values, kv_cache.value_scale, kv_cache.value)
 
 
 def check_cache(kv_cache: object) -> None:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.base import RowFormat
+from ..formats.base import RowFormat, check_scales
 from ..formats.fp8.format import is_scale
 from ..formats.native.format import NATIVE
 from ..formats.registry import stored_as
@@ -80,15 +80,13 @@ def _check(
         refuse(f"{name}_cache", "[P, S, Hkv, D], last stride 1", cache)
     if rows.dim() != 3 or rows.shape[1] != cache.shape[2] or (rows.stride(2) != 1 and rows.shape[2] != 1):
         _refuse_rows(rows, cache, form, name)
-    codes, *second = form.planes(rows.shape[2], rows.dtype)
-    copied = rows.dtype == cache.dtype and not second  # elements in the cache's dtype, whatever its format
+    planes = form.planes(rows.shape[2], rows.dtype)
+    codes = planes[0]
+    copied = rows.dtype == cache.dtype and len(planes) == 1  # elements in the cache's dtype, whatever its format
     encoded = rows.dtype in _WIDE and codes.dtype == cache.dtype
     if not (copied or encoded) or cache.shape[3] != (rows.shape[2] if copied else codes.width):
         _refuse_rows(rows, cache, form, name)
-    if scales is None and second:
-        raise InvalidInputError(f"{name[0]}_scale_cache", "given for a format with scales of its own", "None")
-    if scales is not None and not (second and second[0].fits(scales, cache)):
-        refuse(f"{name[0]}_scale_cache", f"the second plane of the {name}s' format, beside {name}_cache", scales)
+    check_scales(f"{name[0]}_scale_cache", planes, scales, cache)
     if rows.shape[0] < slots.shape[0]:
         refuse(name, f"at least {len(slots)} rows, one per slot", rows)
     if not (rows.device == cache.device == slots.device):

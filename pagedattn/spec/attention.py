@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.registry import ALIASES, NAMES
+from ..formats.base import CacheFormat
+from ..formats.registry import ALIASES, NAMES, format_of
 from .mask import Mask
 
 KV_CACHE_DTYPES = NAMES
@@ -165,6 +166,16 @@ class AttentionSpec:
     def uses_cache(self) -> bool:
         """Whether this attention type reads a paged cache at all."""
         return self.attn_type in (AttentionType.DECODER, AttentionType.CROSS)
+
+    @property
+    def format(self) -> CacheFormat:
+        """How the cache stores keys and values."""
+        return format_of(self.kv_cache_dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the keys that are read: codes of a cache, or packed rows."""
+        return self.format.key.planes(self.head_dim, self.dtype)[0].dtype if self.uses_cache else self.dtype
 
     def replace(self, **changes: object) -> AttentionSpec:
         """A copy with other values, those of the mask by their own names (a window learnt at the first call, say);

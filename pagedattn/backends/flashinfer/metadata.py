@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ...errors import CapacityError, InvalidInputError, UnsupportedError
-from ...formats.registry import format_of
 from ...kernels.packing import offsets
 from ...spec import AttentionSpec
 from ...step.metadata import CommonAttentionMetadata
@@ -77,7 +76,7 @@ class FlashInferBuilder(AttentionMetadataBuilder):
             "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
             "logits_soft_cap": spec.softcap,
             "q_data_type": spec.dtype,
-            "kv_data_type": format_of(spec.kv_cache_dtype).key.planes(spec.head_dim, spec.dtype)[0].dtype,
+            "kv_data_type": spec.stored_dtype,
         }
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ...formats.registry import format_of
 from ...kernels.decode import cascade
 from ...kernels.prefill_sm90 import plan as sm90
 from ...kernels.shape import AttentionShape, BatchBounds
@@ -89,9 +88,9 @@ def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
     """The shape of a layer's calls."""
     heads = (spec.kv_heads, spec.gqa_ratio, spec.head_dim, spec.value_dim)
     features = (spec.mask.constants, spec.has_alibi, spec.uses_cache, spec.deterministic)
-    codes = format_of(spec.kv_cache_dtype).key.planes(spec.head_dim, spec.dtype)[0]
-    stored = codes.dtype if spec.uses_cache else spec.dtype
-    return AttentionShape(spec.dtype, stored, *heads, *features, spec.block_size if spec.uses_cache else None)
+    return AttentionShape(
+        spec.dtype, spec.stored_dtype, *heads, *features, spec.block_size if spec.uses_cache else None
+    )
 
 
 def why_not_hopper(spec: AttentionSpec) -> str:

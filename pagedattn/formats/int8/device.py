@@ -14,19 +14,23 @@ def write_row(
     rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
     SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    HEADS: tl.constexpr = triton.next_power_of_2(H)
-    head = tl.arange(0, HEADS).to(tl.int64)
+    head = tl.arange(0, triton.next_power_of_2(H)).to(tl.int64)
     dim = tl.arange(0, triton.next_power_of_2(D))
     mask = (head < H)[:, None] & (dim < D)[None, :]
     at = rows + token * s_rt + head[:, None] * s_rh + dim[None, :]
-    row = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [H, D]
-    of_row = tl.div_rn(tl.max(tl.abs(row), 1), tl.full([HEADS], 127.0, tl.float32))
-    of_row = tl.where(of_row == 0, 1.0, of_row)
-    code = _nearest_even(tl.div_rn(row, tl.broadcast_to(of_row[:, None], row.shape)))
-    code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim[None, :], code.to(tl.int8), mask=mask)
+    code, of_row = encode_rows(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim[None, :], code, mask=mask)
     to = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
     tl.store(to, of_row, mask=head < H)
+
+
+@triton.jit
+def encode_rows(rows):
+    """Codes int8 [H, D] and scales float32 [H] of float32 rows."""
+    of_row = tl.div_rn(tl.max(tl.abs(rows), 1), tl.full([rows.shape[0]], 127.0, tl.float32))
+    of_row = tl.where(of_row == 0, 1.0, of_row)
+    code = _nearest_even(tl.div_rn(rows, tl.broadcast_to(of_row[:, None], rows.shape)))
+    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8), of_row
 
 
 @triton.jit

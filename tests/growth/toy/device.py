@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pagedattn.formats.base import RowKernels
-from pagedattn.formats.int8.device import row_scale
+from pagedattn.formats.int8.device import encode_rows, row_scale
 from pagedattn.formats.native.device import load_tile
 
 OPEN = tl.constexpr(0.5)
@@ -68,16 +68,12 @@ def write_value(
     rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
     SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    HEADS: tl.constexpr = triton.next_power_of_2(H)
     WIDTH: tl.constexpr = triton.next_power_of_2(D)
-    head, dim = tl.arange(0, HEADS).to(tl.int64), tl.arange(0, WIDTH)[None, :]
+    head, dim = tl.arange(0, triton.next_power_of_2(H)).to(tl.int64), tl.arange(0, WIDTH)[None, :]
     mask = (head < H)[:, None] & (dim < D)
     row = tl.load(rows + token * s_rt + head[:, None] * s_rh + dim, mask=mask, other=0.0).to(tl.float32)
-    row = rotate(row, D, WIDTH)
-    of_row = tl.div_rn(tl.max(tl.abs(row), 1), tl.full([HEADS], 127.0, tl.float32))
-    of_row = tl.where(of_row == 0, 1.0, of_row)
-    code = (tl.div_rn(row, tl.broadcast_to(of_row[:, None], row.shape)) + ROUND) - ROUND
-    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim, code.to(tl.int8), mask=mask)
+    code, of_row = encode_rows(rotate(row, D, WIDTH))
+    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim, code, mask=mask)
     to = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
     tl.store(to, of_row, mask=head < H)
 
