@@ -1,45 +1,43 @@
-"""What the ptxas of the installed Triton says of a kernel, and the SASS it makes: the one place that knows which."""
+"""What the ptxas of the installed Triton says of a kernel, and the SASS it makes: the one place that asks it."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton import knobs
-from triton.backends.nvidia import compiler
+from triton.backends.compiler import GPUTarget
 
 
-class Assembled(NamedTuple):
-    """Bytes of spills and registers, of each function; everything ptxas said; the kernel's instructions."""
+class Compiled:
+    """A kernel compiled by Triton; `said` is all that ptxas said, spills (bytes) and registers are of each function."""
 
-    spills: list[int]
-    registers: list[int]
-    said: str
-    sass: str
+    def __init__(self, source: Any, arch: int, options: dict[str, Any]) -> None:
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log), knobs.nvidia.scope(), knobs.compilation.scope():
+            knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+            self.kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        self.ptx: str = self.kernel.asm["ptx"]
+        self.shared: int = self.kernel.metadata.shared
+        self.said = log.getvalue()
+        self.spills = [int(n) for n in re.findall(r"(\d+) bytes spill", self.said)]
+        self.registers = [int(n) for n in re.findall(r"Used (\d+) registers", self.said)]
 
-
-def assemble(compiled: Any, arch: int) -> Assembled:
-    """Assemble a compiled kernel's PTX once more, as Triton did, for what ptxas says of it."""
-    flags = ["-v", f"--gpu-name=sm_{arch}{'a' if arch == 90 else ''}"]
-    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-        flags.append("--regAllocOptLevel=2")
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        ptx.write_text(compiled.asm["ptx"], encoding="utf-8")
-        said = _run(compiler.get_ptxas(arch).path, *flags, str(ptx), "-o", str(cubin)).stderr
-        sass = _run(knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout
-    spills, registers = (
-        [int(n) for n in re.findall(pattern, said)] for pattern in (r"(\d+) bytes spill", r"Used (\d+) registers")
-    )
-    return Assembled(spills, registers, said, sass)
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr}")
-    return done
+    @cached_property
+    def sass(self) -> str:
+        """The kernel's instructions."""
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder, "kernel.cubin")
+            cubin.write_bytes(self.kernel.asm["cubin"])
+            command = [knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
+            done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr}")
+        return done.stdout

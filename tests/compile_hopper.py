@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import triton
-from assembler import assemble
+from assembler import Compiled
 from softmax_overlap import softmax_beside_products
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
@@ -52,18 +50,15 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
         {(names.index(one),): value for one, value in constants.items()},
         {(at,): [["tt.divisibility", 16]] for at in aligned},
     )
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    made = assemble(compiled, 90)
+    made = Compiled(source, 90, {"num_warps": 4, "enable_fp_fusion": True})
     facts = {
         "name": name,
-        "shared": compiled.metadata.shared,
+        "shared": made.shared,
         "spills": made.spills,
         "serialized": "wgmma.mma_async instructions are serialized" in made.said,
-        "warp_groups": ptx.count("setmaxnreg.dec"),
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "tma": ptx.count("cp.async.bulk.tensor"),
+        "warp_groups": made.ptx.count("setmaxnreg.dec"),
+        "wgmma": made.ptx.count("wgmma.mma_async"),
+        "tma": made.ptx.count("cp.async.bulk.tensor"),
         "beside": softmax_beside_products(made.sass),
         "unwritten": unwritten_reads(made.sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),  # a consumer begins so
     }

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import triton
-from assembler import assemble
-from triton.backends.compiler import GPUTarget
+from assembler import Compiled
 from triton.compiler import ASTSource
 
 from pagedattn.formats.registry import FORMATS
@@ -151,12 +150,12 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
         {(names.index(one),): value for one, value in constants.items()},
         {(at,): [["tt.divisibility", 16]] for at in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**options, "enable_fp_fusion": True})
-    made = assemble(compiled, arch)
-    line = {"name": name, "ptx": compiled.asm["ptx"].count("\n"), "entry": ".visible .entry" in compiled.asm["ptx"]}
-    shared = {"shared": compiled.metadata.shared, "limit": TARGETS[arch].shared_bytes}
-    inside = spills_among_products(made.sass)
-    facts = {"waits": compiled.asm["ptx"].count("griddepcontrol.wait"), "inside": inside}
+    made = Compiled(source, arch, {**options, "enable_fp_fusion": True})
+    line = {"name": name, "ptx": made.ptx.count("\n"), "entry": ".visible .entry" in made.ptx}
+    shared = {"shared": made.shared, "limit": TARGETS[arch].shared_bytes}
+    # Disassembling takes a second, and where nothing is spilled nothing is to be found.
+    inside = spills_among_products(made.sass) if any(made.spills) else 0
+    facts = {"waits": made.ptx.count("griddepcontrol.wait"), "inside": inside}
     print(json.dumps({**line, **shared, **facts, "spills": made.spills, "registers": made.registers}))
 
 

@@ -20,6 +20,7 @@ for part in ("engine", "bench"):
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     interpreter.make_order_stable()
+    interpreter.make_fast()
 
 
 @pytest.fixture(scope="session", autouse=True)

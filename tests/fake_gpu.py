@@ -1,7 +1,8 @@
 """A GPU that is not there: Triton compiles for sm_90a and 'launches' into a list, so that host code runs without one.
 
-Tensors stay on the CPU. What is real: the JIT, its specialisation, the compiled kernels and their launchers' arguments;
-what is not: the driver below `cuLaunchKernelEx`. To be used in a process of its own, without TRITON_INTERPRET.
+Tensors stay on the CPU. What is real: the JIT, its specialisation, the compiled kernels down to LLVM and their
+launchers' arguments; what is not: code for a GPU, and the driver below `cuLaunchKernelEx`. To be used in a process of
+its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import driver
+from triton.backends.nvidia import compiler, driver
 
 from pagedattn.backends.triton import backend
 from pagedattn.runtime import launcher, op_registry
@@ -77,6 +78,10 @@ class _Driver:
 
 def install() -> None:
     """Make Triton and the library believe that CPU tensors can be launched on."""
+    # Launched into a list, a kernel needs no code.
+    compiler.llvm.optimize_module = lambda *args, **options: None
+    compiler.CUDABackend.make_ptx = lambda self, src, metadata, *rest: metadata.update(name="kernel") or ""  # type: ignore[method-assign]
+    compiler.CUDABackend.make_cubin = lambda *args: b""  # type: ignore[method-assign]
     triton.runtime.driver.set_active(_Driver())  # type: ignore[arg-type]
     launcher.current_device = lambda: 0
     users = [vars(module) for name, module in sys.modules.items() if name.startswith("pagedattn.")]
