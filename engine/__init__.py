@@ -4,11 +4,11 @@ Its scheduler's own nouns (`Request`, `Step`, `KVGroup`, `KVCacheManager`, ...) 
 that use them without an LLM.
 """
 
-from .async_llm import AsyncLLM, TokenStream
+from .api.async_llm import AsyncLLM, TokenStream
+from .api.llm import LLM
+from .api.outputs import CompletionOutput, RequestOutput, TokenDelta
 from .config import EngineConfig
-from .kv_cache_manager import KVCacheManager
-from .llm import LLM
-from .outputs import CompletionOutput, RequestOutput, TokenDelta
+from .kv.manager import KVCacheManager
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .step import KVGroup, SampledToken, ScheduledRequest, Step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,6 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagedattn.cache.prefix_tree import ContentNode
-
-    from .swap import SwappedRequest
 
 
 class RequestStatus(Enum):
@@ -37,6 +36,20 @@ _REASONS = {
     RequestStatus.FINISHED_ABORT: "abort",
     RequestStatus.FINISHED_ERROR: "error",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedRequest:
+    """What a swapped request goes on from: its progress and, per group, the content and the host blocks of its table.
+
+    `contents[g][i]` is the content of table entry i, for every entry that carried a key; `places[g]` maps the entries
+    that were copied to their host blocks.
+    """
+
+    num_computed_tokens: int
+    num_cached_tokens: int
+    contents: list[list[ContentNode]]
+    places: list[dict[int, int]]
 
 
 class Request:

@@ -10,8 +10,9 @@ from pagedattn.cli import checkout
 
 checkout.load("engine")
 
-from pagedattn.engine.device_state import PARAMS  # noqa: E402
-from pagedattn.engine.kernels import cutoff, draw, fused, penalize, row_product  # noqa: E402
+from pagedattn.engine.models.kernels import fused, row_product  # noqa: E402
+from pagedattn.engine.sampling.kernels import cutoff, draw, penalize  # noqa: E402
+from pagedattn.engine.sampling.packed_params import PARAMS  # noqa: E402
 
 VOCAB = 151_936
 

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 # Folders whose members are apart: `kernels/decode` imports what lies in `kernels/` itself, never `kernels/prefill`.
 APART = ("kernels", "backends")
+# The same of the engine, whose own folders run one way too; imports for type checking count.
+_NOUNS = ("config", "garbage", "pdl", "request", "sampling_params", "step", "transfer")
+_WORKER = (*_NOUNS, "models", "sampling", "worker")
+ENGINE_ALLOWED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("config", "garbage", "pdl", "sampling_params", "transfer"), ()),
+    "request": ("sampling_params",),
+    "step": ("request",),
+    "kv": (*_NOUNS, "kv"),
+    "scheduler": (*_NOUNS, "kv", "scheduler"),
+    "models": (*_NOUNS, "models"),
+    "sampling": (*_NOUNS, "models", "sampling"),
+    "worker": _WORKER,
+    "parallel": (*_WORKER, "parallel"),
+    "api": (*_WORKER, "kv", "scheduler", "parallel", "api"),
+}
 # Third-party packages, at the top of a module or inside its functions.
 ANYWHERE = {"torch", "numpy", "xxhash"}
 ONLY_IN = {
@@ -72,12 +88,13 @@ def sources(*folders: Path) -> list[Path]:
     return sorted(found)
 
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(LIBRARY).with_suffix("").parts
+def module_of(path: Path, root: Path = LIBRARY) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {module_of(path): path for path in sources(LIBRARY)}
+ENGINE_MODULES = {module_of(path, ENGINE): path for path in sources(ENGINE)}
 
 
 def imports(module: str, path: Path) -> Iterator[str]:
@@ -147,6 +164,31 @@ def test_third_party_packages_stay_where_they_belong() -> None:
             elif package != "pagedattn" and package not in ANYWHERE:
                 assert package in sys.stdlib_module_names, f"{module} imports {package}"
     assert {"triton", "transformers", "rich"} <= seen
+
+
+def engine_imports(module: str) -> Iterator[str]:
+    """Modules of the engine that one of them imports."""
+    path = ENGINE_MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            origin = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            for alias in node.names:
+                full = ".".join(filter(None, [*origin, alias.name]))
+                yield full if full in ENGINE_MODULES else ".".join(filter(None, origin))
+
+
+@pytest.mark.parametrize("module", sorted(set(ENGINE_MODULES) - {""}))
+def test_the_engines_imports_run_one_way(module: str) -> None:
+    for name in engine_imports(module):
+        assert inside(name, ENGINE_ALLOWED[module.partition(".")[0]]), f"{module} imports {name}"
+
+
+def test_every_folder_of_the_engine_has_its_row_and_no_modules_import_each_other() -> None:
+    assert {module.partition(".")[0] for module in ENGINE_MODULES} - {""} == set(ENGINE_ALLOWED)
+    graph = {module: {name for name in engine_imports(module) if name != module} for module in ENGINE_MODULES if module}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+    assert sum(map(len, graph.values())) > 100
 
 
 def test_the_engine_uses_public_names_only() -> None:

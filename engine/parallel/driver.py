@@ -18,14 +18,14 @@ from pagedattn.errors import (
 )
 
 from ..config import EngineConfig
-from ..detokenizer import Detokenizer, detokenizer_of
-from ..model_config import load_model_config
-from ..paths import ModelFolder
+from ..models.config import load_model_config
+from ..models.detokenizer import Detokenizer, detokenizer_of
+from ..models.folder import ModelFolder
+from ..models.sharding import Share
+from ..models.tokenizer import Tokenizer
 from ..step import KVGroup, SampledToken, Step, SwapRoom
-from ..tokenizer import Tokenizer
 from .channel import Kind
 from .launcher import Workers
-from .sharding import Share
 from .step_wire import StepEncoder, decode_tokens
 from .watch import Limits, RankFailed, Watch
 

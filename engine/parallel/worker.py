@@ -25,9 +25,9 @@ from pagedattn.errors import InvalidInputError
 
 from ..config import EngineConfig
 from ..garbage import freeze_while_alive
-from ..runner import LaunchedStep, ModelRunner
+from ..models.tp_group import ProcessRanks
+from ..worker.runner import LaunchedStep, ModelRunner
 from .channel import Channel, Kind, packets
-from .ranks import ProcessRanks
 from .step_wire import StepDecoder, encode_tokens
 
 _SECONDS_PER_BEAT = 0.5

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedattn.engine import KVGroup, Request, SampledToken, ScheduledRequest, Step
+from pagedattn.engine.api.llm import LLM
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.llm import LLM
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.step import UNKNOWN, SwapRoom
 

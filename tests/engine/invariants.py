@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pagedattn.engine import KVCacheManager, Request, RequestStatus
-from pagedattn.engine.llm import LLM
-from pagedattn.engine.scheduler import Scheduler
+from pagedattn.engine.api.llm import LLM
+from pagedattn.engine.scheduler.scheduler import Scheduler
 
 
 def check_tables(

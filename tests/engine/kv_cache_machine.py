@@ -11,7 +11,7 @@ from invariants import check_tables
 
 from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, KVGroup, Request
-from pagedattn.engine.prefix_cache import PrefixCache
+from pagedattn.engine.kv.prefix_cache import PrefixCache
 from pagedattn.engine.sampling_params import SamplingParams
 
 WEIGHTS = {"admit": 6, "grow": 14, "lookahead": 2, "fail": 3, "fork": 3, "finish": 3, "preempt": 2, "discard": 1}

@@ -11,7 +11,7 @@ from invariants import check_scheduler
 from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, KVGroup, Request, Step
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.scheduler import Scheduler
+from pagedattn.engine.scheduler.scheduler import Scheduler
 
 
 class Bench:

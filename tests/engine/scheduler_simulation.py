@@ -18,7 +18,7 @@ from invariants import check_scheduler
 from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, ScheduledRequest, Step
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.scheduler import Scheduler
+from pagedattn.engine.scheduler.scheduler import Scheduler
 
 VOCAB = 50
 STOP = frozenset([7])

@@ -12,7 +12,7 @@ from pagedattn import CommonAttentionMetadata, plan_step
 from pagedattn.bench.engine_cases import QWEN3_06B
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.runner import ModelRunner
+from pagedattn.engine.worker.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.gpu,

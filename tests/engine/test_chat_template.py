@@ -15,10 +15,10 @@ import markupsafe
 import pytest
 from test_detokenizer import byte_level
 
-from pagedattn.engine.chat_encoding import encode_chat
-from pagedattn.engine.chat_template import MAX_RENDERED_CHARS, ChatTemplate
-from pagedattn.engine.paths import ModelFolder
-from pagedattn.engine.tokenizer import Tokenizer
+from pagedattn.engine.api.chat_encoding import encode_chat
+from pagedattn.engine.api.chat_template import MAX_RENDERED_CHARS, ChatTemplate
+from pagedattn.engine.models.folder import ModelFolder
+from pagedattn.engine.models.tokenizer import Tokenizer
 from pagedattn.errors import RequestError, SecurityError, UnsupportedError
 
 CHATML = (

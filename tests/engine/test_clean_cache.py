@@ -11,7 +11,7 @@ from scheduler_bench import Bench, prompt
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, KVGroup, SamplingParams, Step
-from pagedattn.engine.runner import ModelRunner
+from pagedattn.engine.worker.runner import ModelRunner
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 99])

@@ -11,9 +11,10 @@ from test_runner import Driver, greedy, make_runner
 from tiny_models import hf_model, save
 
 from pagedattn import StepMetadata, plan_step
-from pagedattn.engine import LLM, SamplingParams, decode_graphs
-from pagedattn.engine.decode_graphs import default_sizes
-from pagedattn.engine.runner import ModelRunner
+from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.worker import decode_graphs
+from pagedattn.engine.worker.decode_graphs import default_sizes
+from pagedattn.engine.worker.runner import ModelRunner
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
 PROMPTS = [[5, 9, 200, 17, 3], list(range(40, 77)), [11], [400, 401] * 10, [7, 8, 9]]

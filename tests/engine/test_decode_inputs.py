@@ -8,11 +8,11 @@ import torch
 
 from pagedattn import CommonAttentionMetadata
 from pagedattn.engine import KVGroup
-from pagedattn.engine.decode_inputs import DecodeRows, packed_decodes, write_decodes
-from pagedattn.engine.device_state import Deltas, DeviceState
-from pagedattn.engine.kernels.decode_inputs import write
-from pagedattn.engine.packed_step import PackedStep
-from pagedattn.engine.step_inputs import InputSender
+from pagedattn.engine.worker.decode_inputs import DecodeRows, packed_decodes, write_decodes
+from pagedattn.engine.worker.device_state import Deltas, DeviceState
+from pagedattn.engine.worker.kernels.decode_inputs import write
+from pagedattn.engine.worker.packed_step import PackedStep
+from pagedattn.engine.worker.step_inputs import InputSender
 from pagedattn.testing import interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,10 +12,10 @@ import torch
 from tiny_models import MODELS, hf_model, save
 
 from pagedattn import CommonAttentionMetadata, PagedKVCache, plan_step
-from pagedattn.engine.decoder import Decoder
-from pagedattn.engine.loader import load_weights
-from pagedattn.engine.model_config import load_model_config
-from pagedattn.engine.paths import ModelFolder
+from pagedattn.engine.models.config import load_model_config
+from pagedattn.engine.models.decoder import Decoder
+from pagedattn.engine.models.folder import ModelFolder
+from pagedattn.engine.models.loader import load_weights
 
 LENGTH = 61
 WHOLE = (LENGTH,)

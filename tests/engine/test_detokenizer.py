@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pagedattn.engine.detokenizer import Detokenizer
-from pagedattn.engine.paths import ModelFolder
-from pagedattn.engine.tokenizer import Tokenizer
+from pagedattn.engine.models.detokenizer import Detokenizer
+from pagedattn.engine.models.folder import ModelFolder
+from pagedattn.engine.models.tokenizer import Tokenizer
 from pagedattn.errors import RequestError, WeightsError
 
 TEXT = "the quick brown fox says caf\u00e9 to \u4f60\u597d \U0001f600 and\ttabs\n" * 3

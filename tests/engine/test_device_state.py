@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pagedattn.engine import KVGroup, Request, ScheduledRequest
-from pagedattn.engine.device_state import PARAMS, DeviceState, next_state
+from pagedattn.engine.sampling.packed_params import PARAMS, next_state
 from pagedattn.engine.sampling_params import SamplingParams
+from pagedattn.engine.worker.device_state import DeviceState
 from pagedattn.errors import InvalidInputError
 
 GROUPS = [KVGroup(4), KVGroup(8, 10)]

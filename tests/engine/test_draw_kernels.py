@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pagedattn.engine import Request
-from pagedattn.engine.device_state import PARAMS, request_params
-from pagedattn.engine.kernels import draw as kernels
-from pagedattn.engine.kernels.cutoff import cutoffs
-from pagedattn.engine.sampler import Sampler
+from pagedattn.engine.sampling.kernels import draw as kernels
+from pagedattn.engine.sampling.kernels.cutoff import cutoffs
+from pagedattn.engine.sampling.packed_params import PARAMS, request_params
+from pagedattn.engine.sampling.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.testing import interpreted
 

@@ -12,7 +12,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, LaunchingRunner, expected, fake_
 from invariants import check_idle, check_scheduler
 
 from pagedattn.engine import KVGroup, Step
-from pagedattn.engine.outputs import RequestOutput
+from pagedattn.engine.api.outputs import RequestOutput
 from pagedattn.engine.sampling_params import SamplingParams
 
 SEEDS = 4

@@ -10,9 +10,10 @@ import torch
 from tiny_models import hf_model, save
 
 from pagedattn import PagedKVCache
-from pagedattn.engine import LLM, SamplingParams, fused_ops
-from pagedattn.engine.kernels import fused
-from pagedattn.engine.kernels.row_product import row_product
+from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.models import fused_ops
+from pagedattn.engine.models.kernels import fused
+from pagedattn.engine.models.kernels.row_product import row_product
 from pagedattn.testing import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ import torch
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
-from pagedattn.engine.loops import OverlapLoop
+from pagedattn.engine.scheduler.loops import OverlapLoop
 
 NEW_TOKENS = 28
 

@@ -10,7 +10,7 @@ from scheduler_bench import Bench, prompt
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, KVGroup, SamplingParams
-from pagedattn.engine.step_inputs import InputSender
+from pagedattn.engine.worker.step_inputs import InputSender
 
 FULL, WINDOW = KVGroup(4), KVGroup(4, 16)
 GEMMA2 = [FULL, WINDOW]

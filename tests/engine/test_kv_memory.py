@@ -10,8 +10,9 @@ import torch
 from test_runner import make_runner
 from tiny_models import hf_model, save
 
-from pagedattn.engine import KVGroup, Step, kv_memory
+from pagedattn.engine import KVGroup, Step
 from pagedattn.engine.config import EngineConfig
+from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import CapacityError
 
 GRAPHS = Step((), 0, ())

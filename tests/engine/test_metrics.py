@@ -11,9 +11,9 @@ from fake_runner import FakeRunner, fake_llm, greedy
 from invariants import run_out
 
 from pagedattn.engine import Step
-from pagedattn.engine import stats as stats_module
+from pagedattn.engine.api import stats as stats_module
+from pagedattn.engine.api.stats import StepTimes
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.stats import StepTimes
 from pagedattn.errors import InvalidInputError
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import MODELS, hf_config
 
-from pagedattn.engine.model_config import load_model_config, parse_model_config
-from pagedattn.engine.paths import ModelFolder
+from pagedattn.engine.models.config import load_model_config, parse_model_config
+from pagedattn.engine.models.folder import ModelFolder
 from pagedattn.errors import InvalidInputError, UnsupportedError, WeightsError
 
 BASE = {

@@ -14,8 +14,8 @@ from tiny_models import hf_model, save
 
 from pagedattn import BlockPool
 from pagedattn.engine import LLM, KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, SamplingParams, Step
-from pagedattn.engine.loops import OverlapLoop, SerialLoop
-from pagedattn.engine.overlap import OverlapScheduler
+from pagedattn.engine.scheduler.loops import OverlapLoop, SerialLoop
+from pagedattn.engine.scheduler.overlap import OverlapScheduler
 from pagedattn.engine.step import UNKNOWN
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, PagedAttnError
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import hf_config
 
-from pagedattn.engine.model_config import parse_model_config
-from pagedattn.engine.rope import RopeConfig, RotaryEmbedding, inverse_frequencies, rotate
+from pagedattn.engine.models.config import parse_model_config
+from pagedattn.engine.models.rope import RopeConfig, RotaryEmbedding, inverse_frequencies, rotate
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -13,8 +13,8 @@ from tiny_models import hf_model, save
 
 from pagedattn.engine import Request, ScheduledRequest, Step
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.runner import ModelRunner
 from pagedattn.engine.sampling_params import SamplingParams
+from pagedattn.engine.worker.runner import ModelRunner
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError, WeightsError
 
 PROMPTS = [[5, 9, 200, 17, 3], list(range(40, 77)), [11], [400, 401] * 10]

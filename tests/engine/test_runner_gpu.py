@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagedattn.engine import LLM, Request, ScheduledRequest, Step, decode_graphs
+from pagedattn.engine import LLM, Request, ScheduledRequest, Step
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.runner import ModelRunner
-from pagedattn.engine.sampler import Sampler
+from pagedattn.engine.sampling.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
+from pagedattn.engine.worker import decode_graphs
+from pagedattn.engine.worker.runner import ModelRunner
 from pagedattn.kernels.decode import cascade
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagedattn.engine import Request
-from pagedattn.engine.sampler import Sampler, _mix
+from pagedattn.engine.sampling.sampler import Sampler, _mix
 from pagedattn.engine.sampling_params import SamplingParams
 
 VOCAB = 48

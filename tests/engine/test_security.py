@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from test_loader import empty_model, load, refused, split_in_two, write_index
 from tiny_models import hf_model, save
 
-from pagedattn.engine.loader import load_weights
-from pagedattn.engine.model_config import load_model_config
-from pagedattn.engine.paths import ModelFolder, UnsafePathError
+from pagedattn.engine.models.config import load_model_config
+from pagedattn.engine.models.folder import ModelFolder, UnsafePathError
+from pagedattn.engine.models.loader import load_weights
 from pagedattn.errors import SecurityError, UnsupportedError, WeightsError
 
 OPENED: list[str] = []
@@ -77,9 +77,9 @@ class TestPaths:
             (folder / name).mkdir()
         write_index(folder, {**weight_map, "model.norm.weight": name})
         native: list[str] = []
-        real = sys.modules["pagedattn.engine.loader"].safe_open
+        real = sys.modules["pagedattn.engine.models.loader"].safe_open
         monkeypatch.setattr(
-            "pagedattn.engine.loader.safe_open", lambda path, **k: native.append(str(path)) or real(path, **k)
+            "pagedattn.engine.models.loader.safe_open", lambda path, **k: native.append(str(path)) or real(path, **k)
         )
         start = time.monotonic()
         refused(folder)
@@ -202,7 +202,7 @@ class TestRemoteCode:
 
         code = (
             "import sys, torch\nfrom pagedattn.cli import checkout\ncheckout.load('engine')\n"
-            "from pagedattn.engine.runner import ModelRunner\n"
+            "from pagedattn.engine.worker.runner import ModelRunner\n"
             "from pagedattn.engine.config import EngineConfig\n"
             f"ModelRunner(EngineConfig(model={str(folder)!r}, device='cpu', num_kv_blocks=4))\n"
             "print('transformers' in sys.modules)"

@@ -11,13 +11,13 @@ import torch
 from thread_ranks import ThreadRanks, on_ranks
 from tiny_models import hf_model, save
 
-import pagedattn.engine.loader as loader
+import pagedattn.engine.models.loader as loader
 from pagedattn import CommonAttentionMetadata, plan_step
-from pagedattn.engine.decoder import Decoder
-from pagedattn.engine.loader import load_weights
-from pagedattn.engine.model_config import load_model_config
-from pagedattn.engine.parallel.sharding import ShardedDecoder, Share
-from pagedattn.engine.paths import ModelFolder
+from pagedattn.engine.models.config import load_model_config
+from pagedattn.engine.models.decoder import Decoder
+from pagedattn.engine.models.folder import ModelFolder
+from pagedattn.engine.models.loader import load_weights
+from pagedattn.engine.models.sharding import ShardedDecoder, Share
 from pagedattn.errors import UnsupportedError, WeightsError
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, ScheduledRequest, Step
 from pagedattn.engine.parallel.step_wire import StepDecoder, StepEncoder, decode_tokens, encode_tokens, pack, unpack
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.scheduler import Scheduler
+from pagedattn.engine.scheduler.scheduler import Scheduler
 from pagedattn.errors import PagedAttnError
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, seed=3, stop=("a", "b"), stop_token_ids=[7], logprobs=2)

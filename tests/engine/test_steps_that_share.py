@@ -10,10 +10,11 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, KVGroup, Request, SamplingParams, ScheduledRequest, Step, decode_graphs
-from pagedattn.engine.device_state import DeviceState
-from pagedattn.engine.packed_step import StepPacker
-from pagedattn.engine.step_inputs import InputSender
+from pagedattn.engine import LLM, KVGroup, Request, SamplingParams, ScheduledRequest, Step
+from pagedattn.engine.worker import decode_graphs
+from pagedattn.engine.worker.device_state import DeviceState
+from pagedattn.engine.worker.packed_step import StepPacker
+from pagedattn.engine.worker.step_inputs import InputSender
 from pagedattn.kernels.decode import cascade
 from pagedattn.testing import interpreted
 

@@ -14,7 +14,7 @@ from invariants import check_idle, check_scheduler, run_out
 from scheduler_bench import Bench, prompt
 
 from pagedattn.engine import KVGroup
-from pagedattn.engine.llm import LLM
+from pagedattn.engine.api.llm import LLM
 
 GROUPS = {"full": [KVGroup(4)], "hybrid": [KVGroup(4), KVGroup(4, 12)]}
 

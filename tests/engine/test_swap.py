@@ -11,9 +11,9 @@ from scheduler_bench import Bench, prompt
 
 from pagedattn import FullAttentionSpec, PagedKVCache, SlidingWindowSpec
 from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken, Step
-from pagedattn.engine.block_mover import BlockMover
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.kv_memory import swap_room
+from pagedattn.engine.worker.block_copier import BlockMover
+from pagedattn.engine.worker.kv_memory import swap_room
 from pagedattn.errors import CapacityError, InvalidInputError
 
 GROUPS = {

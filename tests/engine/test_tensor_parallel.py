@@ -19,8 +19,8 @@ from test_watch import has_ended, open_files
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
-from pagedattn.engine.loops import OverlapLoop, SerialLoop
 from pagedattn.engine.parallel import launcher
+from pagedattn.engine.scheduler.loops import OverlapLoop, SerialLoop
 from pagedattn.errors import EngineDeadError, UnsupportedError
 
 
@@ -190,7 +190,7 @@ def test_an_error_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Rank 1 raises while rank 0 is in the middle of the same step."""
     save(hf_model("qwen3", torch.float32), tmp_path)
     fault = """
-from pagedattn.engine.runner import ModelRunner
+from pagedattn.engine.worker.runner import ModelRunner
 real, steps = ModelRunner.launch, iter(range(100))
 def launch(self, step):
     if self.model._ranks.rank == 1 and next(steps) == 5:

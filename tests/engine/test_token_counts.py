@@ -14,11 +14,12 @@ import torch
 from test_runner import Driver, make_runner
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, Request, SamplingParams, token_counts
-from pagedattn.engine.device_state import PARAMS, has_penalty, request_params
+from pagedattn.engine import LLM, Request, SamplingParams
+from pagedattn.engine.sampling import token_counts
+from pagedattn.engine.sampling.packed_params import PARAMS, has_penalty, request_params
+from pagedattn.engine.sampling.rows import SampledRows
+from pagedattn.engine.sampling.token_counts import TokenCounts
 from pagedattn.engine.step import UNKNOWN
-from pagedattn.engine.step_inputs import SampledRows
-from pagedattn.engine.token_counts import TokenCounts
 from pagedattn.errors import PagedAttnError
 from pagedattn.testing import interpreted
 

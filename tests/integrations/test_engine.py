@@ -13,8 +13,8 @@ import torch
 from hf_models import MODELS, VOCAB, hf_model, prompts
 
 from pagedattn.engine import LLM, SamplingParams
-from pagedattn.engine.decoder import Decoder
-from pagedattn.engine.transformers_model import TransformersModel
+from pagedattn.engine.models.decoder import Decoder
+from pagedattn.engine.models.transformers import TransformersModel
 from pagedattn.errors import (
     CapacityError,
     InvalidInputError,

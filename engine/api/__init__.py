@@ -1,0 +1,1 @@
+"""What a user calls: LLM, AsyncLLM, and the engine behind both."""

@@ -1,1 +1,0 @@
-"""Triton kernels of the engine, imported on first use only."""

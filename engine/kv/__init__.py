@@ -1,0 +1,1 @@
+"""Which blocks a request has: lookup, allocation, prefix cache, host memory."""

@@ -1,0 +1,1 @@
+"""Decoders, and the folders that they are loaded from."""

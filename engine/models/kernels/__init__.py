@@ -1,0 +1,1 @@
+"""Triton kernels of the decoder, imported on first use only."""

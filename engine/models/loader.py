@@ -1,0 +1,208 @@
+"""Weights: safetensors only, checked by name, shape and type before any memory is taken, then streamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from pagedattn.errors import CapacityError, WeightsError
+
+from .decoder import Decoder
+from .folder import ModelFolder
+from .tensor_slice import Cut
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F16", "BF16", "F32", "F64")
+_MAX_HEADER_BYTES = 100_000_000
+_FOREIGN = {b"PK\x03\x04": "a zip archive (torch.save)", b"GGUF": "a GGUF file"}
+_DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a checkpoint keeps one tensor, by its header."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def load_weights(
+    model: Decoder, folder: ModelFolder, device: torch.device, load_format: str = "auto", seed: int = 0
+) -> None:
+    """Fill a model whose weights are on the meta device. On any error the model stays as it was.
+
+    Args:
+        load_format: "auto" and "safetensors" read the folder; "dummy" draws small random weights from `seed`.
+
+    Raises:
+        WeightsError: a missing, unexpected, duplicate tensor, or one of the wrong shape or type, named in the message.
+        CapacityError: the device cannot hold the weights.
+    """
+    parameters, cuts = dict(model.named_parameters()), model.checkpoint_cuts()
+    stored = {} if load_format == "dummy" else _inventory(folder)
+    if load_format != "dummy":
+        shapes = {key: tuple(view.shape) for key, view in model.checkpoint_views(parameters).items()}
+        shapes.update({key: cut.full for key, cut in cuts.items() if key in shapes})
+        _check(stored, shapes, model.config.tie_word_embeddings)
+    try:
+        tensors = {name: torch.empty_like(parameter, device=device) for name, parameter in parameters.items()}
+    except torch.OutOfMemoryError as error:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        raise CapacityError(f"the weights need {total / 2**30:.1f} GiB on {device}: {error}") from None
+    if load_format == "dummy":
+        _randomise(model.checkpoint_views(tensors), cuts, device, seed)
+    else:
+        _stream(stored, model.checkpoint_views(tensors), cuts, model.config.tie_word_embeddings)
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def read_tensors(folder: ModelFolder) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors by name, in the types they are stored in.
+
+    Raises:
+        WeightsError: there are none, or a file is broken, missing or no safetensors.
+    """
+    stored, tensors = _inventory(folder), {}
+    for path in dict.fromkeys(tensor.file for tensor in stored.values()):
+        with safe_open(path, framework="pt") as file:
+            tensors.update({key: file.get_tensor(key) for key, tensor in stored.items() if tensor.file == path})
+    return tensors
+
+
+def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, from `model.safetensors` or from the shards of the index."""
+    single = folder.find(_SINGLE)
+    if single is not None:
+        return _read_header(single)
+    index = folder.read_json(_INDEX)
+    if index is None:
+        others = sorted(name for name in os.listdir(folder.root) if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        found = f"; {others[0]} was found, but it could run code and is never loaded; convert it" if others else ""
+        raise WeightsError(f"{folder.root} has neither {_SINGLE} nor {_INDEX}{found}")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise WeightsError(f"{_INDEX} must have a weight_map from tensor names to file names")
+    shards = {name: _shard(folder, name) for name in dict.fromkeys(weight_map.values())}
+    stored: dict[str, StoredTensor] = {}
+    for name, path in shards.items():
+        for key, tensor in _read_header(path).items():
+            if key in stored:
+                raise WeightsError(f"tensor {key!r} is twice in the checkpoint: {stored[key].file.name} and {name}")
+            stored[key] = tensor
+            if weight_map.get(key) != name:
+                raise WeightsError(f"tensor {key!r} of {name} is not listed there by {_INDEX}")
+    _refuse(f"listed by {_INDEX} but missing in their files", weight_map.keys() - stored.keys())
+    return stored
+
+
+def _shard(folder: ModelFolder, name: str) -> Path:
+    if not name.endswith(".safetensors"):
+        raise WeightsError(f"weights file {name!r} is refused: only .safetensors is loaded, other formats can run code")
+    return folder.require(name)
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The header of one safetensors file: 8 bytes of length, then JSON."""
+    with path.open("rb") as file:
+        prefix = file.read(9)
+        length = int.from_bytes(prefix[:8], "little")
+        if prefix[8:] != b"{" or length > min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
+            raise WeightsError(f"{path} is not a safetensors file: {_describe(prefix)}")
+        try:
+            header = json.loads(prefix[8:] + file.read(length - 1), object_pairs_hook=_unique)
+            with safe_open(path, framework="pt"):  # proves that offsets are in order, disjoint and inside the file
+                pass
+        except (ValueError, RecursionError, SafetensorError) as error:
+            raise WeightsError(f"{path} has a broken header or is cut short: {error}") from None
+    header.pop("__metadata__", None)
+    return {key: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
+
+
+def _describe(prefix: bytes) -> str:
+    if prefix[:1] == b"\x80" and prefix[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "it is a serialised Python object, which can run code"
+    kind = _FOREIGN.get(prefix[:4])
+    return f"it is {kind}" if kind else "its header is longer than the file, or no JSON"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _check(stored: dict[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], tied: bool) -> None:
+    """Compare names, shapes and types with what the model needs. Drops what old checkpoints carry needlessly."""
+    for key in [key for key in stored if key.endswith(".rotary_emb.inv_freq")]:
+        del stored[key]
+    copies = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    _refuse("missing in the checkpoint", expected.keys() - stored.keys())
+    _refuse("unexpected in the checkpoint", stored.keys() - expected.keys() - copies.keys())
+    for key, tensor in stored.items():
+        shape = expected[copies.get(key, key)]
+        if tensor.shape != shape:
+            raise WeightsError(f"tensor {key!r} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise WeightsError(f"tensor {key!r} must be one of {', '.join(_DTYPES)}, got {tensor.dtype}")
+
+
+def _refuse(what: str, keys: Iterable[str]) -> None:
+    names = sorted(keys)
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise WeightsError(f"tensors {what}: {', '.join(names[:8])}{more}")
+
+
+def _stream(
+    stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], tied: bool
+) -> None:
+    """Copy tensor by tensor, converting to the model's type on the way; of a cut one only the part is read."""
+    with tqdm(total=len(views), desc="loading weights", unit="tensor", disable=None) as bar:
+        for path in dict.fromkeys(tensor.file for tensor in stored.values()):
+            with safe_open(path, framework="pt") as file:
+                for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
+                    part = file.get_slice(key)[cuts[key].where] if key in cuts else file.get_tensor(key)
+                    views[key].copy_(part)
+                    bar.update()
+    if tied and "lm_head.weight" in stored:
+        _check_tied(stored["lm_head.weight"].file, views["model.embed_tokens.weight"])
+
+
+def _check_tied(path: Path, embedding: torch.Tensor) -> None:
+    with safe_open(path, framework="pt") as file:
+        head = file.get_tensor("lm_head.weight").to(embedding)
+    if not torch.equal(head, embedding):
+        raise WeightsError(
+            "tensor 'lm_head.weight' must equal 'model.embed_tokens.weight' in a model with tie_word_embeddings, they "
+            "differ; set tie_word_embeddings to false in config.json"
+        )
+
+
+def _randomise(views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], device: torch.device, seed: int) -> None:
+    """Draw every tensor whole, whatever part of it is wanted, so that a model is the same however it is cut."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, view in views.items():
+        if name.endswith("norm.weight"):
+            view.fill_(1.0)
+        elif name.endswith(".bias"):
+            view.zero_()
+        elif name in cuts:
+            whole = view.new_empty(cuts[name].full).normal_(std=_DUMMY_STD, generator=generator)
+            view.copy_(whole[cuts[name].where])
+        else:
+            view.normal_(std=_DUMMY_STD, generator=generator)

@@ -1,0 +1,1 @@
+"""Triton kernels of the sampler, imported on first use only."""

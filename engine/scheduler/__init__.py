@@ -1,0 +1,1 @@
+"""What runs in a step: queues, the token budget, and the loops that run steps."""

@@ -1,0 +1,62 @@
+"""StepPlan: a step in the making."""
+
+from __future__ import annotations
+
+from ..kv.manager import KVCacheManager
+from ..request import Request
+from ..step import ScheduledRequest, Step
+from .in_batch_prefix import ComingBlocks
+
+
+class StepPlan:
+    """What of the budget is left, what runs, which blocks move, and the blocks that its prompts will need later."""
+
+    __slots__ = (
+        "_decodes",
+        "_kv",
+        "_prefills",
+        "budget",
+        "coming",
+        "copies",
+        "reserved",
+        "swap_in",
+        "swap_out",
+        "swapped_out",
+    )
+
+    def __init__(self, kv: KVCacheManager, budget: int) -> None:
+        self._kv = kv
+        self._decodes: list[ScheduledRequest] = []
+        self._prefills: list[ScheduledRequest] = []
+        self.budget = budget
+        self.coming = ComingBlocks(kv.prefixes)
+        self.reserved = 0
+        self.copies: list[tuple[int, int]] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.swapped_out: list[Request] = []
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Let the next `num_tokens` of a request, which has the blocks for them, run in this step."""
+        start, total = request.num_computed_tokens, len(request.token_ids)
+        end = start + num_tokens
+        self.budget -= num_tokens
+        item = ScheduledRequest(request, start, num_tokens, end == total)
+        (self._decodes if num_tokens == 1 and start else self._prefills).append(item)
+        if num_tokens > 1:
+            self.coming.add(request, start, end)
+        if end != total:
+            self.reserved += self._kv.blocks_for(total, num_tokens) - self._kv.blocks_for(end, num_tokens)
+
+    def add_decode(self, request: Request) -> None:
+        """As `add`, for a request with one token to compute, which has its slot: what most steps do most of."""
+        self.budget -= 1
+        self._decodes.append(ScheduledRequest(request, request.num_computed_tokens, 1, True))
+
+    def step(self) -> Step | None:
+        """The step, or None where nothing runs."""
+        if not self._decodes and not self._prefills:
+            return None
+        items = (*self._decodes, *self._prefills)
+        moves = tuple(self.copies), tuple(self.swap_out), tuple(self.swap_in)
+        return Step(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))

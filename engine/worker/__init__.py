@@ -1,0 +1,1 @@
+"""The execution of a step on a device."""

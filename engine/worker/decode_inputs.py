@@ -1,0 +1,87 @@
+"""What a captured step of decodes reads, written on the device: by a Triton kernel on a GPU, by torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedattn import CommonAttentionMetadata
+
+from ..sampling.rows import SampledRows
+from ..transfer import pinned
+from .device_state import DeviceState
+from .packed_step import PackedStep
+
+
+class DecodeRows(NamedTuple):
+    """What a model and the sampler read of `size` rows, those behind a step's own being padding; all [size] int32."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    state_rows: torch.Tensor
+    lengths: torch.Tensor
+
+    def first(self, size: int) -> DecodeRows:
+        """The first `size` rows."""
+        return DecodeRows(*(rows[:size] for rows in self))
+
+    def sampled(self, places: np.ndarray) -> SampledRows:
+        """The first rows, whose state rows are `places`, all sampled: a decode's input is its last token."""
+        count = len(places)
+        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], places)
+
+
+def packed_decodes(packed: PackedStep, size: int, nobody: int, device: torch.device) -> torch.Tensor:
+    """A step of decodes, padded to `size` rows, in one transfer: [3 + groups, size] int32 on the device.
+
+    State row, token (negative: nobody has read it), position, and by group the block that the token goes to. Padding
+    has state row `nobody`, and zeros.
+    """
+    count, groups = len(packed.rows), len(packed.deltas.current)
+    host = pinned((3 + groups, size), device)
+    target: np.ndarray = host.numpy()
+    target[:, count:] = 0
+    target[0, count:] = nobody
+    target[0, :count], target[1, :count], target[2, :count] = packed.rows, packed.tokens, packed.starts
+    target[3:, :count] = packed.deltas.current
+    return host.to(device, non_blocking=True)
+
+
+def write_decodes(
+    sent: torch.Tensor,
+    count: int,
+    state: DeviceState,
+    rows: DecodeRows,
+    commons: Sequence[CommonAttentionMetadata],
+) -> None:
+    """Put each new block into the state's tables, and the step into `rows` and `commons`.
+
+    Args:
+        sent: [3 + groups, size], what `packed_decodes` made. count: of its rows, those that are no padding.
+        rows: tensors [size] to write to.
+        commons: by KV group, the tensors of captured metadata for `size` sequences; padding gets neither tokens nor
+            keys, and is written nowhere.
+    """
+    if sent.is_cuda:
+        from .kernels.decode_inputs import write
+
+        for group, common in enumerate(commons):
+            write(sent, group, count, state.tables[group], state.block_sizes[group], state.last_tokens, rows, common)
+        return
+    state_rows, ids, positions, *blocks = sent
+    rows.state_rows.copy_(state_rows)
+    rows.ids.copy_(torch.where(ids < 0, state.last_tokens[state_rows].clamp(min=0), ids))
+    rows.positions.copy_(positions)
+    rows.lengths.copy_(positions + 1)
+    live = torch.arange(len(ids), device=ids.device) < count
+    for table, size, block, common in zip(state.tables, state.block_sizes, blocks, commons, strict=True):
+        column = positions // size
+        table[state_rows[:count], column[:count]] = block[:count]
+        width = min(common.block_table.shape[1], table.shape[1])
+        common.block_table[:count, :width] = table[state_rows[:count], :width]
+        common.query_start_loc.copy_(torch.arange(len(ids) + 1).clamp(max=count))
+        common.seq_lens.copy_(torch.where(live, positions + 1, 0))
+        common.slot_mapping.copy_(torch.where(live, block.long() * size + positions % size, -1))

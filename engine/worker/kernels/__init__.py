@@ -1,0 +1,1 @@
+"""Triton kernels of the worker, imported on first use only."""

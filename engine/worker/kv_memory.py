@@ -1,0 +1,185 @@
+"""How many KV blocks fit: given, or measured on a GPU after a warm-up at the full token budget, or a share of a CPU.
+
+And how many more the host has room for, where preempted requests are swapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pagedattn.errors import CapacityError
+
+from ..config import EngineConfig
+from ..request import Request
+from ..sampling_params import SamplingParams
+from ..step import KVGroup, ScheduledRequest, Step, SwapRoom
+
+_CPU_BYTES = 1 << 30
+_WARM_UP_CONTEXT = 4096
+_GIB = 1 << 30
+_SWAP_BYTES = 4 << 30
+# What a device moves to or from pinned host memory, in bytes/s, and what it multiplies while it computes prompts, in
+# FLOP/s. Their ratio decides between swap and recompute, and is within a factor of two of these on H100, H200 and A100.
+_RATES = {"cuda": (50e9, 4e14), "cpu": (1e10, 1e11)}
+
+logger = logging.getLogger("pagedattn.engine")
+
+
+def size_kv_blocks(
+    config: EngineConfig,
+    device: torch.device,
+    block_bytes: int,
+    groups: Sequence[KVGroup],
+    max_model_len: int,
+    run: Callable[[Step], object],
+    graph_bytes: Callable[[], int] = lambda: 0,
+) -> int:
+    """The number of blocks of the cache, the null block included.
+
+    On a GPU: total memory x utilization - what is in use by anybody - what activations reserve at their peak, which is
+    measured by running a step at the full token budget and one of decodes - what CUDA graphs will need.
+
+    Args:
+        block_bytes: of one block id, all slabs and scales together.
+        max_model_len: the longest sequence that the model has positions for.
+        run: executes a step with a cache of one block.
+        graph_bytes: called after the warm-up; captures graphs over a cache that is thrown away, returns their bytes.
+
+    Raises:
+        CapacityError: the blocks do not fit the device, not even two do, or they are too few for one sequence of the
+            `max_model_len` that the config asks for.
+    """
+    if config.num_kv_blocks is not None:
+        blocks = config.num_kv_blocks
+        _check_fits(blocks, block_bytes, device)
+    elif device.type == "cuda":
+        blocks = _measured(config, device, block_bytes, run, len(groups), max_model_len, graph_bytes)
+    else:
+        longest = sum(group.blocks_for(max_model_len, config.max_num_batched_tokens) for group in groups)
+        blocks = min(1 + longest * config.max_num_seqs, max(1 + longest, _CPU_BYTES // block_bytes))
+    _check_longest(config, blocks, groups, max_model_len)
+    return blocks
+
+
+def _measured(
+    config: EngineConfig,
+    device: torch.device,
+    block_bytes: int,
+    run: Callable[[Step], object],
+    num_groups: int,
+    max_model_len: int,
+    graph_bytes: Callable[[], int],
+) -> int:
+    activations = _peak_of_activations(config, device, run, num_groups, max_model_len)
+    graphs = graph_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    available = int(total * config.gpu_memory_utilization) - (total - free) - activations - graphs
+    blocks = available // block_bytes
+    parts = (
+        f"{total / _GIB:.1f} GiB x {config.gpu_memory_utilization} - {(total - free) / _GIB:.1f} GiB in use "
+        f"- {activations / _GIB:.1f} GiB for activations - {graphs / _GIB:.1f} GiB for CUDA graphs"
+    )
+    if blocks < 2:
+        raise CapacityError(
+            f"no memory for the KV cache: {parts} leaves {available / _GIB:.2f} GiB, two blocks need "
+            f"{2 * block_bytes / _GIB:.2f} GiB; raise gpu_memory_utilization or lower max_num_batched_tokens "
+            f"({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
+        )
+    logger.info("KV cache of %d blocks, %.1f GiB (%s)", blocks, blocks * block_bytes / _GIB, parts)
+    return blocks
+
+
+def _check_fits(blocks: int, block_bytes: int, device: torch.device) -> None:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    if free is not None and blocks * block_bytes > free:
+        raise CapacityError(
+            f"num_kv_blocks={blocks} of {block_bytes} bytes need {blocks * block_bytes / _GIB:.2f} GiB and {device} "
+            f"has {free / _GIB:.2f} GiB free; lower num_kv_blocks to {free // block_bytes} at most"
+        )
+
+
+def _check_longest(config: EngineConfig, blocks: int, groups: Sequence[KVGroup], max_model_len: int) -> None:
+    """Refuse a length that was asked for and cannot be reached; say so where it is only the model's."""
+
+    def fits(num_tokens: int) -> bool:
+        # The last token of a sequence is never written.
+        return sum(group.blocks_for(num_tokens - 1, 1) for group in groups) < blocks
+
+    if fits(max_model_len):
+        return
+    reachable = bisect_left(range(max_model_len), True, key=lambda length: not fits(length)) - 1
+    need = 1 + sum(group.blocks_for(max_model_len - 1, 1) for group in groups)
+    problem = f"a sequence of {max_model_len} tokens needs {need} blocks and the KV cache has {blocks}"
+    if config.max_model_len is not None:
+        raise CapacityError(
+            f"{problem}; lower max_model_len to {reachable}, or raise num_kv_blocks or gpu_memory_utilization"
+        )
+    logger.warning("%s: sequences end at %d tokens", problem, reachable)
+
+
+def swap_room(
+    config: EngineConfig, device: torch.device, block_bytes: int, groups: Sequence[KVGroup], num_parameters: int
+) -> SwapRoom:
+    """Host memory for swapped blocks, and what one costs: its bytes twice, against 2 FLOP per parameter and token.
+
+    Args:
+        block_bytes, groups: as `size_kv_blocks`.
+        num_parameters: of the model.
+
+    Raises:
+        CapacityError: preemption="swap", and not even one block fits into `swap_space`.
+    """
+    default = _SWAP_BYTES if config.preemption == "swap" or device.type == "cuda" else 0
+    space = default if config.swap_space is None else config.swap_space
+    if config.preemption == "recompute":
+        return SwapRoom()
+    if config.preemption == "swap" and space < block_bytes:
+        raise CapacityError(f"swap_space={space} holds no block: one has {block_bytes} bytes; raise swap_space")
+    bandwidth, flops = _RATES.get(device.type, _RATES["cpu"])
+    tokens = (2 * block_bytes / bandwidth) / (2 * num_parameters / flops)
+    if config.preemption == "auto" and tokens >= max(group.block_size for group in groups):
+        return SwapRoom()  # no block holds so many tokens that moving it would pay
+    return SwapRoom(space // block_bytes, tokens)
+
+
+def _peak_of_activations(
+    config: EngineConfig, device: torch.device, run: Callable[[Step], object], num_groups: int, max_model_len: int
+) -> int:
+    """Bytes that the allocator reserves for activations at their peak, above what stays reserved."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    for step in _warm_up_steps(config, num_groups, max_model_len):
+        run(step)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak - torch.cuda.memory_reserved(device)
+
+
+def _warm_up_steps(config: EngineConfig, num_groups: int, max_model_len: int) -> list[Step]:
+    """A step of prompts at the full budget and one of decodes, sampled in the way that needs most memory."""
+    budget = config.max_num_batched_tokens
+    longest = min(max_model_len, _WARM_UP_CONTEXT, budget)
+    sequences = min(config.max_num_seqs, budget)
+    prompts, rest = [], budget
+    while rest and len(prompts) < sequences:
+        prompts.append(min(longest, -(-rest // (sequences - len(prompts))), rest))
+        rest -= prompts[-1]
+    return [
+        Step(tuple(_item(0, size, num_groups) for size in prompts), 0, ()),
+        Step(tuple(_item(longest - 1, 1, num_groups) for _ in range(sequences)), sequences if longest > 1 else 0, ()),
+    ]
+
+
+def _item(start: int, num_tokens: int, num_groups: int) -> ScheduledRequest:
+    """A request whose blocks are all the null block: what it computes is never read."""
+    length = start + num_tokens
+    sampling = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=1)
+    request = Request("warm-up", array("i", [0]) * length, sampling, arrival=0, max_total_tokens=length + 1)
+    request.block_ids = [[0] * length] * num_groups
+    return ScheduledRequest(request, start, num_tokens, samples=True)

@@ -1,0 +1,219 @@
+"""ModelRunner: a decoder on one device, its KV cache, and the execution of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from pagedattn import LayerCache, PagedKVCache, plan_step
+from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
+
+from ..config import EngineConfig
+from ..models.detokenizer import Detokenizer, detokenizer_of
+from ..models.factory import make_model
+from ..models.folder import ModelFolder
+from ..models.tokenizer import Tokenizer
+from ..models.tp_group import Ranks
+from ..sampling.sampler import BatchState, DrawnTokens, Sampler
+from ..sampling.token_counts import TokenCounts
+from ..step import KVGroup, SampledToken, Step
+from .block_copier import BlockMover
+from .decode_graphs import DecodeGraphs, default_sizes
+from .device_state import DeviceState
+from .kv_memory import size_kv_blocks, swap_room
+from .packed_step import StepPacker
+from .step_inputs import InputSender
+
+
+class ModelRunner:
+    """Loads a model folder and runs steps. Keeps no progress: a step that raised can be run again as it was.
+
+    Attributes:
+        model_config: the shape of the model.
+        tokenizer: of the folder, None where it has none.
+        max_model_len: longest sequence in tokens.
+        num_kv_blocks: blocks of the cache, the null block included.
+        swap_room: host memory for blocks of preempted requests.
+        kv_groups: block size and window per KV group.
+        prefers_overlap: whether the device works while the host does something else.
+        eos_token_ids: of the generation config, else the config, else the tokenizer.
+
+    Raises:
+        WeightsError, SecurityError, UnsupportedError: a model folder that cannot be loaded.
+        CapacityError: weights or cache do not fit the device.
+    """
+
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
+        """Load the model, or one rank's share of it, and measure how large its cache can be.
+
+        Args:
+            ranks: those that run the same steps as this one, each with its share of the model.
+        """
+        folder = ModelFolder(config.model)
+        self.folder = folder
+        self.device = _device(config.device)
+        self.model = make_model(config, folder, self.device, ranks)
+        self.model_config = self.model.config
+        self.max_model_len = config.longest_sequence(self.model_config.max_position_embeddings)
+        self.prefers_overlap = self.device.type == "cuda"
+        self.vocab_size = self.model_config.vocab_size
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.eos_token_ids = self.model_config.eos_token_ids
+        if not self.eos_token_ids and self.tokenizer is not None:
+            self.eos_token_ids = self.tokenizer.eos_token_ids
+        self._specs = self.model.kv_cache_specs(config.block_size)
+        layout = PagedKVCache.from_specs(self._specs, 1, device="meta")
+        self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
+        self._attentions = self.model.attention_layers()
+        self._state = DeviceState(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
+        self._packer = StepPacker(self.kv_groups, self._state)
+        self._inputs = InputSender(self._state, self.device)
+        self._sampler = Sampler(self.vocab_size, self.device)
+        self._counts = TokenCounts(config.max_num_seqs, self.vocab_size, self.device)
+        if self.device.type == "cuda":  # what is left is the cache's, so that a step would find no room
+            self._counts.reserve()
+        self._graphs = self._make_graphs(config)
+        self._allocate(config, layout.nbytes, ranks)
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(self._layers)
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """The buffers of captured steps, if the configuration and the device want any."""
+        sizes = config.graph_sizes
+        if config.enforce_eager or not self.model.capturable or (sizes is None and self.device.type != "cuda"):
+            return None
+        sizes = default_sizes(config.max_num_seqs) if sizes is None else sizes
+        with torch.inference_mode():
+            return DecodeGraphs(self.model, self._state, sizes, self.max_model_len, self.device)
+
+    def make_detokenizer(self) -> Detokenizer:
+        """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
+        return detokenizer_of(self.tokenizer, self.folder)
+
+    def describe(self) -> str:
+        """Which attention backend every kind of layer has, and why."""
+        return "\n".join(dict.fromkeys(layer.selection.describe() for layer in self._attentions))
+
+    def execute(self, step: Step) -> list[SampledToken | None]:
+        """Run one step: block copies, forward, and a token for every row that `samples`, None for the others.
+
+        Raises:
+            CapacityError: out of device memory; the cache and the engine are intact.
+            EngineDeadError: the device failed and no further step can run.
+        """
+        return self.launch(step).read()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> LaunchedStep:
+        """Start a step and wait for nothing. Steps run one after another, each on what those before it wrote.
+
+        A token that is UNKNOWN to its request is the one that the request's step before has drawn.
+
+        Raises:
+            CapacityError, EngineDeadError: as `execute`.
+        """
+        try:
+            with typed_faults(step):
+                return LaunchedStep(step, self._launch(step))
+        except BaseException:
+            self._state.forget()
+            self._counts.forget()
+            raise
+
+    def _launch(self, step: Step) -> DrawnTokens | None:
+        self._mover.move(step)
+        if not step.scheduled:
+            return None
+        packed = self._packer.pack(step)
+        sampling = [request for request, _, _, samples in step.scheduled if samples]
+        if self._graphs is not None and self._graphs.serves(packed):
+            logits, drawn, rows = self._graphs.run(packed)
+        else:
+            inputs = self._inputs.send(packed)
+            metadata = plan_step(self._attentions, inputs.commons)
+            hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
+            if not sampling:
+                return None
+            drawn, rows = None, inputs.rows
+            logits = self.model.logits(hidden if packed.only_decodes else hidden.index_select(0, inputs.sampled))
+        tokens = self._sampler.draw(
+            logits,
+            sampling,
+            BatchState(rows, self._state.params, self._counts),
+            drawn=drawn,
+            special=packed.special,
+        )
+        if tokens.tokens is not drawn:
+            self._state.last_tokens.index_put_((rows.state_rows,), tokens.tokens.to(torch.int32))
+        return tokens
+
+    def _allocate(self, config: EngineConfig, block_bytes: int, ranks: Ranks | None) -> None:
+        """Make the cache as large as memory allows, which a run with a cache of one block finds out.
+
+        On every rank it is as large as on the one that has least.
+        """
+        self._clean_cache = config.clean_cache
+        self._make_cache(1, 0)
+        num_kv_blocks = size_kv_blocks(
+            *(config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute), self._graph_bytes
+        )
+        self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
+        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
+        self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
+
+    def _graph_bytes(self) -> int:
+        """What captured steps will take, found out with the cache that there is."""
+        with torch.inference_mode():
+            return 0 if self._graphs is None else self._graphs.measure(self._layers)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
+        self._mover = BlockMover(self.cache, num_host_blocks, self._clean_cache)
+        self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
+
+
+class LaunchedStep:
+    """A step that the device is working on."""
+
+    def __init__(self, step: Step, drawn: DrawnTokens | None) -> None:
+        self._step, self._drawn = step, drawn
+
+    def read(self) -> list[SampledToken | None]:
+        """Wait for the tokens: one for every row that `samples`, None for the others."""
+        items = self._step.scheduled
+        if self._drawn is None:
+            return [None] * len(items)
+        with typed_faults(self._step):
+            tokens = self._drawn.read()
+        if len(tokens) == len(items):
+            return [*tokens]
+        rest = iter(tokens)
+        return [next(rest) if item.samples else None for item in items]
+
+
+@contextmanager
+def typed_faults(step: Step) -> Iterator[None]:
+    """What torch raises of a device as the errors that the engine knows."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = "lower max_num_batched_tokens or gpu_memory_utilization"
+        raise CapacityError(f"a step of {step.num_tokens} tokens ran out of memory; {remedy}: {error}") from error
+    except torch.AcceleratorError as error:
+        raise EngineDeadError(f"the device failed: {error}") from error
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise InvalidInputError("device", "a device that torch knows, such as cpu or cuda:0", repr(name)) from error
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise UnsupportedError(f"device {device} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
