@@ -1,7 +1,7 @@
 """pagedattn.engine: a small engine that generates text from a model folder through the paged cache.
 
-Its scheduler's own nouns (`Request`, `Step`, `KVGroup`, `KVCacheManager`, ...) stand here too, for engines and tests
-that use them without an LLM.
+Its scheduler's own nouns (`Request`, `SchedulerOutput`, `KVGroup`, `KVCacheManager`, ...) stand here too, for engines
+and tests that use them without an LLM.
 """
 
 from .api.async_llm import AsyncLLM, TokenStream
@@ -9,9 +9,10 @@ from .api.llm import LLM
 from .api.outputs import CompletionOutput, RequestOutput, TokenDelta
 from .config import EngineConfig
 from .kv.manager import KVCacheManager
+from .kv_group import KVGroup
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
-from .step import KVGroup, SampledToken, ScheduledRequest, Step
+from .scheduler_output import SampledToken, ScheduledRequest, SchedulerOutput
 
 __all__ = [
     "LLM",
@@ -26,7 +27,7 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "ScheduledRequest",
-    "Step",
+    "SchedulerOutput",
     "TokenDelta",
     "TokenStream",
 ]

@@ -14,15 +14,15 @@ from pagedattn.runtime import Launcher
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait until what came before is done, and let what comes next be launched, to wait in its turn."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
-class ChainedKernel:
-    """A kernel that does `follow(PDL)` before it reads or writes what others write or read."""
+class PDLKernel:
+    """A kernel that does `pdl_wait(PDL)` before it reads or writes what others write or read."""
 
     def __init__(self, kernel: Any) -> None:
         """`kernel`: its last constant is PDL."""
@@ -35,7 +35,7 @@ class ChainedKernel:
             args, constants, options: as `Launcher`, PDL aside.
         """
         device = args[0].device
-        chained = device.type == "cuda" and _has_chains(device)
+        chained = device.type == "cuda" and _supports_pdl(device)
         constants = {**constants, "PDL": chained}
         if chained:  # else it is not named: the interpreter does not know it
             options["launch_pdl"] = True
@@ -47,5 +47,5 @@ class ChainedKernel:
 
 
 @cache
-def _has_chains(device: torch.device) -> bool:
+def _supports_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)

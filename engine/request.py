@@ -63,13 +63,14 @@ class Request:
         "arrival",
         "block_ids",
         "cache_salt",
+        "commit_at",
         "explanation",
         "fork_of",
+        "last_prefix_nodes",
         "max_total_tokens",
-        "next_commit",
+        "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_keyed",
         "num_preemptions",
         "num_prompt_hits",
         "num_released",
@@ -82,7 +83,6 @@ class Request:
         "status",
         "stop_ids",
         "swapped",
-        "tails",
         "token_ids",
     )
 
@@ -134,10 +134,10 @@ class Request:
         self.block_ids: list[list[int]] = []
         # Tokens that the tables hold room for, and the num_computed_tokens from which commit() has work to do.
         self.num_slots = 0
-        self.next_commit = 0
+        self.commit_at = 0
         # Per group: blocks that carry a key, the content of the last of them, blocks given back to the null block.
-        self.num_keyed: list[int] = []
-        self.tails: list[ContentNode | None] = []
+        self.num_cached_blocks: list[int] = []
+        self.last_prefix_nodes: list[ContentNode | None] = []
         self.num_released: list[int] = []
 
     @property

@@ -35,7 +35,7 @@ FAULTS = (
           "self._go_on()", "test_async_llm_faults.py repair_after"),
     Fault("no turn after a refused stream", "AsyncLLM._end", "self._go_on(anyway=aborted)", "self._go_on()",
           "test_async_llm_faults.py refused_stream"),
-    Fault("a stopped rank waited for without end", "Watch._flush", "self._wait_for_room(rank, limits.silence)",
+    Fault("a stopped rank waited for without end", "WorkerMonitor._flush", "self._wait_for_room(rank, limits.silence)",
           'self._wait_for_room(rank, float("inf"))', "test_watch.py stopped_rank"),
     Fault("limits of ranks that are not the settings", "ParallelRunner.__init__",
           "Limits(config.heartbeat_timeout, config.step_timeout)", "Limits(3.5, 4.0)", "test_watch.py settings_are"),

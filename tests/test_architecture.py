@@ -44,12 +44,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Folders whose members are apart: `kernels/decode` imports what lies in `kernels/` itself, never `kernels/prefill`.
 APART = ("kernels", "backends")
 # The same of the engine, whose own folders run one way too; imports for type checking count.
-_NOUNS = ("config", "garbage", "pdl", "request", "sampling_params", "step", "transfer")
+_NOUNS = (
+    *("config", "garbage", "kv_group", "pdl", "request", "runner_protocol", "sampling_params", "scheduler_output"),
+    "transfer",
+)
 _WORKER = (*_NOUNS, "models", "sampling", "worker")
 ENGINE_ALLOWED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("config", "garbage", "pdl", "sampling_params", "transfer"), ()),
+    **dict.fromkeys(("config", "garbage", "kv_group", "pdl", "sampling_params", "transfer"), ()),
     "request": ("sampling_params",),
-    "step": ("request",),
+    "scheduler_output": ("request",),
+    "runner_protocol": ("kv_group", "scheduler_output"),
     "kv": (*_NOUNS, "kv"),
     "scheduler": (*_NOUNS, "kv", "scheduler"),
     "models": (*_NOUNS, "models"),

@@ -11,9 +11,9 @@ from random import Random
 from pagedattn.errors import RequestError
 
 from ..request import Request
+from ..runner_protocol import Runner
 from ..sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
-from ..step import Runner
 from .outputs import CompletionOutput, RequestOutput, SequenceOutput, TokenDelta
 from .prompts import Prompt, encode_prompt
 
@@ -80,7 +80,7 @@ def sequence_names(request_id: str, n: int) -> list[str]:
     return [request_id, *(f"{request_id}/{index}" for index in range(1, n))]
 
 
-class Inbox:
+class OutputQueue:
     """What is ready for one caller, who wants whole outputs or (streams) deltas, and the ids that have not ended."""
 
     __slots__ = ("deltas", "ids", "outputs", "streams")
@@ -97,7 +97,7 @@ class TrackedRequest:
 
     __slots__ = ("checked", "completions", "inbox", "prompt_index", "request_id", "sequences")
 
-    def __init__(self, request_id: str, checked: CheckedRequest, inbox: Inbox, prompt_index: int) -> None:
+    def __init__(self, request_id: str, checked: CheckedRequest, inbox: OutputQueue, prompt_index: int) -> None:
         self.request_id = request_id
         self.checked = checked
         self.inbox = inbox

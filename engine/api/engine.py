@@ -15,12 +15,13 @@ from pagedattn.errors import EngineDeadError, PagedAttnError, QueueFullError, Re
 from ..config import EngineConfig
 from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
+from ..runner_protocol import Launches, Runner
 from ..sampling_params import SamplingParams
 from ..scheduler.loops import make_loop
 from ..scheduler.overlap import OverlapScheduler
 from ..scheduler.scheduler import Scheduler
-from ..step import Launches, Runner, SampledToken
-from .admission import CheckedRequest, Inbox, TrackedRequest, check_name, check_request, sequence_names
+from ..scheduler_output import SampledToken
+from .admission import CheckedRequest, OutputQueue, TrackedRequest, check_name, check_request, sequence_names
 from .outputs import RequestOutput, SequenceOutput, TokenDelta
 from .prompts import Prompt
 from .stats import EngineStats, Metrics
@@ -45,13 +46,13 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_share=config.max_prefill_share,
-            tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_room.tokens_per_block,
+            tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_config.tokens_per_block,
         )
         self._loop = make_loop(self._scheduler, runner)
         self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
-        self._inbox, self._streams = Inbox(), Inbox(streams=True)
+        self._inbox, self._streams = OutputQueue(), OutputQueue(streams=True)
         # Whoever drives the engine holds both, an abort only the second.
         self._driven, self._lock = threading.Lock(), threading.Lock()
         self._late_aborts: deque[str] = deque()
@@ -152,7 +153,7 @@ class Engine:
     def _queue(
         self,
         checked: CheckedRequest,
-        inbox: Inbox,
+        inbox: OutputQueue,
         request_id: str | None = None,
         prompt_index: int = 0,
         limit: int | None = None,
@@ -197,7 +198,7 @@ class Engine:
                 raise error
             self._tidy()
 
-    def _drop(self, inbox: Inbox) -> None:
+    def _drop(self, inbox: OutputQueue) -> None:
         """Abort everything that `inbox` still waits for; nothing on a dead engine, so that its error stays visible."""
         for request_id in list(inbox.ids) if self._dead is None else ():
             self.abort(request_id)
@@ -279,7 +280,7 @@ class Engine:
 
     def _new_cache(self) -> KVCacheManager:
         pool = BlockPool(self.runner.num_kv_blocks, enable_caching=self.config.enable_prefix_caching)
-        return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_room.num_blocks)
+        return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_config.num_blocks)
 
     def _name(self, request_id: str | None, n: int) -> str:
         """The id asked for, or a new one, that no unfinished request or completion has, nor an output not taken yet."""

@@ -15,9 +15,9 @@ from ..config import EngineConfig
 from ..garbage import freeze_while_alive
 from ..models.folder import ModelFolder
 from ..models.tokenizer import Tokenizer
+from ..runner_protocol import Closes, Describes, Launches, Runner
 from ..sampling_params import SamplingParams
-from ..step import Closes, Describes, Launches, Runner
-from .admission import CheckedRequest, Inbox
+from .admission import CheckedRequest, OutputQueue
 from .chat_encoding import encode_chat
 from .chat_template import ChatTemplate
 from .engine import Engine
@@ -91,7 +91,7 @@ class LLM(Engine):
             RequestError: a prompt cannot be served; none of them was run.
         """
         checked = self._check_all(prompts, sampling_params, cache_salt, skip_prefix_cache_reads)
-        inbox = Inbox()
+        inbox = OutputQueue()
         try:
             order = [self._queue(request, inbox) for request in checked]
             with _progress_bar(len(order), progress) as bar:
@@ -163,7 +163,7 @@ class LLM(Engine):
         return runner.describe() if isinstance(runner, Describes) else type(runner).__name__
 
     def _stream(self, checked: Sequence[CheckedRequest]) -> Iterator[TokenDelta]:
-        inbox = Inbox(streams=True)
+        inbox = OutputQueue(streams=True)
         try:
             for index, request in enumerate(checked):
                 self._queue(request, inbox, prompt_index=index)

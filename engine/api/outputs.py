@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..request import Request, RequestStatus
-from ..step import Detokenizer, SampledToken
+from ..runner_protocol import Detokenizer
+from ..scheduler_output import SampledToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from pagedattn.errors import RequestError
 
-from ..step import Tokenizer
+from ..runner_protocol import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int]"
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagedattn import BlockPool
 
+from ..kv_group import KVGroup
 from ..request import Request
-from ..step import KVGroup
 from .offload import SwapSpace, contents_of, found_tables
 from .prefix_cache import PrefixCache, PrefixHit, first_extra
 
@@ -37,12 +37,12 @@ class KVCacheManager:
         self.block_sizes = tuple(group.block_size for group in groups)
         self.windows = tuple(group.sliding_window for group in groups)
         self.prefixes = PrefixCache(pool, self.groups)
-        self._poisoned: set[int] = set()
+        self._invalid_nodes: set[int] = set()
         self._fresh: list[int] = []
 
     def lookup(self, request: Request) -> PrefixHit:
         """The cached beginning of a request that holds no blocks: full blocks only, never its last token."""
-        return self.prefixes.lookup(request, self._poisoned)
+        return self.prefixes.lookup(request, self._invalid_nodes)
 
     def start(self, request: Request, hit: PrefixHit, num_new_tokens: int, headroom: int = 0) -> bool:
         """Give a request that holds no blocks its hit and room for `num_new_tokens` more; all groups or nothing.
@@ -58,7 +58,7 @@ class KVCacheManager:
         self.pool.touch(held)
         request.block_ids = [list(table) for table in hit.blocks]
         request.num_computed_tokens = request.num_cached_tokens = hit.num_tokens
-        self._open(request, list(hit.tails))
+        self._open(request, list(hit.last_prefix_nodes))
         return self.allocate_slots(request, num_new_tokens)
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
@@ -81,7 +81,7 @@ class KVCacheManager:
             Pairs (host block, block) to copy before the next step, or None where there are not enough free blocks.
         """
         swapped = request.swapped
-        found = found_tables(swapped, self.pool, self.groups, self._poisoned) if swapped is not None else None
+        found = found_tables(swapped, self.pool, self.groups, self._invalid_nodes) if swapped is not None else None
         if swapped is None or found is None:
             self.swap.drop(request)
             return None
@@ -100,8 +100,8 @@ class KVCacheManager:
         for group, (contents, entries) in enumerate(zip(swapped.contents, missing, strict=True)):
             # Blocks are keyed again from the first one on that is copied: its content may have been forgotten.
             keyed = min([len(contents), *entries])
-            request.num_keyed[group] = keyed
-            request.tails[group] = contents[keyed - 1] if keyed else None
+            request.num_cached_blocks[group] = keyed
+            request.last_prefix_nodes[group] = contents[keyed - 1] if keyed else None
         self._plan_commit(request)
         self.allocate_slots(request, num_new_tokens)
         places = zip(request.block_ids, swapped.places, missing, strict=True)
@@ -141,7 +141,7 @@ class KVCacheManager:
 
     def commit(self, request: Request) -> None:
         """Key the blocks that `num_computed_tokens` has filled, then release what the windows have passed."""
-        if request.num_computed_tokens < request.next_commit:
+        if request.num_computed_tokens < request.commit_at:
             return
         for group in range(len(self.block_sizes)):
             if self.pool.enable_caching:
@@ -170,7 +170,7 @@ class KVCacheManager:
         for group, size in enumerate(self.block_sizes):
             contents = contents_of(request, group) if request.swapped is None else request.swapped.contents[group]
             for first_own in contents[request.num_cached_tokens // size :][:1]:
-                self._poisoned.add(first_own.uid)
+                self._invalid_nodes.add(first_own.uid)
         self.free(request)
 
     def fork(self, parent: Request, child: Request, headroom: int = 0) -> list[tuple[int, int]] | None:
@@ -189,16 +189,18 @@ class KVCacheManager:
         firsts = [group.first_needed_block(shared) for group in self.groups]
         if any(released > first for released, first in zip(parent.num_released, firsts, strict=True)):
             return None
-        child.block_ids, copies, tails = [], [], []
+        child.block_ids, copies, last_prefix_nodes = [], [], []
         for group, size in enumerate(self.block_sizes):
             table = parent.block_ids[group][: -(-shared // size)]
             table[: firsts[group]] = [self.pool.null_block] * firsts[group]
             forked, pairs = self.pool.fork(table, has_open_block=shared % size > 0)
             child.block_ids.append(forked)
             copies += pairs
-            tails.append(_ancestor(parent.tails[group], parent.num_keyed[group] - shared // size))
+            last_prefix_nodes.append(
+                _ancestor(parent.last_prefix_nodes[group], parent.num_cached_blocks[group] - shared // size)
+            )
         child.num_computed_tokens = child.num_cached_tokens = shared
-        self._open(child, tails)
+        self._open(child, last_prefix_nodes)
         self.allocate_slots(child, 1)
         return copies
 
@@ -206,29 +208,29 @@ class KVCacheManager:
         """Forget all content; False, and nothing done, while a request holds blocks, of the host's memory too."""
         if self.swap.num_free < self.swap.num_blocks or not self.pool.reset():
             return False
-        self._poisoned.clear()
+        self._invalid_nodes.clear()
         return True
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Blocks that a request of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
         return sum(group.blocks_for(num_tokens, chunk) for group in self.groups)
 
-    def _open(self, request: Request, tails: list[ContentNode | None]) -> None:
+    def _open(self, request: Request, last_prefix_nodes: list[ContentNode | None]) -> None:
         """Set up the bookkeeping of new tables, whose full blocks all carry keys already."""
         computed = request.num_computed_tokens
-        request.tails = tails
-        request.num_keyed = [computed // size for size in self.block_sizes]
+        request.last_prefix_nodes = last_prefix_nodes
+        request.num_cached_blocks = [computed // size for size in self.block_sizes]
         request.num_released = [group.first_needed_block(computed) for group in self.groups]
         self._count_slots(request)
         self._plan_commit(request)
 
     def _key(self, request: Request, group: int) -> None:
-        size, table, node = self.block_sizes[group], request.block_ids[group], request.tails[group]
+        size, table, node = self.block_sizes[group], request.block_ids[group], request.last_prefix_nodes[group]
         full = request.num_computed_tokens // size
-        for index in range(request.num_keyed[group], full):
+        for index in range(request.num_cached_blocks[group], full):
             tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
             node = self.pool.commit(table[index], node, tokens, first_extra(request) if index == 0 else (), group)
-        request.tails[group], request.num_keyed[group] = node, full
+        request.last_prefix_nodes[group], request.num_cached_blocks[group] = node, full
 
     def _release(self, request: Request, group: int) -> None:
         released = request.num_released[group]
@@ -249,10 +251,10 @@ class KVCacheManager:
         due = sys.maxsize
         for group, (size, window) in enumerate(zip(self.block_sizes, self.windows, strict=True)):
             if self.pool.enable_caching:
-                due = min(due, (request.num_keyed[group] + 1) * size)
+                due = min(due, (request.num_cached_blocks[group] + 1) * size)
             if window is not None:
                 due = min(due, (request.num_released[group] + 1) * size + window - 1)
-        request.next_commit = due
+        request.commit_at = due
 
 
 def _ancestor(node: ContentNode | None, steps: int) -> ContentNode | None:

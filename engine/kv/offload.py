@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagedattn import BlockPool
 
+from ..kv_group import KVGroup
 from ..request import Request, SwappedRequest
-from ..step import KVGroup
 
 if TYPE_CHECKING:
     from pagedattn.cache.prefix_tree import ContentNode
@@ -113,7 +113,7 @@ def _found(pool: BlockPool, contents: list[ContentNode], entry: int, group: int)
 
 def contents_of(request: Request, group: int) -> list[ContentNode]:
     """The contents of the blocks of one group that carry a key, in the order of the table."""
-    node, contents = request.tails[group], []
+    node, contents = request.last_prefix_nodes[group], []
     while node is not None:
         contents.append(node)
         node = node.parent

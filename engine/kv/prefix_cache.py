@@ -11,8 +11,8 @@ import numpy as np
 
 from pagedattn import BlockPool
 
+from ..kv_group import KVGroup
 from ..request import Request
-from ..step import KVGroup
 
 if TYPE_CHECKING:
     from pagedattn.cache.prefix_tree import ContentNode
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class PrefixHit:
     """The longest computed beginning of a request that every group still holds.
 
-    `blocks[g]` is the table of group g over `num_tokens` tokens (null blocks before its window), `tails[g]` the content
-    of the last of them.
+    `blocks[g]` is the table of group g over `num_tokens` tokens (null blocks before its window), `last_prefix_nodes[g]`
+    the content of the last of them.
     """
 
     num_tokens: int
     blocks: tuple[list[int], ...]
-    tails: tuple[ContentNode | None, ...]
+    last_prefix_nodes: tuple[ContentNode | None, ...]
 
 
 class _LastChain(NamedTuple):
@@ -75,10 +75,10 @@ class PrefixCache:
 
     def is_new(self, request: Request) -> bool:
         """Whether the next block that a running request fills has a content that the cache does not know."""
-        size, index = self._groups[0].block_size, request.num_keyed[0]
+        size, index = self._groups[0].block_size, request.num_cached_blocks[0]
         tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
         extra = () if index else first_extra(request)
-        return self._pool.enable_caching and self._pool.find(request.tails[0], tokens, extra) is None
+        return self._pool.enable_caching and self._pool.find(request.last_prefix_nodes[0], tokens, extra) is None
 
     def aligned(self, num_tokens: int) -> int:
         """The longest length up to `num_tokens` at which a hit can end."""
@@ -137,13 +137,13 @@ class PrefixCache:
         return 0
 
     def _hit(self, chains: dict[int, list[ContentNode]], tables: list[list[int | None]], length: int) -> PrefixHit:
-        blocks, tails = [], []
+        blocks, last_prefix_nodes = [], []
         for group, table in zip(self._groups, tables, strict=True):
             first, end = group.first_needed_block(length), length // group.block_size
             live = [block for block in table[first:end] if block is not None]
             blocks.append([self._pool.null_block] * first + live)
-            tails.append(chains[group.block_size][end - 1])
-        return PrefixHit(length, tuple(blocks), tuple(tails))
+            last_prefix_nodes.append(chains[group.block_size][end - 1])
+        return PrefixHit(length, tuple(blocks), tuple(last_prefix_nodes))
 
 
 def first_extra(request: Request) -> tuple[tuple[str, str], ...]:

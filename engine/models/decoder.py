@@ -14,7 +14,7 @@ from .config import ModelConfig
 from .fused_ops import turn_and_write, turned
 from .layers import GatedMLP, Linear, MergedLinear, RMSNorm
 from .rope import RotaryEmbedding
-from .tensor_slice import Cut
+from .tensor_slice import TensorSlice
 
 Place = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of all positions, and the positions of the step's tokens
 
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
                 views[key] = tensor
         return views
 
-    def checkpoint_cuts(self) -> Mapping[str, Cut]:
+    def checkpoint_cuts(self) -> Mapping[str, TensorSlice]:
         """Which part of a checkpoint's tensors `checkpoint_views` shows; those not named are shown whole."""
         return {}
 

@@ -18,7 +18,7 @@ from .decoder import Decoder
 from .folder import ModelFolder
 from .loader import load_weights
 from .sharding import ShardedDecoder
-from .tp_group import Ranks
+from .tp_group import TPGroup
 from .transformers import load_transformers_model
 
 logger = logging.getLogger("pagedattn.engine")
@@ -70,7 +70,7 @@ class CausalModel(Protocol):
 
 
 def make_model(
-    config: EngineConfig, folder: ModelFolder, device: torch.device, ranks: Ranks | None = None
+    config: EngineConfig, folder: ModelFolder, device: torch.device, ranks: TPGroup | None = None
 ) -> CausalModel:
     """Load a folder's model by `config.model_impl`, or one rank's share of it, which only the native one has.
 

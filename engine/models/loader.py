@@ -18,7 +18,7 @@ from pagedattn.errors import CapacityError, WeightsError
 
 from .decoder import Decoder
 from .folder import ModelFolder
-from .tensor_slice import Cut
+from .tensor_slice import TensorSlice
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F16", "BF16", "F32", "F64")
@@ -169,7 +169,7 @@ def _refuse(what: str, keys: Iterable[str]) -> None:
 
 
 def _stream(
-    stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], tied: bool
+    stored: Mapping[str, StoredTensor], views: Mapping[str, torch.Tensor], cuts: Mapping[str, TensorSlice], tied: bool
 ) -> None:
     """Copy tensor by tensor, converting to the model's type on the way; of a cut one only the part is read."""
     with tqdm(total=len(views), desc="loading weights", unit="tensor", disable=None) as bar:
@@ -193,7 +193,9 @@ def _check_tied(path: Path, embedding: torch.Tensor) -> None:
         )
 
 
-def _randomise(views: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], device: torch.device, seed: int) -> None:
+def _randomise(
+    views: Mapping[str, torch.Tensor], cuts: Mapping[str, TensorSlice], device: torch.device, seed: int
+) -> None:
     """Draw every tensor whole, whatever part of it is wanted, so that a model is the same however it is cut."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, view in views.items():

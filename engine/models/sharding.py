@@ -21,12 +21,12 @@ from pagedattn.errors import UnsupportedError
 from .config import ModelConfig
 from .decoder import Decoder
 from .fused_ops import linear
-from .tensor_slice import Cut
-from .tp_group import Ranks
+from .tensor_slice import TensorSlice
+from .tp_group import TPGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardSpec:
     """Which part of a model is a rank's: half-open ranges of heads, KV heads, MLP channels and vocabulary."""
 
     heads: tuple[int, int]
@@ -35,7 +35,7 @@ class Share:
     tokens: tuple[int, int]
 
     @classmethod
-    def of(cls, config: ModelConfig, rank: int, size: int) -> Share:
+    def of(cls, config: ModelConfig, rank: int, size: int) -> ShardSpec:
         """The share of a rank. Where ranks outnumber KV heads, neighbours hold copies of the same one.
 
         Raises:
@@ -68,7 +68,7 @@ class Share:
 class RowParallelLinear(nn.Module):
     """A linear layer of which every rank has some input features; its output is the sum over ranks, plus the bias."""
 
-    def __init__(self, whole: nn.Linear, ranks: Ranks) -> None:
+    def __init__(self, whole: nn.Linear, ranks: TPGroup) -> None:
         """Take over the parameters of `whole`, which was made with this rank's input features."""
         super().__init__()
         self.weight, self.bias, self._ranks = whole.weight, whole.bias, ranks
@@ -82,13 +82,13 @@ class RowParallelLinear(nn.Module):
 class ShardedDecoder(Decoder):
     """A rank's share of a decoder; every rank calls it with the same step and gets the same logits."""
 
-    def __init__(self, ranks: Ranks, config: ModelConfig, *, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, ranks: TPGroup, config: ModelConfig, *, dtype: torch.dtype, **options: Any) -> None:
         """As `Decoder`, of which `config` describes the whole.
 
         Raises:
-            UnsupportedError: as `Share.of`.
+            UnsupportedError: as `ShardSpec.of`.
         """
-        share = Share.of(config, ranks.rank, ranks.size)
+        share = ShardSpec.of(config, ranks.rank, ranks.size)
         super().__init__(share.local(config), dtype=dtype, **options)
         self.share, self._whole, self._ranks = share, config, ranks
         for name, module in list(self.named_modules()):
@@ -108,7 +108,7 @@ class ShardedDecoder(Decoder):
         logits = self._ranks.all_gather(own).transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
         return logits if out is None else out.copy_(logits)
 
-    def checkpoint_cuts(self) -> Mapping[str, Cut]:
+    def checkpoint_cuts(self) -> Mapping[str, TensorSlice]:
         """As `Decoder.checkpoint_cuts`: this rank's part of each tensor."""
         whole, share = self._whole, self.share
         dim, hidden = whole.head_dim, whole.hidden_size
@@ -125,14 +125,14 @@ class ShardedDecoder(Decoder):
         }
         # Tied, the head is the embedding's, and a copy of it in the checkpoint is compared with the whole of that.
         tied = whole.tie_word_embeddings
-        cuts = {} if tied else {"lm_head.weight": Cut(0, *share.tokens, (whole.vocab_size, hidden))}
+        cuts = {} if tied else {"lm_head.weight": TensorSlice(0, *share.tokens, (whole.vocab_size, hidden))}
         for layer in range(whole.num_layers):
             for name, ((first, end), unit, full) in rows.items():
                 key = f"model.layers.{layer}.{name}"
-                cuts[f"{key}.weight"] = Cut(0, first * unit, end * unit, (full, hidden))
-                cuts[f"{key}.bias"] = Cut(0, first * unit, end * unit, (full,))
+                cuts[f"{key}.weight"] = TensorSlice(0, first * unit, end * unit, (full, hidden))
+                cuts[f"{key}.bias"] = TensorSlice(0, first * unit, end * unit, (full,))
             for name, ((first, end), unit, full) in columns.items():
-                cuts[f"model.layers.{layer}.{name}.weight"] = Cut(1, first * unit, end * unit, (hidden, full))
+                cuts[f"model.layers.{layer}.{name}.weight"] = TensorSlice(1, first * unit, end * unit, (hidden, full))
         return cuts
 
 

@@ -1,4 +1,4 @@
-"""Cut: the part of a stored tensor that a model wants, where it is one rank of several."""
+"""TensorSlice: the part of a stored tensor that a model wants, where it is one rank of several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """`start : stop` along `dim` of a tensor whose stored shape is `full`."""
 
     dim: int

@@ -13,7 +13,7 @@ import torch.distributed as dist
 _COLLECTIVE_LIMIT = timedelta(days=1)
 
 
-class Ranks(Protocol):
+class TPGroup(Protocol):
     """One rank's view of the group: `rank` of `size`, and the collectives, which every rank calls in the same order."""
 
     @property
@@ -35,8 +35,8 @@ class Ranks(Protocol):
         ...
 
 
-class ProcessRanks:
-    """Ranks that are processes, over NCCL on GPUs and gloo on CPUs. They meet at a file and listen on loopback only."""
+class ProcessTPGroup:
+    """A group of processes, over NCCL on GPUs and gloo on CPUs. They meet at a file and listen on loopback only."""
 
     def __init__(self, rank: int, size: int, meeting_file: str, device: torch.device) -> None:
         """Join the group; returns when all ranks have.
@@ -66,18 +66,18 @@ class ProcessRanks:
         self.smallest(0)  # takes the communicator's memory before anything is measured
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Ranks.all_reduce`."""
+        """As `TPGroup.all_reduce`."""
         dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Ranks.all_gather`."""
+        """As `TPGroup.all_gather`."""
         out = x.new_empty(self.size * x.shape[0], x.shape[1])
         self._gather(out, x.contiguous())
         return out.view(self.size, *x.shape)
 
     def smallest(self, value: int) -> int:
-        """As `Ranks.smallest`."""
+        """As `TPGroup.smallest`."""
         held = torch.tensor([value], device=self._device)
         dist.all_reduce(held, dist.ReduceOp.MIN)
         return int(held.item())

@@ -18,16 +18,17 @@ from pagedattn.errors import (
 )
 
 from ..config import EngineConfig
+from ..kv_group import KVGroup, SwapConfig
 from ..models.config import load_model_config
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.folder import ModelFolder
-from ..models.sharding import Share
+from ..models.sharding import ShardSpec
 from ..models.tokenizer import Tokenizer
-from ..step import KVGroup, SampledToken, Step, SwapRoom
+from ..scheduler_output import SampledToken, SchedulerOutput
 from .channel import Kind
 from .launcher import Workers
 from .step_wire import StepEncoder, decode_tokens
-from .watch import Limits, RankFailed, Watch
+from .watch import Limits, RankFailed, WorkerMonitor
 
 _AT_START = Limits(silence=120.0, total=3600.0)  # loading libraries may hold the interpreter for long
 _AS_IT_WAS = (CapacityError, SecurityError, UnsupportedError, WeightsError)
@@ -47,7 +48,7 @@ class ParallelRunner:
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         self.folder = ModelFolder(config.model)
-        Share.of(load_model_config(self.folder), 0, size)
+        ShardSpec.of(load_model_config(self.folder), 0, size)
         devices = _devices(config.device, size)
         self.prefers_overlap = devices[0] != "cpu"
         self.tokenizer = Tokenizer.from_folder(self.folder)
@@ -55,7 +56,7 @@ class ParallelRunner:
         self._steps, self._in_doubt = StepEncoder(), False
         self._workers = Workers(size)
         try:
-            self._watch = Watch(self._workers)
+            self._watch = WorkerMonitor(self._workers)
             self._start(config, devices)
         except BaseException:
             self._workers.kill()
@@ -69,7 +70,7 @@ class ParallelRunner:
         """Which attention backend every kind of layer has, and why; the same on every rank."""
         return self._description
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: SchedulerOutput) -> list[SampledToken | None]:
         """Run one step on all ranks; as `ModelRunner.execute`.
 
         An interrupt leaves a step that the ranks still run; they run it before any other, and its answer is dropped.
@@ -79,7 +80,7 @@ class ParallelRunner:
         """
         return self.launch(step).read()
 
-    def launch(self, step: Step) -> SentStep:
+    def launch(self, step: SchedulerOutput) -> SentStep:
         """Begin a step on all ranks; as `ModelRunner.launch`.
 
         Raises:
@@ -115,11 +116,11 @@ class ParallelRunner:
         self._workers.have_met()
         facts = [json.loads(answer) for answer in answers]
         # What a block costs differs a little: the last rank may have fewer rows of the LM head.
-        rooms = [fact.pop("swap_room") for fact in facts]
+        rooms = [fact.pop("swap_config") for fact in facts]
         first = facts[0]
         if any(other != first for other in facts) or len({blocks for blocks, _ in rooms}) > 1:
             raise EngineDeadError("the ranks disagree about the model: please report it")
-        self.swap_room = SwapRoom(*rooms[0])
+        self.swap_config = SwapConfig(*rooms[0])
         self.num_kv_blocks: int = first["num_kv_blocks"]
         self.kv_groups = [KVGroup(*group) for group in first["kv_groups"]]
         self.vocab_size: int = first["vocab_size"]
@@ -131,7 +132,7 @@ class ParallelRunner:
 class SentStep:
     """A step that the ranks have, or will have before any other."""
 
-    def __init__(self, step: Step, number: int, watch: Watch, limits: Limits) -> None:
+    def __init__(self, step: SchedulerOutput, number: int, watch: WorkerMonitor, limits: Limits) -> None:
         self._step, self._number, self._watch, self._limits = step, number, watch, limits
 
     def read(self) -> list[SampledToken | None]:

@@ -1,7 +1,7 @@
 """Steps and sampled tokens as bytes: what a driver and its ranks say to each other, without any object of Python's.
 
 A step carries what changed since the step before: of each request the tokens and the tail of its block tables that the
-ranks do not have yet, all of it and its parameters where they do not know the request. Ranks know the requests of the
+ranks do not have yet, all of it and its parameters where they do not know the request. TPGroup know the requests of the
 last step, no others, so that nothing needs to be forgotten by name. A message is a JSON part (empty in most steps) and
 arrays of int32, each after its length.
 """
@@ -20,7 +20,7 @@ from pagedattn.errors import PagedAttnError
 
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..step import SampledToken, ScheduledRequest, Step
+from ..scheduler_output import SampledToken, ScheduledRequest, SchedulerOutput
 
 _LENGTH = struct.Struct("=I")
 _KEYS = 1 << 31
@@ -74,7 +74,7 @@ class StepEncoder:
         """Send everything of every request again."""
         self._sent = {}
 
-    def encode(self, step: Step) -> bytes:
+    def encode(self, step: SchedulerOutput) -> bytes:
         """A step for `StepDecoder.decode` of every rank, which must get each of them in order."""
         known, self._sent = self._sent, {}
         items: list[int] = []
@@ -107,7 +107,7 @@ class StepDecoder:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
 
-    def decode(self, data: bytes) -> Step:
+    def decode(self, data: bytes) -> SchedulerOutput:
         """The step that was encoded; its requests are the same objects as in the step before."""
         news, (head, items, tokens, tables, *moves, fresh_blocks) = unpack(data)
         num_decodes, num_groups = head
@@ -127,7 +127,7 @@ class StepDecoder:
             self._requests[key] = request
             scheduled.append(ScheduledRequest(request, start, num_tokens, bool(samples)))
         copies, swap_out, swap_in = (tuple(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in moves)
-        return Step(tuple(scheduled), num_decodes, copies, swap_out, swap_in, tuple(fresh_blocks))
+        return SchedulerOutput(tuple(scheduled), num_decodes, copies, swap_out, swap_in, tuple(fresh_blocks))
 
 
 def encode_tokens(sampled: Sequence[SampledToken | None]) -> bytes:
@@ -141,7 +141,7 @@ def encode_tokens(sampled: Sequence[SampledToken | None]) -> bytes:
     return pack(extras or None, ([token.token_id for token in tokens],))
 
 
-def decode_tokens(data: bytes, step: Step) -> list[SampledToken | None]:
+def decode_tokens(data: bytes, step: SchedulerOutput) -> list[SampledToken | None]:
     """What was sampled, aligned with `step.scheduled`."""
     extras, (ids,) = unpack(data)
     tokens = [SampledToken(token) for token in ids]

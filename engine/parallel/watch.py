@@ -1,4 +1,4 @@
-"""Watch: what the driver hears from its ranks, and the verdict when one of them dies, fails or falls silent."""
+"""WorkerMonitor: what the driver hears from its ranks, and the verdict when one of them dies, fails or falls silent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankFailed(EngineDeadError):
         super().__init__(message)
 
 
-class Watch:
+class WorkerMonitor:
     """Sends messages to all ranks, waits for their answers, and ends all of them as soon as one is lost.
 
     An interrupt may strike anywhere: what was not sent is sent by the next `send`, before anything else, so that all

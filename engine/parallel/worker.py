@@ -25,7 +25,7 @@ from pagedattn.errors import InvalidInputError
 
 from ..config import EngineConfig
 from ..garbage import freeze_while_alive
-from ..models.tp_group import ProcessRanks
+from ..models.tp_group import ProcessTPGroup
 from ..worker.runner import LaunchedStep, ModelRunner
 from .channel import Channel, Kind, packets
 from .step_wire import StepDecoder, encode_tokens
@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 _MAX_TEXT, _MAX_TRACE = 1000, 4000  # characters; with six bytes for each, a failure is still one packet
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Says twice a second that this process is alive, or why it failed, and ends it when the driver is gone."""
 
     def __init__(self, channel: Channel) -> None:
@@ -84,12 +84,12 @@ def main(descriptor: int, parent: int) -> None:
     _die_with(parent)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    pulse = Pulse(channel)
+    pulse = Heartbeat(channel)
     pulse.start()
     try:
         start = json.loads(channel.receive().body)
         runner = _load(channel, start)
-        answers = Answers(channel, pulse, tells=start["rank"] == 0)
+        answers = ResponseThread(channel, pulse, tells=start["rank"] == 0)
         answers.start()
         _serve(channel, runner, answers)
     except BaseException as error:
@@ -103,12 +103,12 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
         sys.stderr = _NoTerminal(sys.stderr.buffer, line_buffering=True)
     if device.type == "cpu":
         torch.set_num_threads(start["threads"])
-    ranks = ProcessRanks(start["rank"], start["size"], start["meeting_file"], device)
+    ranks = ProcessTPGroup(start["rank"], start["size"], start["meeting_file"], device)
     runner = ModelRunner(EngineConfig(**start["config"]), ranks)
     freeze_while_alive(runner)
     facts = {
         "num_kv_blocks": runner.num_kv_blocks,
-        "swap_room": [runner.swap_room.num_blocks, runner.swap_room.tokens_per_block],
+        "swap_config": [runner.swap_config.num_blocks, runner.swap_config.tokens_per_block],
         "kv_groups": [[group.block_size, group.sliding_window] for group in runner.kv_groups],
         "vocab_size": runner.vocab_size,
         "max_model_len": runner.max_model_len,
@@ -119,13 +119,13 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
     return runner
 
 
-class Answers(threading.Thread):
+class ResponseThread(threading.Thread):
     """Waits for the tokens of launched steps, so that the next one can be launched meanwhile, and sends them.
 
     Rank 0 says what was sampled, the others, whose tokens are the same, that they are done.
     """
 
-    def __init__(self, channel: Channel, pulse: Pulse, tells: bool) -> None:
+    def __init__(self, channel: Channel, pulse: Heartbeat, tells: bool) -> None:
         super().__init__(daemon=True)
         self._channel, self._pulse, self._tells = channel, pulse, tells
         self.launched: queue.SimpleQueue[tuple[int, LaunchedStep]] = queue.SimpleQueue()
@@ -141,7 +141,7 @@ class Answers(threading.Thread):
             self._pulse.failed(error)
 
 
-def _serve(channel: Channel, runner: ModelRunner, answers: Answers) -> None:
+def _serve(channel: Channel, runner: ModelRunner, answers: ResponseThread) -> None:
     """Launch steps in the order in which they come."""
     steps = StepDecoder()
     while True:

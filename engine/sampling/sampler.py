@@ -15,7 +15,7 @@ import torch
 from ..models.fused_ops import fuses
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..step import SampledToken
+from ..scheduler_output import SampledToken
 from .packed_params import LOWEST_TEMPERATURE, next_state, request_params
 from .rows import SampledRows
 from .token_counts import TokenCounts
@@ -24,7 +24,7 @@ _INFINITY = float("inf")
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 over the golden ratio: spreads token ids over int32
 
 
-class DrawnTokens:
+class AsyncTokens:
     """Tokens that the device is drawing, on their way to the host."""
 
     def __init__(self, tokens: torch.Tensor, wanted: Sequence[int | None], logprobs: Sequence[torch.Tensor]) -> None:
@@ -65,7 +65,7 @@ class BatchState(NamedTuple):
     """What the device has of a batch's requests: `rows` says which are theirs in the others."""
 
     rows: SampledRows
-    params: torch.Tensor  # [R, PARAMS] int32, as `DeviceState` has them
+    params: torch.Tensor  # [R, PARAMS] int32, as `PersistentBatch` has them
     counts: TokenCounts
 
 
@@ -95,7 +95,7 @@ class Sampler:
         *,
         drawn: torch.Tensor | None = None,
         special: bool = True,
-    ) -> DrawnTokens:
+    ) -> AsyncTokens:
         """As `sample`, waiting for nothing.
 
         Args:
@@ -109,7 +109,7 @@ class Sampler:
         if drawn is None or scores is not logits:
             drawn = _by_kernel(scores, state) if fuses(logits) else self._by_torch(scores, requests)
         wanted = [request.sampling.logprobs for request in requests] if special else ()
-        return DrawnTokens(drawn, wanted, self._logprobs(logits, drawn, wanted))
+        return AsyncTokens(drawn, wanted, self._logprobs(logits, drawn, wanted))
 
     def _own_state(self, requests: Sequence[Request]) -> BatchState:
         """The state of a batch that comes once: a row for each request, and all of their tokens known to the host."""

@@ -18,7 +18,7 @@ from .rows import SampledRows
 
 
 class TokenCounts:
-    """Counts of the tokens of requests in rows, those of a `DeviceState`.
+    """Counts of the tokens of requests in rows, those of a `PersistentBatch`.
 
     `counts[row, token]` is twice the token's occurrences in the output, plus 1 if it is in the prompt. A row's counts
     grow with its request: from one sampled token to the next the host sends nothing, since the token that was drawn is
@@ -51,7 +51,7 @@ class TokenCounts:
         Args:
             logits: [n, vocab_size], row i of `requests[i]`.
             rows: of the requests; the last token of one that has generated any is taken from here.
-            params: [num_rows + 1, PARAMS] int32, as `DeviceState` has them.
+            params: [num_rows + 1, PARAMS] int32, as `PersistentBatch` has them.
 
         Returns:
             Scores, a new float32 tensor; the logits themselves where no request has penalties.
@@ -86,7 +86,7 @@ class TokenCounts:
             self._owners[row], self._prompt_lens[row] = requests[at], requests[at].prompt_len
         self._penalized[places] = penalized
         lengths = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
-        # The last token of an output may be UNKNOWN to the host; a prompt's is not drawn.
+        # The last token of an output may be PLACEHOLDER_TOKEN to the host; a prompt's is not drawn.
         known = lengths - (lengths > self._prompt_lens[places])
         counted = self._counted[places]
         zeroed = penalized & (fresh | (counted > known))

@@ -6,7 +6,7 @@ from ..kv.prefix_cache import PrefixCache
 from ..request import Request
 
 
-class ComingBlocks:
+class InBatchPrefix:
     """Contents that the step in the making will add to the cache, by the prompts that compute them.
 
     A block can be found only once it is computed. Without this, twins that are admitted in one step would compute the

@@ -14,7 +14,8 @@ import torch
 from pagedattn.errors import CapacityError, PagedAttnError
 
 from ..request import Request
-from ..step import Launched, Launches, Runner, SampledToken, Step
+from ..runner_protocol import Launched, Launches, Runner
+from ..scheduler_output import SampledToken, SchedulerOutput
 from .overlap import OverlapScheduler
 from .scheduler import Scheduler
 
@@ -69,13 +70,13 @@ class OverlapLoop:
 
     def __init__(self, scheduler: OverlapScheduler, runner: Launches) -> None:
         self._scheduler, self._runner = scheduler, runner
-        self._before: tuple[Step, Launched] | None = None
+        self._before: tuple[SchedulerOutput, Launched] | None = None
 
     def turn(self) -> Outcome:
         """Launch a step; count the one launched by the last turn."""
         scheduler, before, self._before = self._scheduler, self._before, None
         if before is not None:
-            scheduler.assume(before[0])
+            scheduler.advance_with_placeholders(before[0])
         step, error = scheduler.schedule(), None
         if step is not None:
             try:
@@ -84,7 +85,7 @@ class OverlapLoop:
                 scheduler.rollback(step)
                 error = _explained(failure, step)
         sampled = [] if before is None else _aligned(before[0], before[1].read())
-        advanced = scheduler.resolve(sampled)
+        advanced = scheduler.apply_tokens(sampled)
         if self._before is not None and not scheduler.running:
             self._drop(self._before[0])
         return Outcome(advanced, step is None and before is None, error)
@@ -93,11 +94,11 @@ class OverlapLoop:
         """What the device still writes, it writes before anything launched from now on."""
         self._before = None
 
-    def _drop(self, step: Step) -> None:
+    def _drop(self, step: SchedulerOutput) -> None:
         """Count a launched step all of whose requests have ended, without reading it."""
         self._before = None
-        self._scheduler.assume(step)
-        self._scheduler.resolve([None] * len(step.scheduled))
+        self._scheduler.advance_with_placeholders(step)
+        self._scheduler.apply_tokens([None] * len(step.scheduled))
 
 
 def make_loop(scheduler: Scheduler, runner: Runner) -> Loop:
@@ -107,13 +108,13 @@ def make_loop(scheduler: Scheduler, runner: Runner) -> Loop:
     return SerialLoop(scheduler, runner)
 
 
-def _aligned(step: Step, sampled: Sequence[SampledToken | None]) -> Sequence[SampledToken | None]:
+def _aligned(step: SchedulerOutput, sampled: Sequence[SampledToken | None]) -> Sequence[SampledToken | None]:
     if [token is not None for token in sampled] != [item.samples for item in step.scheduled]:
         raise PagedAttnError("the runner must return a token exactly where the step samples: please report it")
     return sampled
 
 
-def _explained(error: BaseException, step: Step) -> BaseException:
+def _explained(error: BaseException, step: SchedulerOutput) -> BaseException:
     if not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return error
     explained = CapacityError(

@@ -8,25 +8,26 @@ from pagedattn.errors import PagedAttnError
 
 from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
-from ..step import UNKNOWN, SampledToken, Step
-from .plan import StepPlan
+from ..scheduler_output import PLACEHOLDER_TOKEN, SampledToken, SchedulerOutput
+from .output_builder import SchedulerOutputBuilder
 from .scheduler import Scheduler
 
 
 class OverlapScheduler(Scheduler):
-    """A scheduler between whose steps `assume`, `schedule`, `resolve` come in this order.
+    """A scheduler between whose steps `advance_with_placeholders`, `schedule`, `apply_tokens` come in this order.
 
-    `assume` takes a launched step for done: each token that it draws stands as UNKNOWN at its request's end, and the
-    next step goes on from there. `resolve` puts the tokens in place, and ends what they end. Steps run one after
-    another on the device, so blocks that a late end frees may be handed out at once.
+    `advance_with_placeholders` takes a launched step for done: each token that it samples stands as PLACEHOLDER_TOKEN
+    at its request's end, and the next step goes on from there. `apply_tokens` puts the tokens in place, and ends the
+    requests that they end. Steps run one after another on the device, so blocks that a late end frees may be handed out
+    at once.
     """
 
-    _assumed: Step | None = None
+    _assumed: SchedulerOutput | None = None
 
-    def assume(self, step: Step) -> None:
-        """Count the step in flight as computed. Its input tokens are all known by now: `resolve` came since."""
+    def advance_with_placeholders(self, step: SchedulerOutput) -> None:
+        """Count the step in flight as computed. Its input tokens are all known by now: `apply_tokens` came since."""
         if step is not self._in_flight:
-            raise PagedAttnError("assume() got another step than the one in flight")
+            raise PagedAttnError("advance_with_placeholders() got another step than the one in flight")
         self._count(step)
         self._gone: dict[Request, tuple[list, list[int], int]] = {}
         running = RequestStatus.RUNNING
@@ -35,15 +36,15 @@ class OverlapScheduler(Scheduler):
                 self.stats.dropped_tokens += num_tokens
                 continue
             computed = request.num_computed_tokens = start + num_tokens
-            if computed >= request.next_commit:
+            if computed >= request.commit_at:
                 self.kv.commit(request)
             if samples:
-                request.token_ids.append(UNKNOWN)
+                request.token_ids.append(PLACEHOLDER_TOKEN)
         for request, _ in self._admitted:  # what was swapped in is read before anything is swapped out to its place
             self.kv.swap.drop(request)
         self._in_flight, self._assumed = None, step
 
-    def resolve(self, sampled: Sequence[SampledToken | None]) -> list[tuple[Request, SampledToken | None]]:
+    def apply_tokens(self, sampled: Sequence[SampledToken | None]) -> list[tuple[Request, SampledToken | None]]:
         """Put the tokens of the assumed step in place.
 
         Args:
@@ -55,7 +56,7 @@ class OverlapScheduler(Scheduler):
         items = () if self._assumed is None else self._assumed.scheduled
         self._assumed, advanced, ended, self._ended = None, [], self._ended, []
         for (request, *_), token in zip(items, sampled, strict=True):
-            if token is None or request.token_ids[-1] != UNKNOWN:
+            if token is None or request.token_ids[-1] != PLACEHOLDER_TOKEN:
                 continue
             if token.error is not None:
                 request.token_ids.pop()
@@ -75,7 +76,7 @@ class OverlapScheduler(Scheduler):
         """As `Scheduler.restart`; what nobody has read is drawn again."""
         requests = list(requests)
         for request in requests:
-            while request.token_ids[-1] == UNKNOWN:
+            while request.token_ids[-1] == PLACEHOLDER_TOKEN:
                 request.token_ids.pop()
         self._assumed = None
         super().restart(kv, requests)
@@ -83,13 +84,13 @@ class OverlapScheduler(Scheduler):
     def _fail(self, request: Request, why: str) -> None:
         """End a request whose values are not to be trusted, also where its blocks were given back meanwhile."""
         if request in self._gone:
-            request.tails, request.num_keyed, request.num_cached_tokens = self._gone[request]
-        if request.tails or request.swapped is not None:
+            request.last_prefix_nodes, request.num_cached_blocks, request.num_cached_tokens = self._gone[request]
+        if request.last_prefix_nodes or request.swapped is not None:
             self.kv.discard(request)
         if not self.finish(request, RequestStatus.FINISHED_ERROR, why):
             request.status, request.explanation = RequestStatus.FINISHED_ERROR, why
 
-    def _preempt(self, victim: Request, plan: StepPlan) -> None:
+    def _preempt(self, victim: Request, plan: SchedulerOutputBuilder) -> None:
         self._remember(victim)
         super()._preempt(victim, plan)
 
@@ -103,5 +104,5 @@ class OverlapScheduler(Scheduler):
 
     def _remember(self, request: Request) -> None:
         """Keep what of a request's blocks carries keys, in case its token turns out to be an error."""
-        if self._assumed is not None and request.token_ids[-1] == UNKNOWN and request.tails:
-            self._gone[request] = request.tails, request.num_keyed, request.num_cached_tokens
+        if self._assumed is not None and request.token_ids[-1] == PLACEHOLDER_TOKEN and request.last_prefix_nodes:
+            self._gone[request] = request.last_prefix_nodes, request.num_cached_blocks, request.num_cached_tokens

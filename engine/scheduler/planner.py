@@ -14,9 +14,9 @@ from operator import attrgetter
 
 from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
-from ..step import Step
+from ..scheduler_output import SchedulerOutput
 from .counters import Counters
-from .plan import StepPlan
+from .output_builder import SchedulerOutputBuilder
 
 _WATERMARK = 0.01
 _STEPS_PER_RETRY = 16
@@ -53,7 +53,7 @@ class StepPlanner:
         self.stats = Counters()
         self._tokens_per_swapped_block = tokens_per_swapped_block
         # The step that is being carried out, and whom it moves from waiting to running, or out.
-        self._in_flight: Step | None = None
+        self._in_flight: SchedulerOutput | None = None
         self._swapped_out: list[Request] = []
         self._admitted: list[tuple[Request, RequestStatus]] = []
         self._ended: list[Request] = []
@@ -80,16 +80,16 @@ class StepPlanner:
         self.kv.swap.drop(request)
         return True
 
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> SchedulerOutputBuilder:
         """What runs next. Nothing is admitted in a step that preempts."""
         self._admitted = []
-        plan, preemptions = StepPlan(self.kv, self.budget), self.stats.preemptions
+        plan, preemptions = SchedulerOutputBuilder(self.kv, self.budget), self.stats.preemptions
         self._schedule_running(plan)
         if self.stats.preemptions == preemptions:
             self._schedule_waiting(plan)
         return plan
 
-    def _schedule_running(self, plan: StepPlan) -> None:
+    def _schedule_running(self, plan: SchedulerOutputBuilder) -> None:
         """Decodes and running prompts, oldest first."""
         index, running = 0, self.running
         while index < len(running):
@@ -110,7 +110,7 @@ class StepPlanner:
             if num_tokens:
                 plan.add(request, num_tokens)
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
+    def _schedule_waiting(self, plan: SchedulerOutputBuilder) -> None:
         """Admit waiting requests, oldest first, until one does not fit. Who had better wait a step is passed over."""
         passed_over = []
         while self.waiting and plan.budget and len(self.running) < self.max_num_seqs:
@@ -125,14 +125,14 @@ class StepPlanner:
             self._enter(request, plan)
         self._put_first(passed_over)
 
-    def _should_wait(self, request: Request, plan: StepPlan) -> bool:
+    def _should_wait(self, request: Request, plan: SchedulerOutputBuilder) -> bool:
         """Whether this step computes what the request can share with another once it is computed."""
         parent = request.fork_of
         if parent is not None and parent.status is RequestStatus.RUNNING and not request.num_generated:
             return parent.num_computed_tokens < parent.prompt_len or parent.swapped is not None
         return request.swapped is None and plan.coming.serve(request)
 
-    def _fork(self, parent: Request, request: Request, plan: StepPlan) -> None:
+    def _fork(self, parent: Request, request: Request, plan: SchedulerOutputBuilder) -> None:
         """Let a completion share the prompt of the first one, if that still runs and there is room."""
         if parent.status is RequestStatus.RUNNING and not request.num_generated and request.swapped is None:
             plan.copies += self.kv.fork(parent, request, self._headroom(plan)) or ()
@@ -145,7 +145,7 @@ class StepPlanner:
         unchanged = self._refused == request.request_id and self.kv.pool.num_free <= self._refused_at
         return unchanged and self.stats.steps % _STEPS_PER_RETRY > 0
 
-    def _admit(self, request: Request, plan: StepPlan) -> bool:
+    def _admit(self, request: Request, plan: SchedulerOutputBuilder) -> bool:
         """Take the blocks of a waiting request's first chunk, if the rest of it will find room too."""
         if request.swapped is not None and self._swap_in(request, request.swapped.num_computed_tokens, plan):
             return True
@@ -163,7 +163,7 @@ class StepPlanner:
             self._end_for_lack_of_room(request)
         return chunk > 0
 
-    def _swap_in(self, request: Request, computed: int, plan: StepPlan) -> bool:
+    def _swap_in(self, request: Request, computed: int, plan: SchedulerOutputBuilder) -> bool:
         """Bring a swapped request back, if there is room; one that was lost, or has no room alone, is dropped."""
         chunk = min(len(request.token_ids) - computed, self.max_chunk, plan.budget)
         pairs = self.kv.swap_in(request, chunk, self._room(request, computed, chunk, plan))
@@ -177,7 +177,7 @@ class StepPlanner:
             self._noted(request, False)
         return False
 
-    def _enter(self, request: Request, plan: StepPlan) -> None:
+    def _enter(self, request: Request, plan: SchedulerOutputBuilder) -> None:
         """Move a waiting request, which has its blocks, to the running ones."""
         del self.waiting[request.request_id]
         self._admitted.append((request, request.status))
@@ -187,7 +187,7 @@ class StepPlanner:
         remaining = len(request.token_ids) - start
         plan.add(request, min(remaining, self.max_chunk, plan.budget, request.num_slots - start))
 
-    def _grow(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+    def _grow(self, request: Request, num_tokens: int, plan: SchedulerOutputBuilder) -> int:
         """Get blocks for `num_tokens` more; returns for how many there are blocks in this step.
 
         Newer requests are preempted, newest first. The newest itself only waits for the older ones, which run in this
@@ -205,7 +205,7 @@ class StepPlanner:
                 return 0
         return num_tokens
 
-    def _preempt(self, victim: Request, plan: StepPlan) -> None:
+    def _preempt(self, victim: Request, plan: SchedulerOutputBuilder) -> None:
         """Take the blocks of a request that left the running ones: by swap where that costs less and there is room."""
         self.stats.preemptions += 1
         victim.num_preemptions += 1
@@ -237,7 +237,7 @@ class StepPlanner:
         self.finish(request, RequestStatus.FINISHED_LENGTH, explanation)
         self._ended.append(request)
 
-    def _room(self, request: Request, computed: int, chunk: int, plan: StepPlan) -> int:
+    def _room(self, request: Request, computed: int, chunk: int, plan: SchedulerOutputBuilder) -> int:
         """Blocks that must stay free when a request enters with `chunk` tokens after `computed` ones."""
         if not self.running:
             return 0
@@ -248,7 +248,7 @@ class StepPlanner:
         self._refused, self._refused_at = "" if fits else request.request_id, self.kv.pool.num_free
         return fits
 
-    def _headroom(self, plan: StepPlan) -> int:
+    def _headroom(self, plan: SchedulerOutputBuilder) -> int:
         """Blocks to leave free at an admission, so that running requests can grow before anyone is preempted."""
         if not self.running:
             return 0

@@ -10,14 +10,14 @@ from pagedattn.errors import PagedAttnError
 
 from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
-from ..step import SampledToken, Step
+from ..scheduler_output import SampledToken, SchedulerOutput
 from .planner import StepPlanner, by_arrival
 
 
 class Scheduler(StepPlanner):
     """A StepPlanner whose steps are carried out one at a time, and counted."""
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> SchedulerOutput | None:
         """The next step, or None where nothing can run. Each step must go to `update` or `rollback` before the next."""
         if self._in_flight is not None:
             raise PagedAttnError("schedule() was called before update() or rollback() of the step before")
@@ -28,7 +28,7 @@ class Scheduler(StepPlanner):
         return self._in_flight
 
     def update(
-        self, step: Step | None, sampled: Sequence[SampledToken | None]
+        self, step: SchedulerOutput | None, sampled: Sequence[SampledToken | None]
     ) -> list[tuple[Request, SampledToken | None]]:
         """Make a step count, now that its keys and values are in the cache.
 
@@ -56,7 +56,7 @@ class Scheduler(StepPlanner):
                 advanced.append((request, None))
                 continue
             computed = request.num_computed_tokens = item.start + item.num_tokens
-            if computed >= request.next_commit:
+            if computed >= request.commit_at:
                 self.kv.commit(request)
             if item.samples and token is not None:
                 request.token_ids.append(token.token_id)
@@ -70,7 +70,7 @@ class Scheduler(StepPlanner):
         self._in_flight = None
         return advanced
 
-    def rollback(self, step: Step) -> None:
+    def rollback(self, step: SchedulerOutput) -> None:
         """Take back a step that failed: progress, tables, keys and queues are as before `schedule`.
 
         Only what was preempted for its sake stays preempted, and is computed again even if it was to be swapped: those
@@ -114,7 +114,7 @@ class Scheduler(StepPlanner):
                 self.kv.swap.drop(request)
         self._swapped_out = []
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: SchedulerOutput) -> None:
         stats = self.stats
         stats.steps += 1
         stats.scheduled_tokens += step.num_tokens

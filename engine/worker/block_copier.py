@@ -1,4 +1,4 @@
-"""BlockMover: the copies of whole blocks that come before a step's forward pass."""
+"""BlockCopier: the copies of whole blocks that come before a step's forward pass."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from pagedattn import PagedKVCache, ops
 from pagedattn.errors import CapacityError
 
-from ..step import Step
+from ..scheduler_output import SchedulerOutput
 
 
-class BlockMover:
+class BlockCopier:
     """Copies blocks within a cache, out to host memory and back in.
 
     All copies run on the current stream, the one of the forward pass: blocks that are swapped out are written again by
@@ -38,7 +38,7 @@ class BlockMover:
             need = layers * num_host_blocks * size
             raise CapacityError(f"the host has no {need} bytes for swapped blocks; lower swap_space") from error
 
-    def move(self, step: Step) -> None:
+    def move(self, step: SchedulerOutput) -> None:
         """Make the step's copies: out, in, then from block to block; and zero in between what must be clean."""
         if step.swap_out:
             self._swap(self._cache.slabs, self._host, step.swap_out)

@@ -21,8 +21,8 @@ from ..models.fused_ops import fuses
 from ..sampling.rows import SampledRows
 from ..transfer import transfer
 from .decode_inputs import DecodeRows, packed_decodes, write_decodes
-from .device_state import DeviceState
-from .packed_step import PackedStep
+from .host_batch import HostBatch
+from .persistent_batch import PersistentBatch
 
 _MOST = 512
 # Tokens of a shared prefix that are read more than once, from which on a second launch in each layer costs less: their
@@ -59,7 +59,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalModel,
-        state: DeviceState,
+        state: PersistentBatch,
         sizes: Sequence[int],
         max_model_len: int,
         device: torch.device,
@@ -129,11 +129,11 @@ class DecodeGraphs:
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 return
 
-    def serves(self, packed: PackedStep) -> bool:
+    def serves(self, packed: HostBatch) -> bool:
         """Whether a captured step holds this one."""
         return packed.only_decodes and len(packed.rows) <= self.sizes[-1] and bool(self._steps)
 
-    def run(self, packed: PackedStep) -> tuple[torch.Tensor, torch.Tensor | None, SampledRows]:
+    def run(self, packed: HostBatch) -> tuple[torch.Tensor, torch.Tensor | None, SampledRows]:
         """Logits [n, vocab] and, on a GPU, tokens [n], which are in the device state too; and whose they are.
 
         All of it is true until the next run.
@@ -212,7 +212,7 @@ class DecodeGraphs:
         return plan_step(self._model.attention_layers(), commons, capture=device.type == "cuda")
 
 
-def _as_packed(commons: Sequence[CommonAttentionMetadata], packed: PackedStep) -> dict[int, CommonAttentionMetadata]:
+def _as_packed(commons: Sequence[CommonAttentionMetadata], packed: HostBatch) -> dict[int, CommonAttentionMetadata]:
     """Metadata of a step that stands in captured tensors already."""
     count = len(packed.rows)
     facts = {

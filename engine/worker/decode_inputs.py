@@ -12,8 +12,8 @@ from pagedattn import CommonAttentionMetadata
 
 from ..sampling.rows import SampledRows
 from ..transfer import pinned
-from .device_state import DeviceState
-from .packed_step import PackedStep
+from .host_batch import HostBatch
+from .persistent_batch import PersistentBatch
 
 
 class DecodeRows(NamedTuple):
@@ -34,7 +34,7 @@ class DecodeRows(NamedTuple):
         return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], places)
 
 
-def packed_decodes(packed: PackedStep, size: int, nobody: int, device: torch.device) -> torch.Tensor:
+def packed_decodes(packed: HostBatch, size: int, nobody: int, device: torch.device) -> torch.Tensor:
     """A step of decodes, padded to `size` rows, in one transfer: [3 + groups, size] int32 on the device.
 
     State row, token (negative: nobody has read it), position, and by group the block that the token goes to. Padding
@@ -53,7 +53,7 @@ def packed_decodes(packed: PackedStep, size: int, nobody: int, device: torch.dev
 def write_decodes(
     sent: torch.Tensor,
     count: int,
-    state: DeviceState,
+    state: PersistentBatch,
     rows: DecodeRows,
     commons: Sequence[CommonAttentionMetadata],
 ) -> None:

@@ -15,9 +15,10 @@ import torch
 from pagedattn.errors import CapacityError
 
 from ..config import EngineConfig
+from ..kv_group import KVGroup, SwapConfig
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..step import KVGroup, ScheduledRequest, Step, SwapRoom
+from ..scheduler_output import ScheduledRequest, SchedulerOutput
 
 _CPU_BYTES = 1 << 30
 _WARM_UP_CONTEXT = 4096
@@ -36,7 +37,7 @@ def size_kv_blocks(
     block_bytes: int,
     groups: Sequence[KVGroup],
     max_model_len: int,
-    run: Callable[[Step], object],
+    run: Callable[[SchedulerOutput], object],
     graph_bytes: Callable[[], int] = lambda: 0,
 ) -> int:
     """The number of blocks of the cache, the null block included.
@@ -70,7 +71,7 @@ def _measured(
     config: EngineConfig,
     device: torch.device,
     block_bytes: int,
-    run: Callable[[Step], object],
+    run: Callable[[SchedulerOutput], object],
     num_groups: int,
     max_model_len: int,
     graph_bytes: Callable[[], int],
@@ -122,9 +123,9 @@ def _check_longest(config: EngineConfig, blocks: int, groups: Sequence[KVGroup],
     logger.warning("%s: sequences end at %d tokens", problem, reachable)
 
 
-def swap_room(
+def swap_config(
     config: EngineConfig, device: torch.device, block_bytes: int, groups: Sequence[KVGroup], num_parameters: int
-) -> SwapRoom:
+) -> SwapConfig:
     """Host memory for swapped blocks, and what one costs: its bytes twice, against 2 FLOP per parameter and token.
 
     Args:
@@ -137,18 +138,22 @@ def swap_room(
     default = _SWAP_BYTES if config.preemption == "swap" or device.type == "cuda" else 0
     space = default if config.swap_space is None else config.swap_space
     if config.preemption == "recompute":
-        return SwapRoom()
+        return SwapConfig()
     if config.preemption == "swap" and space < block_bytes:
         raise CapacityError(f"swap_space={space} holds no block: one has {block_bytes} bytes; raise swap_space")
     bandwidth, flops = _RATES.get(device.type, _RATES["cpu"])
     tokens = (2 * block_bytes / bandwidth) / (2 * num_parameters / flops)
     if config.preemption == "auto" and tokens >= max(group.block_size for group in groups):
-        return SwapRoom()  # no block holds so many tokens that moving it would pay
-    return SwapRoom(space // block_bytes, tokens)
+        return SwapConfig()  # no block holds so many tokens that moving it would pay
+    return SwapConfig(space // block_bytes, tokens)
 
 
 def _peak_of_activations(
-    config: EngineConfig, device: torch.device, run: Callable[[Step], object], num_groups: int, max_model_len: int
+    config: EngineConfig,
+    device: torch.device,
+    run: Callable[[SchedulerOutput], object],
+    num_groups: int,
+    max_model_len: int,
 ) -> int:
     """Bytes that the allocator reserves for activations at their peak, above what stays reserved."""
     torch.cuda.empty_cache()
@@ -161,7 +166,7 @@ def _peak_of_activations(
     return peak - torch.cuda.memory_reserved(device)
 
 
-def _warm_up_steps(config: EngineConfig, num_groups: int, max_model_len: int) -> list[Step]:
+def _warm_up_steps(config: EngineConfig, num_groups: int, max_model_len: int) -> list[SchedulerOutput]:
     """A step of prompts at the full budget and one of decodes, sampled in the way that needs most memory."""
     budget = config.max_num_batched_tokens
     longest = min(max_model_len, _WARM_UP_CONTEXT, budget)
@@ -171,8 +176,10 @@ def _warm_up_steps(config: EngineConfig, num_groups: int, max_model_len: int) ->
         prompts.append(min(longest, -(-rest // (sequences - len(prompts))), rest))
         rest -= prompts[-1]
     return [
-        Step(tuple(_item(0, size, num_groups) for size in prompts), 0, ()),
-        Step(tuple(_item(longest - 1, 1, num_groups) for _ in range(sequences)), sequences if longest > 1 else 0, ()),
+        SchedulerOutput(tuple(_item(0, size, num_groups) for size in prompts), 0, ()),
+        SchedulerOutput(
+            tuple(_item(longest - 1, 1, num_groups) for _ in range(sequences)), sequences if longest > 1 else 0, ()
+        ),
     ]
 
 

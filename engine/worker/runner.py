@@ -11,20 +11,21 @@ from pagedattn import LayerCache, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
 
 from ..config import EngineConfig
+from ..kv_group import KVGroup
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.factory import make_model
 from ..models.folder import ModelFolder
 from ..models.tokenizer import Tokenizer
-from ..models.tp_group import Ranks
-from ..sampling.sampler import BatchState, DrawnTokens, Sampler
+from ..models.tp_group import TPGroup
+from ..sampling.sampler import AsyncTokens, BatchState, Sampler
 from ..sampling.token_counts import TokenCounts
-from ..step import KVGroup, SampledToken, Step
-from .block_copier import BlockMover
+from ..scheduler_output import SampledToken, SchedulerOutput
+from .block_copier import BlockCopier
 from .decode_graphs import DecodeGraphs, default_sizes
-from .device_state import DeviceState
-from .kv_memory import size_kv_blocks, swap_room
-from .packed_step import StepPacker
-from .step_inputs import InputSender
+from .device_batch import BatchSender
+from .host_batch import HostBatchBuilder
+from .kv_memory import size_kv_blocks, swap_config
+from .persistent_batch import PersistentBatch
 
 
 class ModelRunner:
@@ -35,7 +36,7 @@ class ModelRunner:
         tokenizer: of the folder, None where it has none.
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
-        swap_room: host memory for blocks of preempted requests.
+        swap_config: host memory for blocks of preempted requests.
         kv_groups: block size and window per KV group.
         prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
@@ -45,7 +46,7 @@ class ModelRunner:
         CapacityError: weights or cache do not fit the device.
     """
 
-    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: EngineConfig, ranks: TPGroup | None = None) -> None:
         """Load the model, or one rank's share of it, and measure how large its cache can be.
 
         Args:
@@ -67,9 +68,9 @@ class ModelRunner:
         layout = PagedKVCache.from_specs(self._specs, 1, device="meta")
         self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
         self._attentions = self.model.attention_layers()
-        self._state = DeviceState(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
-        self._packer = StepPacker(self.kv_groups, self._state)
-        self._inputs = InputSender(self._state, self.device)
+        self._state = PersistentBatch(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
+        self._packer = HostBatchBuilder(self.kv_groups, self._state)
+        self._inputs = BatchSender(self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
         self._counts = TokenCounts(config.max_num_seqs, self.vocab_size, self.device)
         if self.device.type == "cuda":  # what is left is the cache's, so that a step would find no room
@@ -97,7 +98,7 @@ class ModelRunner:
         """Which attention backend every kind of layer has, and why."""
         return "\n".join(dict.fromkeys(layer.selection.describe() for layer in self._attentions))
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: SchedulerOutput) -> list[SampledToken | None]:
         """Run one step: block copies, forward, and a token for every row that `samples`, None for the others.
 
         Raises:
@@ -107,10 +108,10 @@ class ModelRunner:
         return self.launch(step).read()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> LaunchedStep:
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start a step and wait for nothing. Steps run one after another, each on what those before it wrote.
 
-        A token that is UNKNOWN to its request is the one that the request's step before has drawn.
+        A token that is PLACEHOLDER_TOKEN to its request is the one that the request's step before has drawn.
 
         Raises:
             CapacityError, EngineDeadError: as `execute`.
@@ -123,7 +124,7 @@ class ModelRunner:
             self._counts.forget()
             raise
 
-    def _launch(self, step: Step) -> DrawnTokens | None:
+    def _launch(self, step: SchedulerOutput) -> AsyncTokens | None:
         self._mover.move(step)
         if not step.scheduled:
             return None
@@ -150,7 +151,7 @@ class ModelRunner:
             self._state.last_tokens.index_put_((rows.state_rows,), tokens.tokens.to(torch.int32))
         return tokens
 
-    def _allocate(self, config: EngineConfig, block_bytes: int, ranks: Ranks | None) -> None:
+    def _allocate(self, config: EngineConfig, block_bytes: int, ranks: TPGroup | None) -> None:
         """Make the cache as large as memory allows, which a run with a cache of one block finds out.
 
         On every rank it is as large as on the one that has least.
@@ -161,8 +162,8 @@ class ModelRunner:
             *(config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute), self._graph_bytes
         )
         self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
-        self.swap_room = swap_room(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
-        self._make_cache(self.num_kv_blocks, self.swap_room.num_blocks)
+        self.swap_config = swap_config(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
+        self._make_cache(self.num_kv_blocks, self.swap_config.num_blocks)
 
     def _graph_bytes(self) -> int:
         """What captured steps will take, found out with the cache that there is."""
@@ -171,14 +172,14 @@ class ModelRunner:
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
-        self._mover = BlockMover(self.cache, num_host_blocks, self._clean_cache)
+        self._mover = BlockCopier(self.cache, num_host_blocks, self._clean_cache)
         self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
 
 
 class LaunchedStep:
     """A step that the device is working on."""
 
-    def __init__(self, step: Step, drawn: DrawnTokens | None) -> None:
+    def __init__(self, step: SchedulerOutput, drawn: AsyncTokens | None) -> None:
         self._step, self._drawn = step, drawn
 
     def read(self) -> list[SampledToken | None]:
@@ -195,7 +196,7 @@ class LaunchedStep:
 
 
 @contextmanager
-def typed_faults(step: Step) -> Iterator[None]:
+def typed_faults(step: SchedulerOutput) -> Iterator[None]:
     """What torch raises of a device as the errors that the engine knows."""
     try:
         yield

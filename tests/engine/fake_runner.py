@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedattn.engine import KVGroup, Request, SampledToken, ScheduledRequest, Step
+from pagedattn.engine import KVGroup, Request, SampledToken, ScheduledRequest, SchedulerOutput
 from pagedattn.engine.api.llm import LLM
 from pagedattn.engine.config import EngineConfig
+from pagedattn.engine.kv_group import SwapConfig
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.step import UNKNOWN, SwapRoom
+from pagedattn.engine.scheduler_output import PLACEHOLDER_TOKEN
 
 VOCAB = 97
 EOS = 96
@@ -55,15 +56,15 @@ class FakeRunner:
     ) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.kv_groups = tuple(groups)
-        self.swap_room = SwapRoom(swap_blocks, tokens_per_block=1.0)
+        self.swap_config = SwapConfig(swap_blocks, tokens_per_block=1.0)
         self.vocab_size = VOCAB
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
-        self.before: Callable[[Step], None] = lambda step: None
-        self.after: Callable[[Step], None] = lambda step: None
+        self.before: Callable[[SchedulerOutput], None] = lambda step: None
+        self.after: Callable[[SchedulerOutput], None] = lambda step: None
         self.broken: Callable[[Request], bool] = lambda request: False
-        self.steps: list[Step] = []
+        self.steps: list[SchedulerOutput] = []
         self.ref_count: Callable[[int], int] | None = None
         self._slots = [np.zeros(num_kv_blocks * group.block_size, dtype=np.int64) for group in groups]
         self._host = [np.zeros((swap_blocks, group.block_size), dtype=np.int64) for group in groups]
@@ -74,7 +75,7 @@ class FakeRunner:
     def make_detokenizer(self) -> FakeDetokenizer:
         return FakeDetokenizer()
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: SchedulerOutput) -> list[SampledToken | None]:
         assert step.scheduled and all(item.num_tokens > 0 for item in step.scheduled)
         decodes = [item.num_tokens == 1 and item.start > 0 for item in step.scheduled]
         assert decodes == [index < step.num_decodes for index in range(len(decodes))]
@@ -100,7 +101,7 @@ class FakeRunner:
             known.append(parent)
         return np.array(known, dtype=np.int64)
 
-    def _move(self, step: Step) -> None:
+    def _move(self, step: SchedulerOutput) -> None:
         """A host block, like any other, holds what all groups have in it."""
         assert all(len({target for _, target in pairs}) == len(pairs) for pairs in (step.swap_out, step.swap_in))
         for group, slots, host in zip(self.kv_groups, self._slots, self._host, strict=True):
@@ -156,11 +157,11 @@ class LaunchingRunner(FakeRunner):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.unknown = 0
-        self.on_read: Callable[[Step], None] = lambda step: None
+        self.on_read: Callable[[SchedulerOutput], None] = lambda step: None
         self._drawn: dict[int, tuple[Request, int]] = {}
 
-    def launch(self, step: Step) -> LaunchedFake:
-        hidden = [item.request for item in step.scheduled if item.request.token_ids[-1] == UNKNOWN]
+    def launch(self, step: SchedulerOutput) -> LaunchedFake:
+        hidden = [item.request for item in step.scheduled if item.request.token_ids[-1] == PLACEHOLDER_TOKEN]
         self.unknown += len(hidden)
         for request in hidden:
             request.token_ids[-1] = self._drawn[id(request)][1]
@@ -168,7 +169,7 @@ class LaunchingRunner(FakeRunner):
             tokens = self.execute(step)
         finally:
             for request in hidden:
-                request.token_ids[-1] = UNKNOWN
+                request.token_ids[-1] = PLACEHOLDER_TOKEN
         for item, token in zip(step.scheduled, tokens, strict=True):
             if token is not None:
                 self._drawn[id(item.request)] = item.request, max(token.token_id, 0)
@@ -179,7 +180,7 @@ class LaunchedFake(NamedTuple):
     """A step whose tokens are there already."""
 
     runner: LaunchingRunner
-    step: Step
+    step: SchedulerOutput
     tokens: list[SampledToken | None]
 
     def read(self) -> list[SampledToken | None]:

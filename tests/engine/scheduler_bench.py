@@ -9,7 +9,7 @@ from fake_runner import VOCAB, FakeRunner, next_token
 from invariants import check_scheduler
 
 from pagedattn import BlockPool
-from pagedattn.engine import KVCacheManager, KVGroup, Request, Step
+from pagedattn.engine import KVCacheManager, KVGroup, Request, SchedulerOutput
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.scheduler.scheduler import Scheduler
 
@@ -49,13 +49,13 @@ class Bench:
         self.scheduler.add(request)
         return request
 
-    def step(self) -> Step | None:
+    def step(self) -> SchedulerOutput | None:
         step = self.scheduler.schedule()
         self.scheduler.update(step, self.runner.execute(step) if step is not None else [])
         check_scheduler(self.scheduler)
         return step
 
-    def finish(self, limit: int = 2000) -> list[Step]:
+    def finish(self, limit: int = 2000) -> list[SchedulerOutput]:
         steps = []
         while self.scheduler.running or self.scheduler.waiting:
             before = sum(request.finished for request in self.requests)

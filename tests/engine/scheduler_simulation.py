@@ -16,7 +16,15 @@ from typing import Any
 from invariants import check_scheduler
 
 from pagedattn import BlockPool
-from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, ScheduledRequest, Step
+from pagedattn.engine import (
+    KVCacheManager,
+    KVGroup,
+    Request,
+    RequestStatus,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.scheduler.scheduler import Scheduler
 
@@ -133,7 +141,7 @@ class Simulation:
         if self.now % CHECK_EVERY == 0:
             check_scheduler(self.scheduler)
 
-    def execute(self, step: Step) -> list[SampledToken | None]:
+    def execute(self, step: SchedulerOutput) -> list[SampledToken | None]:
         self.move(step)
         self.ends = {item.request.request_id: item.start + item.num_tokens for item in step.scheduled}
         for item in step.scheduled:
@@ -153,7 +161,7 @@ class Simulation:
             sampled.append(result if item.samples else None)
         return sampled
 
-    def move(self, step: Step) -> None:
+    def move(self, step: SchedulerOutput) -> None:
         for slots, host in zip(self.slots, self.host, strict=True):
             for source, target in step.swap_out:
                 host[target] = slots[source][:]
@@ -195,7 +203,7 @@ class Simulation:
                     assert slots[table[position // size]][position % size] == states[position], f"{request} {position}"
             self.seen["released"] += low >= size
 
-    def check_queues(self, step: Step | None, before: dict[str, int], waiting: set[str]) -> None:
+    def check_queues(self, step: SchedulerOutput | None, before: dict[str, int], waiting: set[str]) -> None:
         """S1, S2, S4 and S5."""
         scheduler = self.scheduler
         items = step.scheduled if step is not None else ()

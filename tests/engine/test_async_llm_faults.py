@@ -10,7 +10,7 @@ import pytest
 from fake_runner import FakeRunner, LaunchingRunner, expected, fake_llm, greedy
 from test_async_llm import LONG, PROMPTS, run, tokens_of, until
 
-from pagedattn.engine import AsyncLLM, Step, TokenDelta
+from pagedattn.engine import AsyncLLM, SchedulerOutput, TokenDelta
 from pagedattn.errors import CapacityError, EngineDeadError, QueueFullError
 
 
@@ -38,7 +38,7 @@ def test_a_failing_step_ends_the_youngest_request() -> None:
     runner = FakeRunner()
     llm, bad = fake_llm(runner), [7, 7, 7]
 
-    def fail(step: Step) -> None:
+    def fail(step: SchedulerOutput) -> None:
         if any(list(item.request.token_ids[:3]) == bad for item in step.scheduled):
             raise MemoryError("too large")
 
@@ -59,7 +59,7 @@ def test_an_output_of_the_turn_that_failed_is_delivered() -> None:
     """Overlapped, a step fails at its launch in the same turn that reads the last token of another request."""
     runner, queued, bad = LaunchingRunner(), threading.Event(), [7, 7, 7]
 
-    def fail(step: Step) -> None:
+    def fail(step: SchedulerOutput) -> None:
         assert queued.wait(10)
         if [list(item.request.token_ids[:3]) for item in step.scheduled] == [bad]:
             raise ZeroDivisionError
@@ -108,7 +108,7 @@ def test_a_dead_engine_ends_everybody_with_its_error() -> None:
     runner = FakeRunner()
     llm = fake_llm(runner)
 
-    def die(step: Step) -> None:
+    def die(step: SchedulerOutput) -> None:
         if step.scheduled[0].request.num_generated == 3:
             raise EngineDeadError("the device is gone")
 

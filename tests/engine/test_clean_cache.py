@@ -10,7 +10,7 @@ import torch
 from scheduler_bench import Bench, prompt
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, KVGroup, SamplingParams, Step
+from pagedattn.engine import LLM, KVGroup, SamplingParams, SchedulerOutput
 from pagedattn.engine.worker.runner import ModelRunner
 
 
@@ -53,7 +53,7 @@ def test_a_clean_cache_holds_only_what_is_computed(tmp_path: Path, monkeypatch: 
     def poisoned(clean: bool) -> bool:
         seen = []
 
-        def checked(self: ModelRunner, step: Step) -> Any:
+        def checked(self: ModelRunner, step: SchedulerOutput) -> Any:
             out = execute(self, step)
             held = {block for item in step.scheduled for table in item.request.block_ids for block in table if block}
             seen.extend(bool(self.cache.slabs.view(torch.float32)[:, block].isnan().any()) for block in held)

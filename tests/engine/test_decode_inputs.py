@@ -9,10 +9,10 @@ import torch
 from pagedattn import CommonAttentionMetadata
 from pagedattn.engine import KVGroup
 from pagedattn.engine.worker.decode_inputs import DecodeRows, packed_decodes, write_decodes
-from pagedattn.engine.worker.device_state import Deltas, DeviceState
+from pagedattn.engine.worker.device_batch import BatchSender
+from pagedattn.engine.worker.host_batch import HostBatch
 from pagedattn.engine.worker.kernels.decode_inputs import write
-from pagedattn.engine.worker.packed_step import PackedStep
-from pagedattn.engine.worker.step_inputs import InputSender
+from pagedattn.engine.worker.persistent_batch import BlockTableUpdates, PersistentBatch
 from pagedattn.testing import interpreted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not interpreted() and DEVICE.type == "cpu", reas
 GROUPS, LONGEST, NUM_ROWS = [KVGroup(4), KVGroup(16)], 1024, 9
 
 
-def packed(count: int) -> PackedStep:
+def packed(count: int) -> HostBatch:
     """Decodes at positions from the first of a table to its last, every other token unread."""
     draw = np.random.default_rng(count)
     starts = np.array([0, LONGEST - 1, 15, 16, 700, 3][:count], dtype=np.int32)
@@ -28,8 +28,8 @@ def packed(count: int) -> PackedStep:
     rows = draw.permutation(NUM_ROWS)[:count].astype(np.int32)
     none = np.zeros(0, dtype=np.int32)
     current = draw.integers(1, 5000, (len(GROUPS), count), dtype=np.int32)
-    deltas = Deltas(none, none, none, np.zeros((0, 6), dtype=np.int32), current, False)
-    return PackedStep(tokens, starts, starts + 1, rows, np.arange(count), deltas, count, [0, 0], False)
+    deltas = BlockTableUpdates(none, none, none, np.zeros((0, 6), dtype=np.int32), current, False)
+    return HostBatch(tokens, starts, starts + 1, rows, np.arange(count), deltas, count, [0, 0], False)
 
 
 def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMetadata]]:
@@ -54,7 +54,7 @@ def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMeta
 
 def test_a_step_says_which_blocks_its_groups_have() -> None:
     cpu = torch.device("cpu")
-    commons = InputSender(DeviceState(GROUPS, NUM_ROWS, LONGEST, cpu), cpu).send(packed(2)).commons
+    commons = BatchSender(PersistentBatch(GROUPS, NUM_ROWS, LONGEST, cpu), cpu).send(packed(2)).commons
     assert [commons[group].block_size for group in range(len(GROUPS))] == [group.block_size for group in GROUPS]
 
 
@@ -62,7 +62,7 @@ def test_a_step_says_which_blocks_its_groups_have() -> None:
 def test_the_kernel_writes_what_torch_writes(count: int, size: int) -> None:
     step, found = packed(count), []
     for path in ("torch", "triton"):
-        state = DeviceState(GROUPS, NUM_ROWS, LONGEST, torch.device("cpu") if path == "torch" else DEVICE)
+        state = PersistentBatch(GROUPS, NUM_ROWS, LONGEST, torch.device("cpu") if path == "torch" else DEVICE)
         draw = torch.Generator().manual_seed(1)
         state.tables.copy_(torch.randint(1, 5000, state.tables.shape, generator=draw))
         state.last_tokens.copy_(torch.randint(-1, 99, state.last_tokens.shape, generator=draw))

@@ -11,7 +11,7 @@ import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, LaunchingRunner, expected, fake_llm
 from invariants import check_idle, check_scheduler
 
-from pagedattn.engine import KVGroup, Step
+from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.engine.api.outputs import RequestOutput
 from pagedattn.engine.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ class Simulation:
         self.aborted: set[str] = set()
         self.seen: Counter[str] = Counter()
 
-    def maybe_fail(self, step: Step) -> None:
+    def maybe_fail(self, step: SchedulerOutput) -> None:
         if self.random.random() < 0.03:
             raise InjectedFault
 

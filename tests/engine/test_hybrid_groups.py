@@ -10,7 +10,7 @@ from scheduler_bench import Bench, prompt
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, KVGroup, SamplingParams
-from pagedattn.engine.worker.step_inputs import InputSender
+from pagedattn.engine.worker.device_batch import BatchSender
 
 FULL, WINDOW = KVGroup(4), KVGroup(4, 16)
 GEMMA2 = [FULL, WINDOW]
@@ -95,15 +95,15 @@ def test_prompts_admitted_together_must_fit_together_with_their_windows() -> Non
 def test_slots_of_every_group_begin_where_launches_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begins, made = [], InputSender._by_group
+    begins, made = [], BatchSender._by_group
 
-    def by_group(self: InputSender, *given):  # type: ignore[no-untyped-def]
+    def by_group(self: BatchSender, *given):  # type: ignore[no-untyped-def]
         commons = made(self, *given)
         begins.append([common.slot_mapping.data_ptr() & 15 for common in commons.values()])
         assert all(len(common.slot_mapping) == common.num_tokens for common in commons.values())
         return commons
 
-    monkeypatch.setattr(InputSender, "_by_group", by_group)
+    monkeypatch.setattr(BatchSender, "_by_group", by_group)
     folder = save(hf_model("qwen2-half-window", torch.float64), tmp_path)
     llm = LLM(str(folder), device="cpu", num_kv_blocks=50, max_model_len=64)
     llm.generate([[1, 2, 3], [4] * 5, [7]], SamplingParams(temperature=0, max_tokens=4))

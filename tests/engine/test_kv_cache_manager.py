@@ -77,7 +77,7 @@ def test_lookahead_slots_are_room_and_never_keyed() -> None:
     assert len(one.block_ids[0]) == 4
     one.num_computed_tokens = 8
     kv.commit(one)
-    assert one.num_keyed == [2] and hit(kv, range(20)) == 8
+    assert one.num_cached_blocks == [2] and hit(kv, range(20)) == 8
     kv.trim(one)
     assert len(one.block_ids[0]) == 2
     check_tables(kv, [one])

@@ -10,12 +10,12 @@ import torch
 from test_runner import make_runner
 from tiny_models import hf_model, save
 
-from pagedattn.engine import KVGroup, Step
+from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import CapacityError
 
-GRAPHS = Step((), 0, ())
+GRAPHS = SchedulerOutput((), 0, ())
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ class TestSizing:
         )
 
     def setup_method(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[SchedulerOutput] = []
 
     def test_given(self) -> None:
         assert self.size("cpu", num_kv_blocks=7) == 7

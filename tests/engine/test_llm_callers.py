@@ -19,7 +19,7 @@ from invariants import check_idle, check_scheduler, run_out
 import pagedattn.cache.block_pool
 import pagedattn.cache.prefix_tree
 import pagedattn.engine
-from pagedattn.engine import KVGroup, Step
+from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.errors import RequestError, UnsupportedError
 
 BOOKKEEPING = (
@@ -37,7 +37,7 @@ def test_abort_from_inside_a_step_and_from_another_thread() -> None:
     one, two = llm.add_request([1, 2], greedy(20)), llm.add_request([3, 4], greedy(20))
     llm.step()
 
-    def abort_both(step: Step) -> None:
+    def abort_both(step: SchedulerOutput) -> None:
         assert llm.abort(one)
         thread = threading.Thread(target=llm.abort, args=(two,))
         thread.start()
@@ -54,7 +54,7 @@ def test_a_second_thread_gets_a_typed_error() -> None:
     llm = fake_llm(runner)
     errors: list[Exception] = []
 
-    def intrude(step: Step) -> None:
+    def intrude(step: SchedulerOutput) -> None:
         def call(method: Callable[[], object]) -> None:
             try:
                 method()

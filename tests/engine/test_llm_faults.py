@@ -13,7 +13,7 @@ from invariants import check_idle, check_scheduler, run_out
 import pagedattn.cache.block_pool
 import pagedattn.cache.prefix_tree
 import pagedattn.engine
-from pagedattn.engine import KVGroup, Step
+from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.errors import CapacityError, EngineDeadError, PagedAttnError, RequestError
 
 BOOKKEEPING = (
@@ -32,7 +32,7 @@ def fail_at(runner: FakeRunner, call: int, error: BaseException, after: bool) ->
     """Let the runner's n-th step raise, before it wrote anything or after it wrote all."""
     calls = iter(range(10_000))
 
-    def maybe(step: Step) -> None:
+    def maybe(step: SchedulerOutput) -> None:
         if next(calls) == call:
             raise error
 

@@ -10,7 +10,7 @@ import pytest
 from fake_runner import FakeRunner, fake_llm, greedy
 from invariants import run_out
 
-from pagedattn.engine import Step
+from pagedattn.engine import SchedulerOutput
 from pagedattn.engine.api import stats as stats_module
 from pagedattn.engine.api.stats import StepTimes
 from pagedattn.engine.config import EngineConfig
@@ -38,7 +38,7 @@ def slow_runner(clock: Clock, seconds: float, **options: Any) -> FakeRunner:
     """A runner whose steps take `seconds` on the clock."""
     runner = FakeRunner(**options)
 
-    def take_time(step: Step) -> None:
+    def take_time(step: SchedulerOutput) -> None:
         clock.now += seconds
 
     runner.before = take_time

@@ -12,7 +12,7 @@ from fake_runner import FakeRunner, fake_llm
 from invariants import check_idle
 from openai_serving import MAX_WAITING, NAME, SpellingTokenizer, connect, fetch, openai, openai_server, serve, small_llm
 
-from pagedattn.engine import LLM, Step
+from pagedattn.engine import LLM, SchedulerOutput
 from pagedattn.errors import EngineDeadError
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is a block table?"}]
@@ -98,7 +98,7 @@ def test_a_failing_and_a_dead_engine() -> None:
     runner = FakeRunner(tokenizer=SpellingTokenizer())
     llm = fake_llm(runner)
 
-    def fail(step: Step) -> None:
+    def fail(step: SchedulerOutput) -> None:
         if step.scheduled[0].request.num_generated == 5:
             raise errors.pop()
 

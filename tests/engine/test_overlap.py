@@ -13,10 +13,19 @@ from invariants import check_idle, check_scheduler, run_out
 from tiny_models import hf_model, save
 
 from pagedattn import BlockPool
-from pagedattn.engine import LLM, KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, SamplingParams, Step
+from pagedattn.engine import (
+    LLM,
+    KVCacheManager,
+    KVGroup,
+    Request,
+    RequestStatus,
+    SampledToken,
+    SamplingParams,
+    SchedulerOutput,
+)
 from pagedattn.engine.scheduler.loops import OverlapLoop, SerialLoop
 from pagedattn.engine.scheduler.overlap import OverlapScheduler
-from pagedattn.engine.step import UNKNOWN
+from pagedattn.engine.scheduler_output import PLACEHOLDER_TOKEN
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, PagedAttnError
 
 PROMPTS = [[index, 5, 8, 13, 21, 34, 55][: 2 + index % 6] for index in range(12)]
@@ -36,7 +45,7 @@ def overlapped(*args: Any, **options: Any) -> tuple[LaunchingRunner, LLM]:
 def count_to(call: int, error: BaseException) -> Any:
     calls = iter(range(10_000))
 
-    def maybe(step: Step) -> None:
+    def maybe(step: SchedulerOutput) -> None:
         if next(calls) == call:
             raise error
 
@@ -60,7 +69,7 @@ def test_who_overlaps() -> None:
 
 def test_a_step_is_launched_before_the_last_is_read() -> None:
     runner, llm = overlapped()
-    order: list[tuple[str, Step]] = []
+    order: list[tuple[str, SchedulerOutput]] = []
     launch = runner.launch
     runner.launch = lambda step: order.append(("launch", step)) or launch(step)  # type: ignore[method-assign, assignment, return-value]
     runner.on_read = lambda step: order.append(("read", step))
@@ -82,7 +91,7 @@ def test_what_a_token_ends_runs_one_step_too_many_and_leaves_nothing() -> None:
     ended = sum(truth[-1] == EOS for truth in truths)
     assert 3 < ended == llm.stats().counters.dropped_tokens
     check_idle(llm)
-    assert all(UNKNOWN not in request.token_ids for request, _ in runner._drawn.values())
+    assert all(PLACEHOLDER_TOKEN not in request.token_ids for request, _ in runner._drawn.values())
 
 
 def test_a_known_last_token_is_not_followed_by_another_step() -> None:
@@ -102,7 +111,7 @@ def test_stop_strings_and_deltas() -> None:
         made = llm.generate(PROMPTS, params)
         outputs.append([(out.text, out.token_ids, out.finish_reason, out.outputs[0].logprobs) for out in made])
         deltas = list(llm.stream(PROMPTS[:3], greedy(9)))
-        assert all(UNKNOWN not in delta.token_ids for delta in deltas)
+        assert all(PLACEHOLDER_TOKEN not in delta.token_ids for delta in deltas)
         streams.append([[d.token_ids for d in deltas if d.prompt_index == index] for index in range(3)])
         check_idle(llm)
     assert outputs[0] == outputs[1] and streams[0] == streams[1]
@@ -216,15 +225,17 @@ def test_what_a_request_computed_is_poisoned_though_it_was_preempted_in_flight(e
     before = None
     while new.status is not RequestStatus.PREEMPTED:
         if before is not None:
-            scheduler.assume(before)
+            scheduler.advance_with_placeholders(before)
         step = scheduler.schedule()
         if before is not None and new.status is not RequestStatus.PREEMPTED:
-            scheduler.resolve([SampledToken(5) for _ in before.scheduled])
+            scheduler.apply_tokens([SampledToken(5) for _ in before.scheduled])
         before, last = step, before
     assert last is not None and [item.request for item in last.scheduled] == [old, new]
-    assert new.token_ids[-1] == UNKNOWN and not new.block_ids
-    advanced = scheduler.resolve([SampledToken(5), SampledToken(5) if error is None else SampledToken(-1, error=error)])
-    assert [request for request, _ in advanced] == [old, new] and UNKNOWN not in new.token_ids
+    assert new.token_ids[-1] == PLACEHOLDER_TOKEN and not new.block_ids
+    advanced = scheduler.apply_tokens(
+        [SampledToken(5), SampledToken(5) if error is None else SampledToken(-1, error=error)]
+    )
+    assert [request for request, _ in advanced] == [old, new] and PLACEHOLDER_TOKEN not in new.token_ids
     assert new.status is (RequestStatus.PREEMPTED if error is None else RequestStatus.FINISHED_ERROR)
     assert list(scheduler.waiting) == (["new"] if error is None else [])
     twin = Request("twin", array("i", [2] * 9), greedy(9), arrival=9, max_total_tokens=90)

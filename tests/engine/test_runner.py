@@ -11,7 +11,7 @@ import torch
 from test_detokenizer import byte_level
 from tiny_models import hf_model, save
 
-from pagedattn.engine import Request, ScheduledRequest, Step
+from pagedattn.engine import Request, ScheduledRequest, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.worker.runner import ModelRunner
@@ -57,16 +57,16 @@ class Driver:
                 self.next_block += 1
         return ScheduledRequest(request, start, size, start + size == len(request.token_ids))
 
-    def step(self, sizes: list[tuple[Request, int]], copies: tuple[tuple[int, int], ...] = ()) -> Step:
+    def step(self, sizes: list[tuple[Request, int]], copies: tuple[tuple[int, int], ...] = ()) -> SchedulerOutput:
         items = [self.item(request, size) for request, size in sizes]
         items.sort(key=lambda item: not (item.num_tokens == 1 and item.start > 0))
         decodes = sum(item.num_tokens == 1 and item.start > 0 for item in items)
-        return Step(tuple(items), decodes, copies)
+        return SchedulerOutput(tuple(items), decodes, copies)
 
     def run(self, sizes: list[tuple[Request, int]]) -> None:
         self.commit(self.step(sizes))
 
-    def commit(self, step: Step) -> None:
+    def commit(self, step: SchedulerOutput) -> None:
         for item, token in zip(step.scheduled, self.runner.execute(step), strict=True):
             item.request.num_computed_tokens += item.num_tokens
             assert (token is not None) == item.samples
@@ -184,7 +184,7 @@ def test_only_sampled_rows_reach_the_head(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_an_empty_step(folder: Path) -> None:
-    assert make_runner(folder).execute(Step((), 0, ())) == []
+    assert make_runner(folder).execute(SchedulerOutput((), 0, ())) == []
 
 
 def test_what_the_engine_needs_to_know(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagedattn.engine import LLM, Request, ScheduledRequest, Step
+from pagedattn.engine import LLM, Request, ScheduledRequest, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.sampling.sampler import Sampler
 from pagedattn.engine.sampling_params import SamplingParams
@@ -70,7 +70,7 @@ def generate(runner: ModelRunner, sampling: SamplingParams) -> list[list[int]]:
         ]
         items.sort(key=lambda item: not (item.num_tokens == 1 and item.start > 0))
         decodes = sum(item.num_tokens == 1 and item.start > 0 for item in items)
-        for item, token in zip(items, runner.execute(Step(tuple(items), decodes, ())), strict=True):
+        for item, token in zip(items, runner.execute(SchedulerOutput(tuple(items), decodes, ())), strict=True):
             item.request.num_computed_tokens += item.num_tokens
             if token is not None:
                 item.request.token_ids.append(token.token_id)
@@ -146,7 +146,7 @@ def test_a_launch_waits_for_nothing(kind: dict[str, Any], eager: bool, folder: P
     waits = []
     launch = llm.runner.launch  # type: ignore[attr-defined]
 
-    def watched(step: Step) -> Any:
+    def watched(step: SchedulerOutput) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(step)

@@ -8,7 +8,7 @@ from invariants import check_scheduler
 from scheduler_bench import Bench, prompt
 
 from pagedattn import BlockPool
-from pagedattn.engine import KVCacheManager, KVGroup, RequestStatus, SampledToken, Step
+from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, SchedulerOutput
 from pagedattn.errors import PagedAttnError
 
 
@@ -144,11 +144,16 @@ def test_two_steps_cannot_be_in_flight() -> None:
     with pytest.raises(PagedAttnError, match="before update"):
         bench.scheduler.schedule()
     with pytest.raises(PagedAttnError, match="another step"):
-        bench.scheduler.update(Step((), 0, ()), [])
+        bench.scheduler.update(SchedulerOutput((), 0, ()), [])
     bench.scheduler.rollback(step)
     with pytest.raises(PagedAttnError, match="another step"):
         bench.scheduler.rollback(step)
     bench.finish()
+
+
+def progress(request: Request) -> tuple[object, ...]:
+    tables = [table[:] for table in request.block_ids]
+    return request.status, request.num_computed_tokens, tables, request.num_cached_blocks[:]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -159,16 +164,17 @@ def test_rollback_restores_what_was_before_the_step(caching: bool) -> None:
         bench.add(prompt(7, index), 12)
     rolled_back = 0
     while any(not request.finished for request in bench.requests):
-        before = [
-            (r.status, r.num_computed_tokens, [t[:] for t in r.block_ids], r.num_keyed[:]) for r in bench.requests
-        ]
+        before = [progress(request) for request in bench.requests]
         queues = [r.request_id for r in bench.scheduler.running], list(bench.scheduler.waiting)
         step = bench.scheduler.schedule()
         assert step is not None and bench.scheduler.stats.preemptions == 0
         bench.runner.execute(step)
         bench.scheduler.rollback(step)
         check_scheduler(bench.scheduler)
-        after = [(r.status, r.num_computed_tokens, [t[:] for t in r.block_ids], r.num_keyed[:]) for r in bench.requests]
+        after = [
+            (r.status, r.num_computed_tokens, [t[:] for t in r.block_ids], r.num_cached_blocks[:])
+            for r in bench.requests
+        ]
         assert after == before
         assert queues == ([r.request_id for r in bench.scheduler.running], list(bench.scheduler.waiting))
         rolled_back += 1

@@ -17,7 +17,7 @@ from pagedattn.engine.models.config import load_model_config
 from pagedattn.engine.models.decoder import Decoder
 from pagedattn.engine.models.folder import ModelFolder
 from pagedattn.engine.models.loader import load_weights
-from pagedattn.engine.models.sharding import ShardedDecoder, Share
+from pagedattn.engine.models.sharding import ShardedDecoder, ShardSpec
 from pagedattn.errors import UnsupportedError, WeightsError
 
 CPU = torch.device("cpu")
@@ -146,13 +146,13 @@ def test_what_cannot_be_cut_is_refused_with_what_can(
     save(hf_model("qwen3", torch.float32), tmp_path)
     config = replace(load_model_config(ModelFolder(tmp_path)), **changes)
     with pytest.raises(UnsupportedError, match=rf"tensor_parallel_size={size}.*{why}"):
-        Share.of(config, 0, size)
+        ShardSpec.of(config, 0, size)
 
 
 def test_shares_cover_the_model_once(tmp_path: Path) -> None:
     save(hf_model("qwen3", torch.float32), tmp_path)
     config = replace(load_model_config(ModelFolder(tmp_path)), num_heads=16, num_kv_heads=4, vocab_size=1001)
-    shares = [Share.of(config, rank, 8) for rank in range(8)]
+    shares = [ShardSpec.of(config, rank, 8) for rank in range(8)]
     assert [head for share in shares for head in range(*share.heads)] == [*range(16)]
     assert [token for share in shares for token in range(*share.tokens)] == [*range(1001)]
     assert [share.kv_heads for share in shares] == [(rank // 2, rank // 2 + 1) for rank in range(8)]

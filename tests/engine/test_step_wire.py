@@ -9,7 +9,15 @@ from dataclasses import fields, replace
 import pytest
 
 from pagedattn import BlockPool
-from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, ScheduledRequest, Step
+from pagedattn.engine import (
+    KVCacheManager,
+    KVGroup,
+    Request,
+    RequestStatus,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from pagedattn.engine.parallel.step_wire import StepDecoder, StepEncoder, decode_tokens, encode_tokens, pack, unpack
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.scheduler.scheduler import Scheduler
@@ -22,7 +30,7 @@ def request(name: str, tokens: list[int], seed: int = 2**62 + 1) -> Request:
     return Request(name, array("i", tokens), SAMPLING, arrival=int(name), max_total_tokens=60, seed=seed)
 
 
-def check(got: Step, want: Step) -> None:
+def check(got: SchedulerOutput, want: SchedulerOutput) -> None:
     """A decoded step says what the driver's says."""
     assert replace(got, scheduled=()) == replace(want, scheduled=())
     assert len(got.scheduled) == len(want.scheduled)
@@ -78,11 +86,11 @@ def test_a_decode_sends_little_and_keeps_the_objects() -> None:
     encoder, decoder = StepEncoder(), StepDecoder()
     long = request("1", list(range(5000)))
     long.block_ids = [list(range(1, 314))]
-    first = decoder.decode(encoder.encode(Step((ScheduledRequest(long, 0, 5000, True),), 0, ())))
+    first = decoder.decode(encoder.encode(SchedulerOutput((ScheduledRequest(long, 0, 5000, True),), 0, ())))
     tables = first.scheduled[0].request.block_ids
     long.token_ids.append(9)
     long.block_ids[0].append(400)
-    step = Step((ScheduledRequest(long, 5000, 1, True),), 1, ())
+    step = SchedulerOutput((ScheduledRequest(long, 5000, 1, True),), 1, ())
     data = encoder.encode(step)
     assert len(data) < 100
     second = decoder.decode(data)
@@ -95,13 +103,13 @@ def test_a_decode_sends_little_and_keeps_the_objects() -> None:
 
 
 def test_every_field_of_a_step_travels() -> None:
-    names = {field.name for field in fields(Step)}
+    names = {field.name for field in fields(SchedulerOutput)}
     assert names == {"scheduled", "num_decodes", "copies", "swap_out", "swap_in", "fresh_blocks"}
     assert ScheduledRequest._fields == ("request", "start", "num_tokens", "samples")
 
 
 def test_copies_and_a_step_of_nothing_else() -> None:
-    step = Step((), 0, ((1, 2), (7, 3)), ((4, 0),), ((1, 9), (2, 8)), (5, 9, 8))
+    step = SchedulerOutput((), 0, ((1, 2), (7, 3)), ((4, 0),), ((1, 9), (2, 8)), (5, 9, 8))
     check(StepDecoder().decode(StepEncoder().encode(step)), step)
 
 
@@ -110,17 +118,17 @@ def test_a_token_that_nobody_has_read_is_sent_again() -> None:
     one = request("1", [4, 5])
     one.block_ids = [[1]]
     one.token_ids.append(-1)
-    check(decoder.decode(encoder.encode(step := Step((ScheduledRequest(one, 2, 1, True),), 1, ()))), step)
+    check(decoder.decode(encoder.encode(step := SchedulerOutput((ScheduledRequest(one, 2, 1, True),), 1, ()))), step)
     one.token_ids[-1] = 8
     one.token_ids.append(-1)
-    check(decoder.decode(encoder.encode(step := Step((ScheduledRequest(one, 3, 1, True),), 1, ()))), step)
+    check(decoder.decode(encoder.encode(step := SchedulerOutput((ScheduledRequest(one, 3, 1, True),), 1, ()))), step)
 
 
 def test_a_rank_that_missed_a_step_says_so() -> None:
     encoder = StepEncoder()
     one = request("1", [4, 5])
     one.block_ids = [[1]]
-    step = Step((ScheduledRequest(one, 0, 2, True),), 0, ())
+    step = SchedulerOutput((ScheduledRequest(one, 0, 2, True),), 0, ())
     encoder.encode(step)
     with pytest.raises(PagedAttnError, match="does not know"):
         StepDecoder().decode(encoder.encode(step))
@@ -136,7 +144,7 @@ def test_tokens() -> None:
         SampledToken(6, -0.1, {6: -0.1, 9: -3.25}),
         SampledToken(7, -1e-17, {}),
     ]
-    assert decode_tokens(encode_tokens(sampled), Step(tuple(items), 0, ())) == sampled
+    assert decode_tokens(encode_tokens(sampled), SchedulerOutput(tuple(items), 0, ())) == sampled
 
 
 def test_messages() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn.engine import LLM, KVGroup, Request, SamplingParams, ScheduledRequest, Step
+from pagedattn.engine import LLM, KVGroup, Request, SamplingParams, ScheduledRequest, SchedulerOutput
 from pagedattn.engine.worker import decode_graphs
-from pagedattn.engine.worker.device_state import DeviceState
-from pagedattn.engine.worker.packed_step import StepPacker
-from pagedattn.engine.worker.step_inputs import InputSender
+from pagedattn.engine.worker.device_batch import BatchSender
+from pagedattn.engine.worker.host_batch import HostBatchBuilder
+from pagedattn.engine.worker.persistent_batch import PersistentBatch
 from pagedattn.kernels.decode import cascade
 from pagedattn.testing import interpreted
 
@@ -29,9 +29,9 @@ def shared(rows: list[list[int]], lengths: list[int], groups: list[KVGroup], pro
         request.block_ids = [row for _ in groups]
         items.append(ScheduledRequest(request, length - 1, 1, True))
     device = torch.device("cpu")
-    state = DeviceState(groups, 4, 512, device)
-    packed = StepPacker(groups, state).pack(Step(tuple(items), len(items) - prompts, ()))
-    commons = InputSender(state, device).send(packed).commons
+    state = PersistentBatch(groups, 4, 512, device)
+    packed = HostBatchBuilder(groups, state).pack(SchedulerOutput(tuple(items), len(items) - prompts, ()))
+    commons = BatchSender(state, device).send(packed).commons
     return [commons[group].shared_prefix_len for group in range(len(groups))]
 
 

@@ -10,10 +10,10 @@ from invariants import check_scheduler
 from scheduler_bench import Bench, prompt
 
 from pagedattn import FullAttentionSpec, PagedKVCache, SlidingWindowSpec
-from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken, Step
+from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
-from pagedattn.engine.worker.block_copier import BlockMover
-from pagedattn.engine.worker.kv_memory import swap_room
+from pagedattn.engine.worker.block_copier import BlockCopier
+from pagedattn.engine.worker.kv_memory import swap_config
 from pagedattn.errors import CapacityError, InvalidInputError
 
 GROUPS = {
@@ -262,7 +262,7 @@ def test_blocks_come_back_byte_for_byte() -> None:
     cache = PagedKVCache.from_specs([full, window, full, window], 12, device="cpu")
     generator = torch.Generator().manual_seed(1)
     cache.slabs.copy_(torch.randint(0, 256, cache.slabs.shape, generator=generator, dtype=torch.uint8))
-    mover = BlockMover(cache, 9)
+    mover = BlockCopier(cache, 9)
     device, host = [cache.slabs[:, block].clone() for block in range(12)], {}
     for _ in range(50):
         blocks, places = (
@@ -271,7 +271,7 @@ def test_blocks_come_back_byte_for_byte() -> None:
         )
         out = list(zip(blocks[:3], places, strict=False))
         back = [(place, block) for place, block in zip(places, blocks[4:7], strict=False)]
-        mover.move(Step((), 0, copies=((back[0][1], blocks[8]),), swap_out=tuple(out), swap_in=tuple(back)))
+        mover.move(SchedulerOutput((), 0, copies=((back[0][1], blocks[8]),), swap_out=tuple(out), swap_in=tuple(back)))
         host |= {place: device[block] for block, place in out}
         for place, block in back:
             device[block] = host[place]
@@ -282,7 +282,7 @@ def test_blocks_come_back_byte_for_byte() -> None:
 def test_how_much_room_there_is_and_what_it_costs() -> None:
     def room(device: str, size: int = 16, **options: Any) -> tuple[int, float]:
         config, groups = EngineConfig(model="m", **options), [KVGroup(size)]
-        found = swap_room(config, torch.device(device), 1 << 20, groups, 600_000_000)
+        found = swap_config(config, torch.device(device), 1 << 20, groups, 600_000_000)
         return found.num_blocks, found.tokens_per_block
 
     assert room("cuda")[0] == 4096 and room("cpu")[0] == 0

@@ -19,7 +19,7 @@ from pagedattn.engine.sampling import token_counts
 from pagedattn.engine.sampling.packed_params import PARAMS, has_penalty, request_params
 from pagedattn.engine.sampling.rows import SampledRows
 from pagedattn.engine.sampling.token_counts import TokenCounts
-from pagedattn.engine.step import UNKNOWN
+from pagedattn.engine.scheduler_output import PLACEHOLDER_TOKEN
 from pagedattn.errors import PagedAttnError
 from pagedattn.testing import interpreted
 
@@ -122,11 +122,13 @@ class History:
         begin_again = self.draw.random() < 0.03
         for one in self.requests:
             ids = one.token_ids
-            if ids[-1] == UNKNOWN and begin_again:  # its tokens are as the host has them, and the last is drawn again
+            if (
+                ids[-1] == PLACEHOLDER_TOKEN and begin_again
+            ):  # its tokens are as the host has them, and the last is drawn again
                 self.happened["drawn again"] += 1
                 ids.pop()
                 truths[one].pop()
-            elif ids[-1] == UNKNOWN and (one not in self.drawn or self.draw.random() < 0.4):
+            elif ids[-1] == PLACEHOLDER_TOKEN and (one not in self.drawn or self.draw.random() < 0.4):
                 ids[-1] = truths[one][-1]
 
 
@@ -145,7 +147,7 @@ def test_counts_and_scores_are_those_of_a_recount_whatever_happened(
         before, rows, last = len(sends), [history.rows[one] for one in chosen], [truths[one][-1] for one in chosen]
         logits = torch.randn(len(chosen), VOCAB, generator=generator) * 3
         scores = penalize(counts, logits, chosen, rows, last)
-        happened["unread"] += sum(one.token_ids[-1] == UNKNOWN for one in chosen)
+        happened["unread"] += sum(one.token_ids[-1] == PLACEHOLDER_TOKEN for one in chosen)
         happened["silent"] += len(sends) == before
         for at, (one, row) in enumerate(zip(chosen, rows, strict=True)):
             wanted = reference(logits[at].numpy(), truths[one], one.prompt_len, one.sampling)
@@ -156,10 +158,10 @@ def test_counts_and_scores_are_those_of_a_recount_whatever_happened(
         history.drawn = chosen if draw.random() > 0.1 else []  # else the step is run again
         happened["run again"] += not history.drawn
         for one in history.drawn:
-            if one.token_ids[-1] == UNKNOWN:
+            if one.token_ids[-1] == PLACEHOLDER_TOKEN:
                 one.token_ids[-1] = truths[one][-1]
             truths[one].append(draw.randrange(VOCAB))
-            one.token_ids.append(UNKNOWN)
+            one.token_ids.append(PLACEHOLDER_TOKEN)
         history.go_on(truths)
         if draw.random() < 0.02:
             counts.forget()
@@ -178,7 +180,7 @@ def test_a_request_that_only_decodes_sends_nothing(path: str, monkeypatch: pytes
         found.append(len(sends))
         one.token_ids[-1] = truth[-1]
         truth.append(step % 3)
-        one.token_ids.append(UNKNOWN)
+        one.token_ids.append(PLACEHOLDER_TOKEN)
         other.token_ids.append(7)
     assert found == [1] * 12
     assert counts.counts is not None and counts.counts[2].tolist() == recount(truth[:-1], 3)
@@ -201,7 +203,7 @@ def test_without_penalties_nothing_is_allocated_and_logits_stay() -> None:
 
 
 def test_a_token_that_nobody_has_read_is_not_counted_by_the_host(path: str) -> None:
-    one = request([1, 2, UNKNOWN, 3], 2, **ALL)
+    one = request([1, 2, PLACEHOLDER_TOKEN, 3], 2, **ALL)
     with pytest.raises(PagedAttnError, match="not known yet"):
         penalize(TokenCounts(NUM_ROWS, VOCAB, DEVICE), torch.zeros(1, VOCAB), [one], [0], [3])
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from scheduler_bench import Bench, prompt
 
-from pagedattn.engine import KVGroup, RequestStatus, Step
+from pagedattn.engine import KVGroup, RequestStatus, SchedulerOutput
 
 
-def names(step: Step | None) -> list[str]:
+def names(step: SchedulerOutput | None) -> list[str]:
     assert step is not None
     return [item.request.request_id for item in step.scheduled]
 

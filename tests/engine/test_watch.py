@@ -24,16 +24,16 @@ from tiny_models import hf_config, hf_model, save
 from pagedattn.engine import LLM
 from pagedattn.engine.parallel.channel import Channel, Kind, packets
 from pagedattn.engine.parallel.launcher import Workers
-from pagedattn.engine.parallel.watch import Limits, RankFailed, Watch
+from pagedattn.engine.parallel.watch import Limits, RankFailed, WorkerMonitor
 from pagedattn.errors import EngineDeadError, InvalidInputError, PagedAttnError, SecurityError, WeightsError
 
-Make = Callable[..., Watch]
+Make = Callable[..., WorkerMonitor]
 LIMITS = Limits(silence=20.0, total=60.0)
 LARGE = 1_000_000  # bytes; more than the sockets hold
 # What ranks without a model say of it when they are started.
 FACTS = {
     "num_kv_blocks": 9,
-    "swap_room": [0, 0.0],
+    "swap_config": [0, 0.0],
     "kv_groups": [[16, None]],
     "vocab_size": 512,
     "max_model_len": 64,
@@ -52,7 +52,7 @@ def open_files() -> int:
 
 @contextmanager
 def fake_ranks(roles: Sequence[str], text: str = "ValueError") -> Iterator[None]:
-    """Ranks that are started are fake ones, of these roles in turn."""
+    """TPGroup that are started are fake ones, of these roles in turn."""
     turn = iter(roles)
 
     class Popen(subprocess.Popen):
@@ -75,10 +75,10 @@ def make(kept: list[Workers]) -> Iterator[Make]:
     """Watches over ranks of given roles; whatever became of them, nothing is left of them."""
     before = open_files()
 
-    def start(*roles: str) -> Watch:
+    def start(*roles: str) -> WorkerMonitor:
         with fake_ranks(roles):
             kept.append(Workers(len(roles)))
-        return Watch(kept[-1])
+        return WorkerMonitor(kept[-1])
 
     yield start
     for workers in kept:
@@ -87,7 +87,7 @@ def make(kept: list[Workers]) -> Iterator[Make]:
     assert open_files() == before
 
 
-def ask(watch: Watch, body: bytes, limits: Limits = LIMITS) -> list[bytes]:
+def ask(watch: WorkerMonitor, body: bytes, limits: Limits = LIMITS) -> list[bytes]:
     return watch.answers(watch.send(Kind.STEP, [body], limits), 2, limits)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, so that a model can be cut into many parts without starting any process."""
+"""TPGroup that are threads of one process, so that a model can be cut into many parts without starting any process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ThreadRanks:
         self.counts = {"all_reduce": 0, "all_gather": 0}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Ranks.all_reduce`."""
+        """As `TPGroup.all_reduce`."""
         self.counts["all_reduce"] += 1
         total = torch.stack(self._exchange(x.clone())).sum(0)
         return x.copy_(total)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Ranks.all_gather`."""
+        """As `TPGroup.all_gather`."""
         self.counts["all_gather"] += 1
         return torch.stack(self._exchange(x))
 
     def smallest(self, value: int) -> int:
-        """As `Ranks.smallest`."""
+        """As `TPGroup.smallest`."""
         return min(self._exchange(value))
 
     def _exchange(self, value: object) -> list:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...pdl import ChainedKernel, follow
+from ...pdl import PDLKernel, pdl_wait
 
 _SILU_BLOCK = 1024
 
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     index = tl.arange(0, N)  # [N] over the row
     mask = index < SIZE
     scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)  # a weight: nobody writes it
-    follow(PDL)
+    pdl_wait(PDL)
     KIND: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * stride_x + index, mask=mask, other=0.0).to(tl.float32)
     if ADD:
@@ -51,7 +51,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _silu_mul_kernel(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] over the row
     mask = index < SIZE
@@ -118,7 +118,7 @@ def _qkv_kernel(
     PDL: tl.constexpr,
 ):
     """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache."""
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
@@ -152,7 +152,7 @@ def _qkv_kernel(
             tl.store(target + D // 2, tl.load(values + D // 2, mask=mask), mask=mask)
 
 
-_rms_norm, _silu_mul, _qkv = map(ChainedKernel, (_rms_norm_kernel, _silu_mul_kernel, _qkv_kernel))
+_rms_norm, _silu_mul, _qkv = map(PDLKernel, (_rms_norm_kernel, _silu_mul_kernel, _qkv_kernel))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...pdl import ChainedKernel, follow
+from ...pdl import PDLKernel, pdl_wait
 
 _OUTPUTS = 4  # per program
 _MOST_INPUTS = 4096  # at a time: what is loaded before the kernel in front is done
@@ -25,7 +25,7 @@ def _row_product_kernel(
     k = tl.arange(0, INPUTS)  # [INPUTS]
     rows = weight + n.to(tl.int64)[:, None] * K
     loaded = tl.load(rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)  # nobody writes weights
-    follow(PDL)
+    pdl_wait(PDL)
     total = loaded.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     for first in tl.static_range(INPUTS, K, INPUTS):
         inside = first + k < K
@@ -37,7 +37,7 @@ def _row_product_kernel(
     tl.store(out + n, result.to(out.dtype.element_ty), mask=n < N)
 
 
-_row_product = ChainedKernel(_row_product_kernel)
+_row_product = PDLKernel(_row_product_kernel)
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

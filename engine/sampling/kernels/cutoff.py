@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...pdl import ChainedKernel, follow
+from ...pdl import PDLKernel, pdl_wait
 
-# The parameters are those of `device_state.request_params`. A kernel cannot have an argument `params`: Triton's
+# The parameters are those of `packed_params.request_params`. A kernel cannot have an argument `params`: Triton's
 # launcher has a local of that name.
 _BLOCK = 2048
 _CANDIDATES = 4096
@@ -156,7 +156,7 @@ def _cutoff_kernel(
     PDL: tl.constexpr,
 ):
     """Program r: the cutoff of row r; -inf where nothing is cut."""
-    follow(PDL)
+    pdl_wait(PDL)
     at = tl.program_id(0)
     settings = table + tl.load(rows + at).to(tl.int64) * WORDS
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
@@ -183,14 +183,14 @@ def _cutoff_kernel(
     tl.store(cutoffs + at, cutoff)
 
 
-_cutoff = ChainedKernel(_cutoff_kernel)
+_cutoff = PDLKernel(_cutoff_kernel)
 
 
 def cutoffs(logits: torch.Tensor, params: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Of each row of logits [n, vocab] over its temperature, the smallest score that may be drawn: [n] float32.
 
     Args:
-        params: [R, PARAMS] int32, as `device_state.PARAMS` says. rows: [n], which of them each row of logits has.
+        params: [R, PARAMS] int32, as `packed_params.PARAMS` says. rows: [n], which of them each row of logits has.
     """
     count, vocab = logits.shape
     found = torch.empty(count, dtype=torch.float32, device=logits.device)

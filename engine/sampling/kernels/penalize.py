@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...pdl import ChainedKernel, follow
+from ...pdl import PDLKernel, pdl_wait
 
 _BLOCK = 4096
 
@@ -27,7 +27,7 @@ def _penalize_kernel(
     PDL: tl.constexpr,
 ):
     """Program (row, part): a part of the vocabulary, whose counts nobody else reads or writes."""
-    follow(PDL)
+    pdl_wait(PDL)
     at = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] over the vocabulary
     inside = index < VOCAB
@@ -50,7 +50,7 @@ def _penalize_kernel(
     tl.store(out + at * VOCAB + index, score, mask=inside)
 
 
-_penalize = ChainedKernel(_penalize_kernel)
+_penalize = PDLKernel(_penalize_kernel)
 
 
 def penalize(
@@ -68,7 +68,7 @@ def penalize(
 
     Args:
         logits: [n, vocab] floats. counts: [R, vocab] int32, as `TokenCounts` has them.
-        params: [R, PARAMS] int32, as `device_state.PARAMS` says. rows: [n] int32, which of R each has; none twice.
+        params: [R, PARAMS] int32, as `packed_params.PARAMS` says. rows: [n] int32, which of R each has; none twice.
         lengths, last_tokens: [n] int32, tokens of each request so far and the last of them.
     """
     count, vocab = logits.shape

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...pdl import ChainedKernel, follow
+from ...pdl import PDLKernel, pdl_wait
 
 if TYPE_CHECKING:
     from pagedattn import CommonAttentionMetadata
@@ -41,7 +41,7 @@ def _write_kernel(
     PDL: tl.constexpr,
 ):
     """Program r: row r of the batch, its table included."""
-    follow(PDL)
+    pdl_wait(PDL)
     at = tl.program_id(0)
     live = at < count
     row = tl.load(sent + at)
@@ -68,7 +68,7 @@ def _write_kernel(
             tl.store(table_out + at.to(tl.int64) * stride_out + index, tl.where(index < column, before, block), inside)
 
 
-_write = ChainedKernel(_write_kernel)
+_write = PDLKernel(_write_kernel)
 
 
 def write(

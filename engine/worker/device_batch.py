@@ -1,4 +1,4 @@
-"""StepInputs: what one step feeds the model. It is sent in one transfer; tokens that nobody has read, slots and tables
+"""DeviceBatch: what one step feeds the model. It is sent in one transfer; tokens that nobody has read, slots and tables
 are made on the device."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pagedattn import CommonAttentionMetadata, ops
 
 from ..sampling.rows import SampledRows
 from ..transfer import transfer
-from .device_state import DeviceState
-from .packed_step import PackedStep
+from .host_batch import HostBatch
+from .persistent_batch import PersistentBatch
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class DeviceBatch:
     """Device tensors of one step of T tokens."""
 
     input_ids: torch.Tensor  # [T] int32
@@ -28,13 +28,13 @@ class StepInputs:
     commons: dict[int, CommonAttentionMetadata]  # by KV group
 
 
-class InputSender:
+class BatchSender:
     """Sends packed steps to the device that has `state`."""
 
-    def __init__(self, state: DeviceState, device: torch.device) -> None:
+    def __init__(self, state: PersistentBatch, device: torch.device) -> None:
         self._state, self._device = state, device
 
-    def send(self, packed: PackedStep) -> StepInputs:
+    def send(self, packed: HostBatch) -> DeviceBatch:
         """A packed step on the device, in one transfer."""
         state, deltas, ends, rows, sampled = self._state, packed.deltas, packed.ends, packed.rows, packed.sampled
         counts, tokens = ends - packed.starts, packed.tokens
@@ -66,7 +66,7 @@ class InputSender:
         commons = self._by_group(common, rows_dev, packed.shared)
         last_tokens = ids.index_select(0, last_dev) if packed.special else ids[:0]
         own = SampledRows(last_tokens, sampled_rows, lengths, rows[sampled])
-        return StepInputs(ids, positions_dev, last_dev, own, commons)
+        return DeviceBatch(ids, positions_dev, last_dev, own, commons)
 
     def _by_group(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, shared: Sequence[int]

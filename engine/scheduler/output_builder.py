@@ -1,14 +1,14 @@
-"""StepPlan: a step in the making."""
+"""SchedulerOutputBuilder: a step in the making."""
 
 from __future__ import annotations
 
 from ..kv.manager import KVCacheManager
 from ..request import Request
-from ..step import ScheduledRequest, Step
-from .in_batch_prefix import ComingBlocks
+from ..scheduler_output import ScheduledRequest, SchedulerOutput
+from .in_batch_prefix import InBatchPrefix
 
 
-class StepPlan:
+class SchedulerOutputBuilder:
     """What of the budget is left, what runs, which blocks move, and the blocks that its prompts will need later."""
 
     __slots__ = (
@@ -29,7 +29,7 @@ class StepPlan:
         self._decodes: list[ScheduledRequest] = []
         self._prefills: list[ScheduledRequest] = []
         self.budget = budget
-        self.coming = ComingBlocks(kv.prefixes)
+        self.coming = InBatchPrefix(kv.prefixes)
         self.reserved = 0
         self.copies: list[tuple[int, int]] = []
         self.swap_out: list[tuple[int, int]] = []
@@ -53,10 +53,10 @@ class StepPlan:
         self.budget -= 1
         self._decodes.append(ScheduledRequest(request, request.num_computed_tokens, 1, True))
 
-    def step(self) -> Step | None:
+    def step(self) -> SchedulerOutput | None:
         """The step, or None where nothing runs."""
         if not self._decodes and not self._prefills:
             return None
         items = (*self._decodes, *self._prefills)
         moves = tuple(self.copies), tuple(self.swap_out), tuple(self.swap_in)
-        return Step(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))
+        return SchedulerOutput(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))

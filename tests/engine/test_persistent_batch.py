@@ -12,7 +12,7 @@ import torch
 from pagedattn.engine import KVGroup, Request, ScheduledRequest
 from pagedattn.engine.sampling.packed_params import PARAMS, next_state
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.worker.device_state import DeviceState
+from pagedattn.engine.worker.persistent_batch import PersistentBatch
 from pagedattn.errors import InvalidInputError
 
 GROUPS = [KVGroup(4), KVGroup(8, 10)]
@@ -31,7 +31,7 @@ def grow(one: Request, end: int, draw: random.Random) -> None:
             table.append(draw.randrange(1, 1000))
 
 
-def put(state: DeviceState, items: list[ScheduledRequest]) -> tuple[np.ndarray, int]:
+def put(state: PersistentBatch, items: list[ScheduledRequest]) -> tuple[np.ndarray, int]:
     starts = np.array([item.start for item in items], dtype=np.int32)
     ends = starts + np.array([item.num_tokens for item in items], dtype=np.int32)
     rows, deltas = state.place([item.request for item in items], starts, ends)
@@ -39,7 +39,7 @@ def put(state: DeviceState, items: list[ScheduledRequest]) -> tuple[np.ndarray, 
     return rows, len(deltas.entries)
 
 
-def check(state: DeviceState, items: list[ScheduledRequest], rows: np.ndarray) -> None:
+def check(state: PersistentBatch, items: list[ScheduledRequest], rows: np.ndarray) -> None:
     assert len(set(rows.tolist())) == len(items) and rows.max() < state.num_rows
     assert np.array_equal(state.tables.numpy(), state.sent)
     for item, row in zip(items, rows.tolist(), strict=True):
@@ -51,7 +51,7 @@ def check(state: DeviceState, items: list[ScheduledRequest], rows: np.ndarray) -
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tables_are_those_of_the_requests_whatever_happened(seed: int) -> None:
-    draw, state = random.Random(seed), DeviceState(GROUPS, 6, 200, torch.device("cpu"))
+    draw, state = random.Random(seed), PersistentBatch(GROUPS, 6, 200, torch.device("cpu"))
     requests, sent, lost = [request(index) for index in range(10)], 0, 0
     for _ in range(400):
         chosen = draw.sample(requests, draw.randrange(1, 6))
@@ -83,7 +83,7 @@ def test_tables_are_those_of_the_requests_whatever_happened(seed: int) -> None:
 
 
 def test_a_decode_sends_a_block_only_when_it_opens_one() -> None:
-    state, draw = DeviceState(GROUPS, 4, 200, torch.device("cpu")), random.Random(1)
+    state, draw = PersistentBatch(GROUPS, 4, 200, torch.device("cpu")), random.Random(1)
     one, counts = request(), []
     for start in range(40):
         grow(one, start + 1, draw)
@@ -93,7 +93,7 @@ def test_a_decode_sends_a_block_only_when_it_opens_one() -> None:
 
 
 def test_parameters_are_sent_once() -> None:
-    state, draw = DeviceState(GROUPS, 3, 200, torch.device("cpu")), random.Random(1)
+    state, draw = PersistentBatch(GROUPS, 3, 200, torch.device("cpu")), random.Random(1)
     penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.75}
     one = request(-5, temperature=0.25, top_p=0.5, min_p=0.125, top_k=7, **penalties)
     other, plain = request(3, temperature=0, min_tokens=2), request(3)
@@ -111,7 +111,7 @@ def test_parameters_are_sent_once() -> None:
 
 
 def test_more_requests_than_rows_are_refused() -> None:
-    state, draw = DeviceState(GROUPS, 2, 200, torch.device("cpu")), random.Random(1)
+    state, draw = PersistentBatch(GROUPS, 2, 200, torch.device("cpu")), random.Random(1)
     items = [ScheduledRequest(request(), 0, 1, True) for _ in range(3)]
     for item in items:
         grow(item.request, 1, draw)

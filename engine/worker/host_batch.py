@@ -1,4 +1,4 @@
-"""PackedStep: what one step is, as arrays, before anything is sent to the device."""
+"""HostBatch: what one step is, as arrays, before anything is sent to the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..step import KVGroup, Step
-from .device_state import Deltas, DeviceState
+from ..kv_group import KVGroup
+from ..scheduler_output import SchedulerOutput
+from .persistent_batch import BlockTableUpdates, PersistentBatch
 
 
 @dataclass(frozen=True, slots=True)
-class PackedStep:
+class HostBatch:
     """One step of B requests and T tokens, as the host knows it."""
 
     tokens: np.ndarray  # [T] int32, negative where nobody has read the token yet
@@ -20,7 +21,7 @@ class PackedStep:
     ends: np.ndarray  # [B] int32
     rows: np.ndarray  # [B] int32, where the device state has the requests
     sampled: np.ndarray  # [n] int32, those of the B whose next token is sampled
-    deltas: Deltas
+    deltas: BlockTableUpdates
     num_decodes: int
     shared: list[int]  # by KV group, tokens that all sequences have in the same blocks
     special: bool  # whether a sampled request has penalties, min_tokens or logprobs
@@ -31,13 +32,13 @@ class PackedStep:
         return self.num_decodes == len(self.rows) == len(self.sampled)
 
 
-class StepPacker:
+class HostBatchBuilder:
     """Packs steps for a model whose layers use `groups`, by what the device has of their requests."""
 
-    def __init__(self, groups: Sequence[KVGroup], state: DeviceState) -> None:
+    def __init__(self, groups: Sequence[KVGroup], state: PersistentBatch) -> None:
         self._groups, self._state = groups, state
 
-    def pack(self, step: Step) -> PackedStep:
+    def pack(self, step: SchedulerOutput) -> HostBatch:
         """All that the device has to be told. After an error before the step's end, the state must `forget`."""
         requests, firsts, sizes, samples = zip(*step.scheduled, strict=True)
         starts = np.array(firsts, dtype=np.int32)
@@ -47,7 +48,7 @@ class StepPacker:
         decodes = step.num_decodes == len(requests)
         shared = self._shared(rows, int(ends.min())) if decodes else [0] * len(self._groups)
         special = bool(self._state.special[rows[sampled]].any())
-        return PackedStep(_tokens(step), starts, ends, rows, sampled, deltas, step.num_decodes, shared, special)
+        return HostBatch(_tokens(step), starts, ends, rows, sampled, deltas, step.num_decodes, shared, special)
 
     def _shared(self, rows: np.ndarray, shortest: int) -> list[int]:
         """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""
@@ -57,7 +58,7 @@ class StepPacker:
         ]
 
 
-def _tokens(step: Step) -> np.ndarray:
+def _tokens(step: SchedulerOutput) -> np.ndarray:
     decodes = [request.token_ids[start] for request, start, _, _ in step.scheduled[: step.num_decodes]]
     rest = step.scheduled[step.num_decodes :]
     chunks = (np.array(request.token_ids[start : start + size], dtype=np.int32) for request, start, size, _ in rest)

@@ -1,4 +1,4 @@
-"""DeviceState: what steps need of each request, kept on the device and sent only where it changed."""
+"""PersistentBatch: what steps need of each request, kept on the device and sent only where it changed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from pagedattn.errors import InvalidInputError
 
+from ..kv_group import KVGroup
 from ..request import Request
 from ..sampling.packed_params import PARAMS, has_penalty, request_params
-from ..step import KVGroup
 
 
-class Deltas(NamedTuple):
+class BlockTableUpdates(NamedTuple):
     """What changed since the last step: entries of the flattened block tables, and rows of parameters."""
 
     entries: np.ndarray  # [k] int32
@@ -27,11 +27,11 @@ class Deltas(NamedTuple):
 
     @property
     def parts(self) -> list[np.ndarray]:
-        """What `DeviceState.apply` takes, flat."""
+        """What `PersistentBatch.apply` takes, flat."""
         return [self.entries, self.blocks, self.rows, self.params.reshape(-1)]
 
 
-class DeviceState:
+class PersistentBatch:
     """A row for each request that runs: its block tables, its last token, its sampling parameters.
 
     Entries of a table before a request's first uncomputed token change only together with the list that holds them, so
@@ -58,7 +58,9 @@ class DeviceState:
         self._lists: list[object] = [None] * self.num_rows
         self._free = list(range(self.num_rows - 1, -1, -1))
 
-    def place(self, requests: Sequence[Request], starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, Deltas]:
+    def place(
+        self, requests: Sequence[Request], starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, BlockTableUpdates]:
         """The rows [n] of a step's requests, and what has to be sent for them.
 
         Args:
@@ -86,7 +88,9 @@ class DeviceState:
             self._send(requests[at], rows[at], first, int(ends[at]), entries, blocks)
         params = request_params([requests[at] for at in fresh])
         beyond = bool(more or fresh)
-        return places, Deltas(np.concatenate(entries), np.concatenate(blocks), places[fresh], params, current, beyond)
+        return places, BlockTableUpdates(
+            np.concatenate(entries), np.concatenate(blocks), places[fresh], params, current, beyond
+        )
 
     def apply(self, entries: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
         """Put deltas, which are on the device now, in place."""
