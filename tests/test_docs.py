@@ -13,7 +13,11 @@ from processes import environment
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("examples/**/*.md")), *DOCS]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+    *DOCS,
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -53,6 +57,19 @@ def test_relative_links_and_their_anchors_are_there() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"\b(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {page.name for page in DOCS} and len(listed) >= 8
+
+
+def test_what_the_architecture_page_names_is_in_the_file_that_it_names() -> None:
+    text = re.sub(r"\s+", " ", prose(ROOT / "docs/architecture.md"))
+    files = re.findall(r"`((?:pagedattn|engine|tests|csrc)/[\w/]*(?:\.\w+)?)`", text)
+    assert len(files) > 40 and not [file for file in files if not (ROOT / file).exists()]
+    named = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`", text)
+    wrong = [
+        (name, file)
+        for name, file in named
+        if not re.search(rf"(def|class) {name.split('.')[-1]}\b", (ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 15 and not wrong, wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
