@@ -70,7 +70,7 @@ class FakeRunner:
         self._host = [np.zeros((swap_blocks, group.block_size), dtype=np.int64) for group in groups]
         self._identities: dict[tuple[int, int], int] = {}
         self._roots: dict[str | None, int] = {}
-        self._known: dict[int, tuple[Request, list[int]]] = {}
+        self._known: dict[int, tuple[Request, list[int], np.ndarray]] = {}
 
     def make_detokenizer(self) -> FakeDetokenizer:
         return FakeDetokenizer()
@@ -93,13 +93,17 @@ class FakeRunner:
 
     def identities(self, request: Request) -> np.ndarray:
         """Per position of the request, what its slot must hold."""
-        kept, known = self._known.setdefault(id(request), (request, []))
+        kept, known, array = self._known.get(id(request), (request, [], np.zeros(0, dtype=np.int64)))
         assert kept is request
+        if len(known) == len(request.token_ids):
+            return array
         parent = known[-1] if known else self._roots.setdefault(request.cache_salt, -1 - len(self._roots))
         for token in request.token_ids[len(known) :]:
             parent = self._identities.setdefault((parent, token), len(self._identities) + 1)
             known.append(parent)
-        return np.array(known, dtype=np.int64)
+        array = np.array(known, dtype=np.int64)
+        self._known[id(request)] = request, known, array
+        return array
 
     def _move(self, step: SchedulerOutput) -> None:
         """A host block, like any other, holds what all groups have in it."""
@@ -122,23 +126,28 @@ class FakeRunner:
         truth = self.identities(request)
         for index, group in enumerate(self.kv_groups):
             first = 0 if group.sliding_window is None else max(0, item.start - group.sliding_window + 1)
-            where = self._where(request, index, np.arange(first, end))
-            found = self._slots[index][where]
+            blocks, skipped = self._blocks(request, index, first, end), first % group.block_size
+            found = self._slots[index].reshape(-1, group.block_size)[blocks].ravel()[skipped : skipped + end - first]
             assert (found == truth[first:end]).all(), f"{request}: group {index} reads wrong values at {first}..{end}"
 
     def _write(self, item: ScheduledRequest) -> None:
-        request, positions = item.request, np.arange(item.start, item.start + item.num_tokens)
+        request, first, end = item.request, item.start, item.start + item.num_tokens
+        truth = self.identities(request)
         for index, group in enumerate(self.kv_groups):
-            where = self._where(request, index, positions)
-            for block in set((where // group.block_size).tolist()):
+            size, slots = group.block_size, self._slots[index]
+            for entry, block in enumerate(self._blocks(request, index, first, end), first // size):
                 assert self.ref_count is None or self.ref_count(block) == 1, f"{request} writes shared block {block}"
-            self._slots[index][where] = self.identities(request)[positions]
+                begin, stop = max(first, entry * size), min(end, (entry + 1) * size)
+                slot = (block - entry) * size
+                slots[slot + begin : slot + stop] = truth[begin:stop]
 
-    def _where(self, request: Request, index: int, positions: np.ndarray) -> np.ndarray:
-        size, table = self.kv_groups[index].block_size, np.array(request.block_ids[index])
-        blocks = table[positions // size]
-        assert (blocks > 0).all() and (blocks < self.num_kv_blocks).all(), f"{request} reaches into the null block"
-        return blocks * size + positions % size
+    def _blocks(self, request: Request, index: int, first: int, end: int) -> list[int]:
+        """The blocks that positions first..end lie in."""
+        size = self.kv_groups[index].block_size
+        blocks = request.block_ids[index][first // size : -(-end // size)]
+        assert len(blocks) == -(-end // size) - first // size, f"{request} has no block for what it reads or writes"
+        assert not blocks or 0 < min(blocks) <= max(blocks) < self.num_kv_blocks, f"{request} reaches the null block"
+        return blocks
 
     def _sample(self, request: Request) -> SampledToken:
         if self.broken(request):
