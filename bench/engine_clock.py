@@ -15,6 +15,7 @@ from pagedattn.engine import LLM
 
 PARTS = ("schedule", "pack", "launch", "read", "update", "report")
 _KERNELS = 12
+_OVERLAP = ("advance_with_placeholders", "apply_tokens")  # what OverlapScheduler does in place of `update`
 
 
 class HostClock:
@@ -29,7 +30,7 @@ class HostClock:
         scheduler, runner = llm._scheduler, llm.runner
         self._wrapped: list[tuple[Any, str]] = []
         for owner, names in (
-            (scheduler, {"assume": "update", "schedule": "schedule", "resolve": "update", "update": "update"}),
+            (scheduler, {"schedule": "schedule", **dict.fromkeys(("update", *_OVERLAP), "update")}),
             (runner, {"launch": "launch"}),
             (getattr(runner, "_packer", None), {"pack": "pack"}),
             (llm, {"_report": "report"}),

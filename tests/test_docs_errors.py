@@ -89,7 +89,7 @@ def own_code(folder: Path) -> None:
 
 
 def without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("runner", "model_factory", "loader"):  # imported with the first model
+    for name in ("worker.runner", "models.factory", "models.loader"):  # imported with the first model
         monkeypatch.delitem(sys.modules, f"pagedattn.engine.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     LLM(MODEL)

@@ -130,11 +130,10 @@ class ChatTemplate:
         command = [sys.executable, "-I", "-S", str(_WORKER), *folders]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         weakref.finalize(self, _stop, worker)
-        if worker.stdout.readline() != b"ready\n":  # type: ignore[union-attr]
-            raise UnsupportedError(
-                f"chat templates need jinja2 3.1.6 or newer, which {' and '.join(folders)} do not have: "
-                "pip install 'pagedattn[engine]'"
-            )
+        said = worker.stdout.readline().decode(errors="replace").strip()  # type: ignore[union-attr]
+        if said != "ready":
+            ended = f"the process that renders chat templates ended with status {worker.wait()} before it was ready"
+            raise UnsupportedError(said or f"{ended}; it imports jinja2 from {' and '.join(folders)}")
         return worker
 
 

@@ -1,5 +1,7 @@
 """The process that renders chat templates: one JSON request per line of stdin, one JSON reply per line of stdout.
 
+Its first line is "ready", or says why it cannot render and what to do.
+
 Started by path (`python -I -S chat_worker.py FOLDER ...`), so it imports the standard library only, and jinja2 from the
 folders that it is given.
 """
@@ -97,12 +99,23 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
+def _refuse(why: str) -> int:
+    print(f"chat templates {why}", flush=True)
+    return 1
+
+
 def main() -> None:
     """Serve until stdin ends. Each request has a minute of processor time, should nobody be left to stop it."""
     if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
-        sys.exit("jinja2 before 3.1.6 has known ways out of its sandbox")
-    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
-    _limit(resource.RLIMIT_FSIZE, 0)
+        place = jinja2.__file__.rpartition("/jinja2/")[0]
+        sys.exit(_refuse(f"need jinja2 3.1.6 or newer, {place} has {jinja2.__version__}; pip install -U jinja2"))
+    try:
+        _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+        _limit(resource.RLIMIT_FSIZE, 0)
+    except (OSError, ValueError) as error:
+        sys.exit(
+            _refuse(f"run under limits of memory, which this system does not set ({error}); encode prompts as text")
+        )
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         usage = resource.getrusage(resource.RUSAGE_SELF)

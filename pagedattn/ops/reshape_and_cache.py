@@ -108,7 +108,8 @@ def _scale(
     if scale is None:
         return None, 1.0
     if rows is None or cache is None or rows.dtype == cache.dtype:
-        raise InvalidInputError(name, "None where nothing is converted to fp8", scale, "copies have no scale")
+        expected = "None, as rows are stored as they are in a cache of their own dtype"
+        raise InvalidInputError(name, expected, scale, "give no scale, or a cache of kv_cache_dtype='fp8_e4m3'")
     if not isinstance(scale, torch.Tensor):
         if not is_scale(scale):
             raise InvalidInputError(name, "a positive finite number as a float32", scale)

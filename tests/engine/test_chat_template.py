@@ -113,8 +113,21 @@ class TestChatTemplate:
         if version == "3.1.6":
             assert ChatTemplate("{{ 1 + 1 }}").render([]) == "2"
         else:
-            with pytest.raises(UnsupportedError, match=re.escape(f"3.1.6 or newer, which {tmp_path} do not have")):
+            told = f"3.1.6 or newer, {tmp_path} has 3.1.5; pip install -U jinja2"
+            with pytest.raises(UnsupportedError, match=re.escape(told)):
                 ChatTemplate("x").render([])
+
+    def test_a_worker_that_cannot_start_is_not_taken_for_an_old_jinja2(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for package in (jinja2, markupsafe):
+            shutil.copytree(Path(package.__file__ or "").parent, tmp_path / package.__name__)
+        (tmp_path / "jinja2/sandbox.py").write_text("raise SystemExit(7)", encoding="utf-8")
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        with pytest.raises(
+            UnsupportedError, match=re.escape(f"status 7 before it was ready; it imports jinja2 from {tmp_path}")
+        ):
+            ChatTemplate("x").render([])
 
     def test_nothing_of_the_working_directory_or_the_environment_is_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,7 +173,7 @@ def test_masks_that_cannot_be_right() -> None:
         model(ids[:, :2], attention_mask=longer, past_key_values=cache)
     with pytest.raises(InvalidInputError, match=r"given for all 10 columns, got None; the cache saw padding before"):
         model(ids[:, :1], past_key_values=cache)
-    with pytest.raises(InvalidInputError, match="as before for the columns in the cache, got another mask"):
+    with pytest.raises(InvalidInputError, match="as before for the columns in the cache, got another value at row"):
         model(ids[:, :1], attention_mask=torch.ones(2, 10), past_key_values=cache)
     with pytest.raises(InvalidInputError, match=r"input_ids must be 2 rows, as this cache has, got 1"):
         model(ids[:1, :1], attention_mask=mask[:1], past_key_values=cache)

@@ -103,7 +103,7 @@ def test_rows_that_are_fp8_already_are_copied(device, any_path, stored) -> None:
 @pytest.mark.parametrize(
     ("dtype", "scale", "match"),
     [
-        (torch.float32, 0.5, "k_scale must be None where nothing is converted"),
+        (torch.float32, 0.5, "k_scale must be None, as rows are stored as they are"),
         (torch.float8_e5m2, 0.0, "a positive finite number"),
         (torch.float8_e5m2, math.inf, "a positive finite number"),
         (torch.float8_e4m3fn, torch.ones(3), r"float32 \[1\] or \[2\]"),

@@ -62,8 +62,11 @@ class Columns:
                 f"[{rows}, {self.count + new}]: the {self.count} columns in the cache and the new ones",
                 list(mask.shape),
             )
-        if not np.array_equal(mask[:, : self.count], self._all(rows)):
-            raise InvalidInputError("attention_mask", "as before for the columns in the cache", "another mask")
+        differs = np.argwhere(mask[:, : self.count] != self._all(rows))
+        if len(differs):
+            row, column = differs[0].tolist()
+            expected = "as before for the columns in the cache"
+            raise InvalidInputError("attention_mask", expected, f"another value at row {row}, column {column}")
         if new:
             _refuse_ends(mask)
         refuse_gaps(mask, windowed)
