@@ -23,6 +23,12 @@ def test_a_layer_without_an_engine() -> None:
     assert 0 <= import_module("attention_layer").main(prompt=20, more=15) < 1e-5
 
 
+def test_the_manager_of_blocks_without_an_llm() -> None:
+    found = import_module("kv_cache_manager").main()
+    assert [cached for cached, _ in found] == [0, 32, 32]  # whole blocks of 16
+    assert all(0 <= difference < 1e-5 for _, difference in found)
+
+
 def test_one_compiled_graph() -> None:
     assert 0 <= import_module("torch_compile").main(backend="aot_eager") < 1e-5
 
