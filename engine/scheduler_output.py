@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .request import Request
 
 PLACEHOLDER_TOKEN = -1
-"""Stands among a request's tokens for its last one, where the device has drawn it and nobody has read it yet."""
+"""A request's last token, where the device has sampled it and the host has not read it yet."""
 
 
 class ScheduledRequest(NamedTuple):

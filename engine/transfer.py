@@ -1,4 +1,4 @@
-"""Transfers of int32 from the host to a device, which nobody waits for."""
+"""Asynchronous transfers of int32 from the host to a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def transfer(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.T
 
 
 def pinned(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 on the host, for a transfer to `device` that nobody waits for.
+    """int32 on the host, for an asynchronous transfer to `device`.
 
     Of torch's pool of pinned memory, which hands a buffer out again when its transfer is done.
     """

@@ -17,9 +17,8 @@ class Server:
     """One attention layer, its cache, and who has which block."""
 
     def __init__(self) -> None:
-        shape = {"block_size": BLOCK_SIZE, "num_kv_heads": KV_HEADS, "head_dim": DIM}
         self.attention = pagedattn.Attention(HEADS, DIM, KV_HEADS, block_size=BLOCK_SIZE, device=DEVICE)
-        self.cache = pagedattn.PagedKVCache(1, num_blocks=BLOCKS, device=DEVICE, **shape)
+        self.cache = pagedattn.PagedKVCache(1, BLOCKS, BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=DIM, device=DEVICE)
         self.manager = KVCacheManager(pagedattn.BlockPool(BLOCKS), [KVGroup(BLOCK_SIZE)])
         self.table = pagedattn.BlockTable(max_rows=1, max_blocks=BLOCKS, block_size=BLOCK_SIZE, device=DEVICE)
         heads = HEADS + 2 * KV_HEADS

@@ -18,7 +18,7 @@ class AttentionCall(NamedTuple):
     kv_cache: the layer's cache, already written; None for dense attention over packed key and value.
     key, value: new rows [T', Hkv, D] and [T', Hkv, Dv]; what is attended to where kv_cache is None.
     out: [T, Hq, Dv] to write to; None has the backend allocate it.
-    lse: [T, Hq] float32 (float64 for a float64 query) to fill with natural logarithms; None where nobody asks.
+    lse: [T, Hq] float32 (float64 for a float64 query) to fill with natural logarithms; None where it is not wanted.
     sinks, alibi_slopes: [Hq], exactly where the spec announces them.
     k_scale, v_scale: what stored fp8 elements are multiplied with, of the kind that spec.kv_scale announces: a host
         float, a float32 tensor of one element, or one of [Hkv]; None is 1.

@@ -97,7 +97,7 @@ _SHARED_OUT = (
           f"{EVENLY} test_ragged_lengths[torch.float32-1]"),
     Fault("wrong GQA group in a decode", "_rows", "(kv_head * GROUP + of_group)", "(of_group * 2 + kv_head)",
           f"{EVENLY} test_several_tokens[(4, 2)-5]"),
-    Fault("the rest of the tiles for nobody", "_decode_kernel", "tl.cdiv(total, programs)", "total // programs",
+    Fault("the rest of the tiles left out", "_decode_kernel", "tl.cdiv(total, programs)", "total // programs",
           f"{EVENLY} test_ragged_lengths[torch.float32-7]"),
     Fault("the second chunk of lengths is the first", "_decode_kernel", "first += CHUNK", "first += 0",
           f"{EVENLY} test_more_sequences"),

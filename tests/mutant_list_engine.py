@@ -7,7 +7,7 @@ from mutant_anchor import Fault
 RECOUNT, SCORES = "test_token_counts.py recount", "test_token_counts.py of_the_torch_path"
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("padding that stands in a request's row", "packed_decodes", "target[0, count:] = nobody",
+    Fault("padding that stands in a request's row", "packed_decodes", "target[0, count:] = padding_row",
           "target[0, count:] = 0", "test_decode_graphs.py padded_rows_are_nobodys"),
     Fault("a new block that the table does not get", "_write_kernel", "tl.store(table + column, block)",
           "tl.store(table, block)", "test_decode_inputs.py what_torch_writes"),
@@ -23,7 +23,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a changed block that is not sent", "PersistentBatch._current_blocks",
           "self.sent[group, rows, at] != current",
           "self.sent[group, rows, at] == 0", "test_persistent_batch.py whatever_happened[0]"),
-    Fault("a token that nobody has read taken for another", "_known",
+    Fault("a token that was not read taken for another", "_known",
           "torch.where(ids[:num_decodes] < 0, own, ids[:num_decodes])", "ids[:num_decodes].clamp(min=0)",
           "test_overlap.py draws_the_same"),
     Fault("PLACEHOLDER_TOKEN left after an interrupt", "OverlapScheduler.restart",

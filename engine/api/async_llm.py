@@ -176,7 +176,7 @@ class AsyncLLM:
         outputs: list[RequestOutput] = []
         try:
             outputs = self.llm.step()
-        except BaseException as error:  # nobody else would ever see it
+        except BaseException as error:  # it would be lost otherwise
             failure = error
         items = [*outputs, *self.llm.take_deltas()]
         news = [(self._boxes[item.request_id], item) for item in items if item.request_id in self._boxes]
@@ -211,7 +211,7 @@ class AsyncLLM:
             self._boxes.pop(request_id, None)
             with suppress(EngineDeadError):
                 aborted |= self.llm.abort(request_id)
-        self._go_on(anyway=aborted)  # takes out of the engine what is for nobody now
+        self._go_on(anyway=aborted)  # takes aborted requests out of the engine
 
     def _end_all(self, error: EngineDeadError) -> None:
         self._post([(box, error) for box in set(self._boxes.values())])

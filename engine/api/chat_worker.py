@@ -105,7 +105,7 @@ def _refuse(why: str) -> int:
 
 
 def main() -> None:
-    """Serve until stdin ends. Each request has a minute of processor time, should nobody be left to stop it."""
+    """Serve until stdin ends. Each request has a minute of processor time, should its parent be gone."""
     if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
         place = jinja2.__file__.rpartition("/jinja2/")[0]
         sys.exit(_refuse(f"need jinja2 3.1.6 or newer, {place} has {jinja2.__version__}; pip install -U jinja2"))

@@ -226,7 +226,7 @@ class Engine:
             self._late_aborts.popleft()
 
     def _report(self, advanced: list[tuple[Request, SampledToken | None]]) -> None:
-        """Hand what a step produced to its sequences. A token that nobody looks at yet costs nothing here."""
+        """Hand what a step produced to its sequences. Tokens that no caller streams are only timed."""
         now, running, owners = time.perf_counter(), RequestStatus.RUNNING, self._owners
         for request, sampled in advanced:
             tracked, sequence = owners[request.request_id]

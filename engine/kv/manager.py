@@ -47,8 +47,8 @@ class KVCacheManager:
     def start(self, request: Request, hit: PrefixHit, num_new_tokens: int, headroom: int = 0) -> bool:
         """Give a request that holds no blocks its hit and room for `num_new_tokens` more; all groups or nothing.
 
-        `headroom` blocks must stay free beyond that. Blocks of the hit that nobody holds are free blocks themselves,
-        so the test is: all blocks - hit blocks <= free blocks - hit blocks that nobody holds - headroom.
+        `headroom` blocks must stay free beyond that. Unreferenced blocks of the hit are free blocks themselves, so
+        the test is: all blocks - hit blocks <= free blocks - unreferenced hit blocks - headroom.
         """
         end = hit.num_tokens + num_new_tokens
         need = sum(-(-end // size) - len(table) for size, table in zip(self.block_sizes, hit.blocks, strict=True))
@@ -166,7 +166,7 @@ class KVCacheManager:
             self.pool.free(table)
 
     def discard(self, request: Request) -> None:
-        """Free a request whose values are not to be trusted: nobody hits what it computed itself."""
+        """Free a request whose values are not to be trusted: the blocks that it computed itself are never hit."""
         for group, size in enumerate(self.block_sizes):
             contents = contents_of(request, group) if request.swapped is None else request.swapped.contents[group]
             for first_own in contents[request.num_cached_tokens // size :][:1]:

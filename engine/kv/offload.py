@@ -2,8 +2,8 @@
 
 A request is swapped out when it is preempted: `SwapSpace.store` says which of its blocks to copy to which host blocks,
 in the step that hands those blocks to others. Blocks that others hold too stay where they are and are found again by
-content, as is whatever nobody evicted in the meantime; only the rest is copied back. The host blocks are given up when
-the step that copied them back has succeeded, so that a failed step can be tried again.
+content, as are blocks that were not evicted in the meantime; only the rest is copied back. The host blocks are given up
+when the step that copied them back has succeeded, so that a failed step can be tried again.
 """
 
 from __future__ import annotations

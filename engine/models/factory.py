@@ -41,7 +41,7 @@ class ModelShape(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the engine needs of a model, whoever implements it. `capturable`: a CUDA graph may record it."""
+    """What the engine needs of a model. `capturable`: a CUDA graph may record it."""
 
     capturable: ClassVar[bool]
 

@@ -41,7 +41,7 @@ class TransformersShape:
 class TransformersModel:
     """A `PackedModel` behind the interface of the engine's own decoder."""
 
-    capturable: ClassVar[bool] = False  # nobody knows what a model's own code does between its layers
+    capturable: ClassVar[bool] = False  # a model's own code may do anything between its layers
 
     def __init__(self, config: TransformersShape, packed: PackedModel) -> None:
         self.config = config

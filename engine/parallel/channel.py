@@ -1,4 +1,4 @@
-"""Channel: messages between the driver and one rank, over a pair of sockets that nobody else has.
+"""Channel: messages between the driver and one rank, over a pair of sockets of their own.
 
 The sockets keep packets apart and deliver each whole or not at all. A message is one packet or more, each with its
 kind, the number of the message, and its place in it, so that a sender that was interrupted anywhere can send again: a

@@ -91,7 +91,7 @@ class StepEncoder:
             ids, had = request.token_ids, sent.num_tokens
             items += (sent.key, item.start, item.num_tokens, item.samples, had, len(ids) - had)
             tokens += ids[had:]
-            # A last token that nobody has read yet is negative; it is sent again when it is known.
+            # A last token that the host has not read yet is negative; it is sent again when it is known.
             sent.num_tokens = len(ids) - (ids[-1] < 0)
             _add_tables(sent, request.block_ids, tables)
             self._sent[request] = sent

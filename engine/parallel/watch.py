@@ -43,7 +43,7 @@ class WorkerMonitor:
     """Sends messages to all ranks, waits for their answers, and ends all of them as soon as one is lost.
 
     An interrupt may strike anywhere: what was not sent is sent by the next `send`, before anything else, so that all
-    ranks get the same messages; what was received and lost was an answer that nobody waits for any more.
+    ranks get the same messages; what was received and lost was an answer to a request that was given up.
     """
 
     def __init__(self, workers: Workers) -> None:

@@ -37,7 +37,7 @@ class TokenCounts:
         self.forget()
 
     def forget(self) -> None:
-        """Give up all rows: after a failed step nobody knows what is counted."""
+        """Give up all rows: after a failed step it is not known what is counted."""
         self._owners: list[Request | None] = [None] * self._shape[0]
 
     def penalize(

@@ -1,4 +1,4 @@
-"""OverlapScheduler: schedules a step while nobody knows the tokens of the step before it yet."""
+"""OverlapScheduler: schedules a step before the tokens of the step before it are known."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OverlapScheduler(Scheduler):
         return advanced + [(request, None) for request in ended if request not in seen]
 
     def restart(self, kv: KVCacheManager, requests: Iterable[Request]) -> None:
-        """As `Scheduler.restart`; what nobody has read is drawn again."""
+        """As `Scheduler.restart`; tokens that were not read are sampled again."""
         requests = list(requests)
         for request in requests:
             while request.token_ids[-1] == PLACEHOLDER_TOKEN:

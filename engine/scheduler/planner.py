@@ -52,7 +52,7 @@ class StepPlanner:
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.stats = Counters()
         self._tokens_per_swapped_block = tokens_per_swapped_block
-        # The step that is being carried out, and whom it moves from waiting to running, or out.
+        # The step that is being carried out, and the requests that it admits or preempts.
         self._in_flight: SchedulerOutput | None = None
         self._swapped_out: list[Request] = []
         self._admitted: list[tuple[Request, RequestStatus]] = []
@@ -111,7 +111,8 @@ class StepPlanner:
                 plan.add(request, num_tokens)
 
     def _schedule_waiting(self, plan: SchedulerOutputBuilder) -> None:
-        """Admit waiting requests, oldest first, until one does not fit. Who had better wait a step is passed over."""
+        """Admit waiting requests, oldest first, until one does not fit. Requests that gain by
+        waiting a step are passed over."""
         passed_over = []
         while self.waiting and plan.budget and len(self.running) < self.max_num_seqs:
             request = next(iter(self.waiting.values()))

@@ -74,8 +74,8 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         largest = self.sizes[-1]
         ids, positions, self._tokens = (torch.zeros(largest, dtype=torch.int32, device=device) for _ in range(3))
-        nobodys = torch.full((largest,), state.num_rows, dtype=torch.int32, device=device)
-        self._rows = DecodeRows(ids, positions, nobodys, torch.ones_like(ids))
+        padding_rows = torch.full((largest,), state.num_rows, dtype=torch.int32, device=device)
+        self._rows = DecodeRows(ids, positions, padding_rows, torch.ones_like(ids))
         vocab = model.config.vocab_size
         self._logits = torch.empty(largest, vocab, dtype=model.dtype, device=device)
         self._steps: dict[int, CapturedStep] = {}

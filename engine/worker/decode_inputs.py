@@ -34,17 +34,17 @@ class DecodeRows(NamedTuple):
         return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], places)
 
 
-def packed_decodes(packed: HostBatch, size: int, nobody: int, device: torch.device) -> torch.Tensor:
+def packed_decodes(packed: HostBatch, size: int, padding_row: int, device: torch.device) -> torch.Tensor:
     """A step of decodes, padded to `size` rows, in one transfer: [3 + groups, size] int32 on the device.
 
-    State row, token (negative: nobody has read it), position, and by group the block that the token goes to. Padding
-    has state row `nobody`, and zeros.
+    State row, token (negative: not read by the host), position, and by group the block that the token goes to. Padding
+    has state row `padding_row`, and zeros.
     """
     count, groups = len(packed.rows), len(packed.deltas.current)
     host = pinned((3 + groups, size), device)
     target: np.ndarray = host.numpy()
     target[:, count:] = 0
-    target[0, count:] = nobody
+    target[0, count:] = padding_row
     target[0, :count], target[1, :count], target[2, :count] = packed.rows, packed.tokens, packed.starts
     target[3:, :count] = packed.deltas.current
     return host.to(device, non_blocking=True)

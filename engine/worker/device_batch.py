@@ -1,4 +1,5 @@
-"""DeviceBatch: what one step feeds the model. It is sent in one transfer; tokens that nobody has read, slots and tables
+"""DeviceBatch: what one step feeds the model. It is sent in one transfer; tokens that the host has not read, slots and
+tables
 are made on the device."""
 
 from __future__ import annotations

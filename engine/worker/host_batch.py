@@ -16,7 +16,7 @@ from .persistent_batch import BlockTableUpdates, PersistentBatch
 class HostBatch:
     """One step of B requests and T tokens, as the host knows it."""
 
-    tokens: np.ndarray  # [T] int32, negative where nobody has read the token yet
+    tokens: np.ndarray  # [T] int32, negative where the host has not read the token yet
     starts: np.ndarray  # [B] int32, position of each request's first new token
     ends: np.ndarray  # [B] int32
     rows: np.ndarray  # [B] int32, where the device state has the requests

@@ -35,8 +35,8 @@ class PersistentBatch:
     """A row for each request that runs: its block tables, its last token, its sampling parameters.
 
     Entries of a table before a request's first uncomputed token change only together with the list that holds them, so
-    a step sends what is new behind them, and whole tables of what is new to this state. Row `num_rows` is nobody's: the
-    padding of a batch reads and writes it.
+    a step sends what is new behind them, and whole tables of what is new to this state. Row `num_rows` is the
+    padding row, which the padding of a batch reads and writes.
     """
 
     def __init__(self, groups: Sequence[KVGroup], num_rows: int, max_model_len: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class PersistentBatch:
         self.forget()
 
     def forget(self) -> None:
-        """Give up all rows: after a failed step nobody knows what reached the device."""
+        """Give up all rows: after a failed step it is not known what reached the device."""
         self._row_of: dict[Request, int] = {}
         self._lists: list[object] = [None] * self.num_rows
         self._free = list(range(self.num_rows - 1, -1, -1))

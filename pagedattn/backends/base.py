@@ -21,7 +21,7 @@ from ..step.metadata import CommonAttentionMetadata
 @dataclass(frozen=True, slots=True)
 class Availability:
     """Whether a backend can run here at all: the version found, or why not and what to type. One that can run, with a
-    reason and a hint, serves less well than it could: whoever gets it is warned once."""
+    reason and a hint, serves less well than it could: who selects it is warned once."""
 
     ok: bool
     version: str = ""

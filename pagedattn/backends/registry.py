@@ -42,7 +42,7 @@ def get_backend(name: str, asked_by: str = "backend") -> type[AttentionBackend]:
     """The backend class called `name`; `asked_by` says in an error where the name came from.
 
     Raises:
-        InvalidInputError: nobody is called so; says who is nearest.
+        InvalidInputError: no backend has this name; says which is nearest.
         UnsupportedError: its module cannot be imported.
     """
     target = _backends.get(name) or _plugins().get(name)

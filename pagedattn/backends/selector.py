@@ -27,7 +27,7 @@ PRIORITY = {
     "cuda": {"prefill": ("FLASH_ATTN", "TRITON", "TORCH"), "decode": ("TRITON", "FLASH_ATTN", "TORCH")},
     "cpu": {"prefill": ("TORCH",), "decode": ("TORCH",)},
 }
-# What a cache has whose block size nobody told: who cannot take it is not chosen unasked.
+# Taken for the block size where none is given: a backend that cannot serve it is chosen by name only.
 _USUAL_BLOCK_SIZE = 16
 
 
@@ -131,7 +131,7 @@ def select_backend(spec: AttentionSpec, backend: str | Request | None = None) ->
     """Choose who serves `spec`.
 
     Raises:
-        UnsupportedError: the one asked for cannot (with its reasons), or nobody can (with everybody's).
+        UnsupportedError: the one asked for cannot (with its reasons), or none can (with those of all).
         InvalidInputError: an unknown name.
     """
     request = backend if isinstance(backend, Request) else current_request(backend)

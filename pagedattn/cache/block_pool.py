@@ -48,12 +48,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, with content or without."""
+        """Unreferenced blocks, with content or without."""
         return len(self._blank) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks nobody holds whose content can still be found."""
+        """Unreferenced blocks whose content can still be found."""
         return len(self._cached)
 
     def ref_count(self, block: int) -> int:
@@ -63,7 +63,7 @@ class BlockPool:
         return self._refs[block]
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """How many of these blocks are unreferenced."""
         self._check_ids(blocks)
         refs = self._refs
         return sum(refs[block] == 0 for block in blocks)
@@ -104,7 +104,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each block: a hit. Blocks that nobody held leave the free list and keep their content.
+        """Add one reference to each block: a hit. Unreferenced blocks leave the free list and keep their content.
 
         Raises:
             InvalidInputError: an id is unknown, or a block is neither held nor has content; nothing is changed.
@@ -155,7 +155,7 @@ class BlockPool:
     def commit(
         self, block: int, parent: ContentNode | None, tokens: bytes, extra: Extra = (), group: int = 0
     ) -> ContentNode:
-        """Key a held block that is full and computed, so that others can find it; nobody writes to it again.
+        """Key a held block that is full and computed, so that others can find it; it is not written again.
 
         Takes the content as `find` does and the KV cache group whose layers wrote the block; groups never share blocks.
         Blocks of equal content share one node, which is returned: the parent of the next block. Ancestors that died

@@ -134,7 +134,7 @@ class PagedKVCache:
         ops.copy_blocks(list(self.slabs), _int64(pairs).reshape(-1, 2))
 
     def seal_blocks(self, ids: Sequence[int] | torch.Tensor, group: int = 0) -> None:
-        """Store full blocks of a KV group, which nobody will write to again, as their format keeps such blocks.
+        """Store full blocks of a KV group, which will not be written again, as their format keeps such blocks.
 
         Nothing changes where a token is stored for good when it comes, as in all formats that are here.
         """

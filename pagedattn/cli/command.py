@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` is `sys.argv[1:]` where not given.
 
     Returns:
-        The exit status: 0, 1 where it failed (of `why`: nobody, or not the backend asked for, can serve the layer), 2
+        The exit status: 0, 1 where it failed (of `why`: no backend, or not the one asked for, can serve the layer), 2
         for a bad argument, 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_object(completion: Any) -> dict[str, object]:
-    """A completion as JSON has it, without what nobody asked for."""
+    """A completion as JSON has it, without what was not asked for."""
     values = {one.name: getattr(completion, one.name) for one in fields(completion)}
     return {name: value for name, value in values.items() if name != "index" and "logprobs" not in name}
 

@@ -1,4 +1,4 @@
-"""Tables and progress for whoever looks at a terminal, by rich where it is installed; plain text everywhere else."""
+"""Tables and progress bars on a terminal, by rich where it is installed; plain text everywhere else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def show_matrix(known: dict[str, Capabilities]) -> None:
 
 @contextmanager
 def progress() -> Iterator[Tell | None]:
-    """What to tell how far one is, drawn as a bar on standard error; None where nobody looks at it."""
+    """A progress bar on standard error; None where that is no terminal."""
     console = _console(sys.stderr)
     if console is None:
         yield None

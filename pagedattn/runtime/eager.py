@@ -1,4 +1,4 @@
-"""Whether a call may go past torch's dispatcher: nobody compiles, traces, transforms or watches it."""
+"""Whether a call may bypass torch's dispatcher: it is not compiled, traced, transformed or profiled."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class CommonAttentionMetadata:
     # So many first tokens of every sequence lie in the same blocks, those of the first sequence's table row: at most as
     # many as the shortest sequence has, those without tokens aside. 0 is always legal.
     shared_prefix_len: int = 0
-    block_size: int | None = None  # of the blocks that the table and the slots mean; None where nobody said
+    block_size: int | None = None  # of the blocks that the table and the slots mean; None where it was not given
 
     @classmethod
     def from_lengths(
@@ -70,7 +70,7 @@ class CommonAttentionMetadata:
         table = torch.empty(len(seq_lens), 0, dtype=torch.int32, device="cpu") if block_table is None else block_table
         device = table.device if device is None and block_table is not None else torch.device(device or "cpu")
         count, tokens, begin = len(seq_lens), sum(query_lens), -(-(len(seq_lens) + 1) // _ALIGN) * _ALIGN
-        # One transfer for both. It waits for nothing: `host` is kept, and nobody writes to it again.
+        # One transfer for both. It waits for nothing: `host` is kept, and not written again.
         packed = [0, *accumulate(query_lens), *[0] * (begin - count - 1), *seq_lens]
         host = torch.tensor(packed, dtype=torch.int32, device="cpu")
         sent, table = host.to(device, non_blocking=True), table.to(device)

@@ -89,7 +89,7 @@ class Case:
 
     @property
     def unused(self) -> float:
-        """What lies in slots that nobody wrote: zeros in a clean cache, poison elsewhere."""
+        """What lies in slots that were not written: zeros in a clean cache, poison elsewhere."""
         return 0.0 if self.clean_cache else self.poison
 
     def but(self, **changes: Any) -> Case:

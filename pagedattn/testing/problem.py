@@ -118,7 +118,7 @@ def _paged(
     size = case.block_size
     blocks = [-(-n // size) for n in case.seq_lens]
     spare = 3
-    # Block 0 belongs to nobody: what is masked is read from there, and its poison must not get out.
+    # Block 0 belongs to no sequence: what is masked is read from there, and its poison must not get out.
     ids = 1 + torch.randperm(sum(blocks) + spare - 1, generator=generator).to(torch.int32)
     garbage = torch.tensor([2**31 - 1, -1, -(2**31)], dtype=torch.int32)
     table = garbage[torch.randint(0, 3, (len(blocks), max(blocks, default=0) + 2), generator=generator)]

@@ -38,7 +38,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, N)  # [N] over the row
     mask = index < SIZE
-    scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)  # a weight: nobody writes it
+    scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)  # a weight, which does not change
     pdl_wait(PDL)
     KIND: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * stride_x + index, mask=mask, other=0.0).to(tl.float32)

@@ -24,7 +24,7 @@ def _row_product_kernel(
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)  # [OUTPUTS]
     k = tl.arange(0, INPUTS)  # [INPUTS]
     rows = weight + n.to(tl.int64)[:, None] * K
-    loaded = tl.load(rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)  # nobody writes weights
+    loaded = tl.load(rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)  # weights do not change
     pdl_wait(PDL)
     total = loaded.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     for first in tl.static_range(INPUTS, K, INPUTS):

@@ -26,7 +26,7 @@ def _penalize_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, part): a part of the vocabulary, whose counts nobody else reads or writes."""
+    """Program (row, part): a part of the vocabulary, whose counts no other program reads or writes."""
     pdl_wait(PDL)
     at = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] over the vocabulary

@@ -250,7 +250,7 @@ def _make_cache(
         return None
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     known = mask if mask is not None else positions
-    if known is None:  # nobody says how long the prompts are
+    if known is None:  # it is not known how long the prompts are
         return _paged(model).new_cache()
     columns = known.shape[-1]
     longest = min(max_cache_length, columns + _AHEAD)

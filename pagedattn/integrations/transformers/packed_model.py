@@ -44,7 +44,7 @@ class PackedModel:
             block_size: tokens per block of the widest KV group; others get a multiple, see `PagedKVCache.from_specs`.
             backend: attention backend by name; None chooses.
             max_model_len: longest sequence that will be run; None is the model's own limit.
-            clean_cache: whoever hands out blocks zeroes them, see `PagedKVCache.zero_blocks`; some backends need that.
+            clean_cache: blocks are zeroed when handed out (`PagedKVCache.zero_blocks`), which some backends need.
 
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.

@@ -85,7 +85,7 @@ class BlockStore:
         slabs = [slab for cache in self._memory for slab in cache.slabs]
         ops.copy_blocks(slabs, torch.tensor(pairs, dtype=torch.int64))
 
-    @torch.inference_mode(False)  # else nobody could write to it outside of it
+    @torch.inference_mode(False)  # else it could not be written outside of it
     def _take_memory(self, num_blocks: int) -> None:
         old, self._memory = self._memory, []
         try:

@@ -4,7 +4,7 @@ An item is the work of one (sequence, query block) for one KV head: its keys in 
 order of the sequences, are cut into equal ranges, as many for each head as a grid that no length changes has programs;
 each program finds its range from the lengths on the device. The programs of all heads over one range are neighbours:
 they read the same blocks at the same time, which DRAM serves faster. An item that ranges cut leaves partial states in
-the workspace, and whichever program finishes last adds them up: nobody waits. Source: stream-K (PPoPP 2023),
+the workspace, and the program that finishes last adds them up (no program waits). Source: stream-K (PPoPP 2023),
 LeanAttention (2024).
 
 A row may come with an `initial_state`, its attention over other keys: the program that has an item's first tile starts

@@ -1,8 +1,8 @@
 """Triton: partial states of an item that several programs share, exchanged through the workspace while a kernel runs.
 
 A state is a running maximum, a running sum and an unnormalised output, of ROWS rows. Whichever program arrives last
-adds all of them up, in their order, so that the result's bits do not depend on who that was. Nobody waits for anybody:
-the programs of a launch need not run at the same time.
+adds all of them up, in their order, so that the result's bits do not depend on which that was. No program waits for
+another: the programs of a launch need not run at the same time.
 
 Workspace, int32: two counters per program for groups of programs, one for groups of groups, all zero between launches;
 then two states per program, floats by their bits.

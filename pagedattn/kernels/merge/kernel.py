@@ -40,7 +40,7 @@ _launch = Launcher(_merge_states_kernel)
 
 
 def launch(outputs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Shapes as in `merge_attn_states`; `lse` [T, Hq] contiguous, or None where nobody wants it."""
+    """Shapes as in `merge_attn_states`; `lse` [T, Hq] contiguous, or None where it is not wanted."""
     states, tokens, heads, dim = outputs.shape
     strides = (*outputs.stride()[:3], *lses.stride(), *out.stride()[:2])
     constants = {"STATES": triton.next_power_of_2(states), "DV": dim, "BLOCK_D": triton.next_power_of_2(dim)}

@@ -92,7 +92,7 @@ def _steps(
         s = warpgroup_mma_wait(1, deps=[qk])
         p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, qk_scale, softcap, MASKED, shape)
         l_i = _grow(l_i, alpha, p, shape)
-        # Nobody reads it. But the release's barrier stays behind a store, and the store behind the softmax; without it
+        # It is not read. But the release's barrier stays behind a store, and the store behind the softmax; without it
         # ptxas moves the wait for P V and the release ahead of the softmax that should run beside P V.
         pin.store(l_i)
         acc = warpgroup_mma_wait(0, deps=[pv])

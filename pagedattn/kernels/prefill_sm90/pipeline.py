@@ -74,7 +74,7 @@ class Channels:
     k: Ring
     v: Ring
     tail: gl.shared_memory_descriptor  # a barrier of each loader of values, for rows that it edits
-    pins: gl.shared_memory_descriptor  # per consumer: sums that it stores and nobody reads
+    pins: gl.shared_memory_descriptor  # per consumer: sums that it stores and that are never read
 
     @gluon.constexpr_function
     def __init__(self, items, q0, q1, k, v, tail, pins):

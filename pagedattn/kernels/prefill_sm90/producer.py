@@ -110,7 +110,7 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, sha
     """Loads a half of the values of every item handed out."""
     n = 0
     c = 0
-    t = 0  # tiles with rows that nobody sees
+    t = 0  # tiles with rows that no query sees
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
         low, _, _, high = tiles_of(item, shape)
