@@ -52,8 +52,8 @@ def test_a_kernel_compiles_with_hardly_a_spill(name: str) -> None:
     assert found["entry"] and found["ptx"] > 100
     # ptxas trades a few bytes outside the loop for another program per SM (measured: faster); more is a tile too large.
     assert found["spills"] and max(found["spills"]) <= (120 if series(version("triton")) >= (3, 7) else 96)
-    # Triton 3.9 assembles the oldest GPU's prefill with another ptxas, which leaves six in its loop.
-    inside = 6 if name == "attention-sm80-bf16-D128-G4" and series(version("triton")) >= (3, 9) else 0
+    # Triton 3.9 assembles the oldest GPU's prefill with another ptxas and flags, which leave ten in its loop.
+    inside = 10 if name == "attention-sm80-bf16-D128-G4" and series(version("triton")) >= (3, 9) else 0
     assert found["inside"] <= inside
     assert found["registers"] and max(found["registers"]) <= 255
     assert found["shared"] <= found["limit"]

@@ -228,7 +228,7 @@ def _row_keys(requests: Sequence[Request]) -> np.ndarray:
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()  # the next step may write to its buffer before this one is read
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagedattn.engine import Request
-from pagedattn.engine.sampling.sampler import Sampler, _mix
+from pagedattn.engine.sampling.sampler import AsyncTokens, Sampler, _mix
 from pagedattn.engine.sampling_params import SamplingParams
 
 VOCAB = 48
@@ -290,3 +290,10 @@ def test_a_whole_vocabulary_is_reached() -> None:
     assert max(tokens) > 0.9 * vocab
     assert min(tokens) < 0.1 * vocab
     assert len(set(tokens)) == 64
+
+
+def test_tokens_are_those_of_their_step_although_the_next_one_writes_to_its_buffer() -> None:
+    buffer = torch.tensor([3, 4], dtype=torch.int32)
+    tokens = AsyncTokens(buffer, (), [])
+    buffer.fill_(9)
+    assert [token.token_id for token in tokens.read()] == [3, 4]
