@@ -156,7 +156,7 @@ def test_a_wheel_has_the_benchmark_without_its_tests(tmp_path: Path) -> None:
     assert {"command", "measure", "peers", "plot", "workload", "__init__"} <= shipped
     here_only = "conftest test_attention test_ops gpu_test host_cost sanitize tune_decode"
     assert not shipped & {*here_only.split()}
-    assert (tmp_path / "pagedattn" / "engine" / "llm.py").exists()
+    assert (tmp_path / "pagedattn" / "engine" / "api" / "llm.py").exists()
 
 
 def test_a_bar_on_a_terminal_and_only_there(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
