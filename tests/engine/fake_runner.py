@@ -95,7 +95,7 @@ class FakeRunner:
         """Per position of the request, what its slot must hold."""
         kept, known, array = self._known.get(id(request), (request, [], np.zeros(0, dtype=np.int64)))
         assert kept is request
-        if len(known) == len(request.token_ids):
+        if len(array) == len(request.token_ids):  # not len(known): an interrupt may have come before the array was kept
             return array
         parent = known[-1] if known else self._roots.setdefault(request.cache_salt, -1 - len(self._roots))
         for token in request.token_ids[len(known) :]:
