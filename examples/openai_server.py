@@ -96,7 +96,9 @@ class Server:
 
     async def failed(self, request: Request, error: Exception) -> Response:
         status, body = protocol.error_object(error)
-        return JSONResponse(body, status)
+        # Behind an error of no known kind uvicorn closes the connection; a client that is not told may use it again.
+        headers = {"connection": "close"} if status == 500 else None
+        return JSONResponse(body, status, headers)
 
 
 class Listener(uvicorn.Server):
