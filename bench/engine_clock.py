@@ -15,7 +15,7 @@ from pagedattn.engine import LLM
 
 PARTS = ("schedule", "pack", "launch", "read", "update", "report")
 _KERNELS = 12
-_OVERLAP = ("advance_with_placeholders", "apply_tokens")  # what OverlapScheduler does in place of `update`
+_SCHEDULER = {"schedule": "schedule", "advance_with_placeholders": "update", "apply_tokens": "update"}
 
 
 class HostClock:
@@ -30,7 +30,7 @@ class HostClock:
         scheduler, runner = llm._scheduler, llm.runner
         self._wrapped: list[tuple[Any, str]] = []
         for owner, names in (
-            (scheduler, {"schedule": "schedule", **dict.fromkeys(("update", *_OVERLAP), "update")}),
+            (scheduler, _SCHEDULER),
             (runner, {"launch": "launch"}),
             (getattr(runner, "_packer", None), {"pack": "pack"}),
             (llm, {"_report": "report"}),

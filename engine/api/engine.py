@@ -17,8 +17,7 @@ from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
 from ..runner_protocol import Launches, Runner
 from ..sampling_params import SamplingParams
-from ..scheduler.loops import make_loop
-from ..scheduler.overlap import OverlapScheduler
+from ..scheduler.loop import StepLoop
 from ..scheduler.scheduler import Scheduler
 from ..scheduler_output import SampledToken
 from .admission import CheckedRequest, OutputQueue, TrackedRequest, check_name, check_request, sequence_names
@@ -41,14 +40,14 @@ class Engine:
         overlaps = isinstance(runner, Launches) and (
             runner.prefers_overlap if config.overlap is None else config.overlap
         )
-        self._scheduler = (OverlapScheduler if overlaps else Scheduler)(
+        self._scheduler = Scheduler(
             self._new_cache(),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_share=config.max_prefill_share,
             tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_config.tokens_per_block,
         )
-        self._loop = make_loop(self._scheduler, runner)
+        self._loop = StepLoop(self._scheduler, runner, overlaps)
         self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}

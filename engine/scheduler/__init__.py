@@ -1,1 +1,1 @@
-"""What runs in a step: queues, the token budget, and the loops that run steps."""
+"""What runs in a step: queues, the token budget, and the loop that runs steps."""

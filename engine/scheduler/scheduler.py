@@ -1,4 +1,10 @@
-"""Steps that come to count or not: `schedule` proposes one and takes its blocks, `update` or `rollback` ends it."""
+"""Steps that come to count or not: `schedule` proposes one and takes its blocks; then it counts, or `rollback` ends it.
+
+It counts in two halves. After `advance_with_placeholders` each token that the step samples stands as PLACEHOLDER_TOKEN
+at its request's end; `apply_tokens` puts the tokens in place and ends the requests that they end. In between, while the
+device is busy, the next step may be scheduled: steps run one after another there, so blocks that a late end frees may
+be handed out at once.
+"""
 
 from __future__ import annotations
 
@@ -10,65 +16,77 @@ from pagedattn.errors import PagedAttnError
 
 from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
-from ..scheduler_output import SampledToken, SchedulerOutput
+from ..scheduler_output import PLACEHOLDER_TOKEN, SampledToken, SchedulerOutput
+from .output_builder import SchedulerOutputBuilder
 from .planner import StepPlanner, by_arrival
+
+Advanced = list[tuple[Request, SampledToken | None]]
 
 
 class Scheduler(StepPlanner):
     """A StepPlanner whose steps are carried out one at a time, and counted."""
 
+    # The step whose tokens are placeholders, and what its requests had that gave their blocks back meanwhile.
+    _assumed: SchedulerOutput | None = None
+    _gone: dict[Request, tuple[list, list[int], int]]
+
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None where nothing can run. Each step must go to `update` or `rollback` before the next."""
+        """The next step, or None where nothing can run. Each must count or be taken back before the next."""
         if self._in_flight is not None:
-            raise PagedAttnError("schedule() was called before update() or rollback() of the step before")
+            raise PagedAttnError("schedule() came before advance_with_placeholders() or rollback() of the last step")
         plan = self._plan()
         self._in_flight, self._swapped_out = plan.step(), plan.swapped_out
         if self._in_flight is None:
             self._lose_swapped()
         return self._in_flight
 
-    def update(
-        self, step: SchedulerOutput | None, sampled: Sequence[SampledToken | None]
-    ) -> list[tuple[Request, SampledToken | None]]:
-        """Make a step count, now that its keys and values are in the cache.
+    def advance_with_placeholders(self, step: SchedulerOutput) -> None:
+        """Count the step in flight as computed. Its input tokens are all known by now: `apply_tokens` came since."""
+        if step is not self._in_flight:
+            raise PagedAttnError("advance_with_placeholders() got another step than the one in flight")
+        self._count(step)
+        self._gone = {}
+        running = RequestStatus.RUNNING
+        for request, start, num_tokens, samples in step.scheduled:
+            if request.status is not running:
+                self.stats.dropped_tokens += num_tokens
+                continue
+            computed = request.num_computed_tokens = start + num_tokens
+            if computed >= request.commit_at:
+                self.kv.commit(request)
+            if samples:
+                request.token_ids.append(PLACEHOLDER_TOKEN)
+        for request, _ in self._admitted:  # what was swapped in is read before anything is swapped out to its place
+            self.kv.swap.drop(request)
+        self._in_flight, self._assumed = None, step
+
+    def apply_tokens(self, sampled: Sequence[SampledToken | None]) -> Advanced:
+        """Put the tokens of the last step in place.
 
         Args:
-            step: the step in flight, or None where `schedule` returned None.
-            sampled: aligned with `step.scheduled`.
+            sampled: aligned with its `scheduled`; empty where `schedule` returned None.
 
         Returns:
             Requests that got a token or ended, each with its token. What ended without one comes with None.
         """
-        advanced: list[tuple[Request, SampledToken | None]] = [(request, None) for request in self._ended]
-        self._ended = []
-        if step is None:
-            return advanced
-        if step is not self._in_flight:
-            raise PagedAttnError("update() got another step than the one in flight")
-        self._count(step)
-        for item, token in zip(step.scheduled, sampled, strict=True):
-            request = item.request
-            if request.status is not RequestStatus.RUNNING:
+        items = () if self._assumed is None else self._assumed.scheduled
+        self._assumed, advanced, ended, self._ended = None, [], self._ended, []
+        for (request, *_), token in zip(items, sampled, strict=True):
+            if token is None or request.token_ids[-1] != PLACEHOLDER_TOKEN:
                 continue
-            if token is not None and token.error is not None:
-                self.kv.discard(request)
-                self.finish(request, RequestStatus.FINISHED_ERROR, token.error)
+            if token.error is not None:
+                request.token_ids.pop()
+                self._fail(request, token.error)
                 advanced.append((request, None))
                 continue
-            computed = request.num_computed_tokens = item.start + item.num_tokens
-            if computed >= request.commit_at:
-                self.kv.commit(request)
-            if item.samples and token is not None:
-                request.token_ids.append(token.token_id)
-                advanced.append((request, token))
-                may_end = len(request.token_ids) >= request.max_total_tokens or token.token_id in request.stop_ids
-                if may_end and (status := request.ending()) is not None:
-                    self.finish(request, status)
+            request.token_ids[-1] = token_id = token.token_id
+            advanced.append((request, token))
+            may_end = len(request.token_ids) >= request.max_total_tokens or token_id in request.stop_ids
+            if may_end and (status := request.ending()) is not None and not self.finish(request, status):
+                request.status, request.explanation = status, None  # it ended for lack of room, not knowing this
         self.stats.generated_tokens += sum(token is not None for _, token in advanced)
-        for request, _ in self._admitted:
-            self.kv.swap.drop(request)
-        self._in_flight = None
-        return advanced
+        seen = {request for request, _ in advanced} if ended else ()
+        return advanced + [(request, None) for request in ended if request not in seen]
 
     def rollback(self, step: SchedulerOutput) -> None:
         """Take back a step that failed: progress, tables, keys and queues are as before `schedule`.
@@ -90,10 +108,15 @@ class Scheduler(StepPlanner):
         self.stats.rollbacks += 1
 
     def restart(self, kv: KVCacheManager, requests: Iterable[Request]) -> None:
-        """Begin again with an empty cache and all unfinished `requests` waiting, whatever state an interrupt left."""
+        """Begin again with an empty cache and all unfinished `requests` waiting, whatever state an interrupt left.
+
+        Tokens that were not read are sampled again.
+        """
         self.kv, self.running, self.waiting = kv, [], OrderedDict()
-        self._in_flight, self._admitted, self._swapped_out = None, [], []
+        self._in_flight, self._assumed, self._admitted, self._swapped_out = None, None, [], []
         for request in sorted(requests, key=by_arrival):
+            while request.token_ids[-1] == PLACEHOLDER_TOKEN:
+                request.token_ids.pop()
             if not request.finished:
                 request.status = request.ending() or request.status
             if not request.finished:
@@ -105,6 +128,32 @@ class Scheduler(StepPlanner):
                 request.swapped = None
                 request.status = RequestStatus.WAITING if not request.num_generated else RequestStatus.PREEMPTED
                 self.waiting[request.request_id] = request
+
+    def _fail(self, request: Request, why: str) -> None:
+        """End a request whose values are not to be trusted, also where its blocks were given back meanwhile."""
+        if request in self._gone:
+            request.last_prefix_nodes, request.num_cached_blocks, request.num_cached_tokens = self._gone[request]
+        if request.last_prefix_nodes or request.swapped is not None:
+            self.kv.discard(request)
+        if not self.finish(request, RequestStatus.FINISHED_ERROR, why):
+            request.status, request.explanation = RequestStatus.FINISHED_ERROR, why
+
+    def _preempt(self, victim: Request, plan: SchedulerOutputBuilder) -> None:
+        self._remember(victim)
+        super()._preempt(victim, plan)
+
+    def _requeue(self, request: Request, status: RequestStatus) -> None:
+        self._remember(request)
+        super()._requeue(request, status)
+
+    def _end_for_lack_of_room(self, request: Request) -> None:
+        self._remember(request)
+        super()._end_for_lack_of_room(request)
+
+    def _remember(self, request: Request) -> None:
+        """Keep what of a request's blocks carries keys, in case its token turns out to be an error."""
+        if self._assumed is not None and request.token_ids[-1] == PLACEHOLDER_TOKEN and request.last_prefix_nodes:
+            self._gone[request] = request.last_prefix_nodes, request.num_cached_blocks, request.num_cached_tokens
 
     def _lose_swapped(self) -> None:
         """What the last step was to swap out must be computed again."""

@@ -9,9 +9,16 @@ from fake_runner import VOCAB, FakeRunner, next_token
 from invariants import check_scheduler
 
 from pagedattn import BlockPool
-from pagedattn.engine import KVCacheManager, KVGroup, Request, SchedulerOutput
+from pagedattn.engine import KVCacheManager, KVGroup, Request, SampledToken, SchedulerOutput
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.engine.scheduler.scheduler import Scheduler
+from pagedattn.engine.scheduler.scheduler import Advanced, Scheduler
+
+
+def update(scheduler: Scheduler, step: SchedulerOutput | None, sampled: Sequence[SampledToken | None]) -> Advanced:
+    """Make a step count whose tokens are known; None is a turn in which nothing ran."""
+    if step is not None:
+        scheduler.advance_with_placeholders(step)
+    return scheduler.apply_tokens(sampled)
 
 
 class Bench:
@@ -51,7 +58,7 @@ class Bench:
 
     def step(self) -> SchedulerOutput | None:
         step = self.scheduler.schedule()
-        self.scheduler.update(step, self.runner.execute(step) if step is not None else [])
+        update(self.scheduler, step, self.runner.execute(step) if step is not None else [])
         check_scheduler(self.scheduler)
         return step
 

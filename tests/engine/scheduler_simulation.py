@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from invariants import check_scheduler
+from scheduler_bench import update
 
 from pagedattn import BlockPool
 from pagedattn.engine import (
@@ -123,7 +124,7 @@ class Simulation:
         step = self.scheduler.schedule()
         self.check_queues(step, before, waiting)
         if step is None:
-            advanced = self.scheduler.update(None, [])
+            advanced = update(self.scheduler, None, [])
             assert advanced or not self.live, "S3: nothing runs and nothing ends"
         else:
             if not fails or self.random.random() < 0.5:
@@ -133,7 +134,7 @@ class Simulation:
                 self.seen["rollbacks"] += 1
                 check_scheduler(self.scheduler)
                 return
-            advanced = self.scheduler.update(step, sampled)
+            advanced = update(self.scheduler, step, sampled)
         for request, token in advanced:
             self.generated += token is not None
             if request.finished:

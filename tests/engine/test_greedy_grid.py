@@ -12,7 +12,6 @@ import torch
 from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
-from pagedattn.engine.scheduler.loops import OverlapLoop
 
 NEW_TOKENS = 28
 
@@ -143,7 +142,7 @@ def happened(axes: Axes, llm: Any) -> None:
         )
     graphs = llm.runner._graphs
     assert graphs.replays > 20 if axes.graphs else graphs is None
-    assert isinstance(llm._loop, OverlapLoop) == axes.overlap
+    assert llm._loop.overlap == axes.overlap
     if axes.chunk:
         rounds = 2 if axes.prefix == "hot" else 1
         assert counters.steps > rounds * (NEW_TOKENS - 1) + 50 // axes.chunk - 1

@@ -23,8 +23,7 @@ from pagedattn.engine import (
     SamplingParams,
     SchedulerOutput,
 )
-from pagedattn.engine.scheduler.loops import OverlapLoop, SerialLoop
-from pagedattn.engine.scheduler.overlap import OverlapScheduler
+from pagedattn.engine.scheduler.scheduler import Scheduler
 from pagedattn.engine.scheduler_output import PLACEHOLDER_TOKEN
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, PagedAttnError
 
@@ -57,12 +56,12 @@ def tokens(llm: LLM, sampling: SamplingParams | None = None) -> list[list[int]]:
 
 
 def test_who_overlaps() -> None:
-    for runner, option, loop in (
-        (LaunchingRunner(), None, OverlapLoop),
-        (LaunchingRunner(), False, SerialLoop),
-        (FakeRunner(), True, SerialLoop),
+    for runner, option, overlaps in (
+        (LaunchingRunner(), None, True),
+        (LaunchingRunner(), False, False),
+        (FakeRunner(), True, False),
     ):
-        assert type(fake_llm(runner, overlap=option)._loop) is loop
+        assert fake_llm(runner, overlap=option)._loop.overlap is overlaps
     with pytest.raises(InvalidInputError, match="overlap"):
         fake_llm(overlap=1)
 
@@ -215,7 +214,7 @@ def test_broken_logits_end_one_request_alone() -> None:
 @pytest.mark.parametrize("error", [None, "no token has a finite logit"])
 def test_what_a_request_computed_is_poisoned_though_it_was_preempted_in_flight(error: str | None) -> None:
     kv = KVCacheManager(BlockPool(7), [KVGroup(4)])
-    scheduler = OverlapScheduler(kv, max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(kv, max_num_seqs=4, max_num_batched_tokens=64)
     old, new = (
         Request(name, array("i", [first] * 8), greedy(90), arrival=first, max_total_tokens=90)
         for name, first in (("old", 1), ("new", 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_runner import next_token
 from invariants import check_scheduler
-from scheduler_bench import Bench, prompt
+from scheduler_bench import Bench, prompt, update
 
 from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, KVGroup, Request, RequestStatus, SampledToken, SchedulerOutput
@@ -141,10 +141,10 @@ def test_two_steps_cannot_be_in_flight() -> None:
     bench.add(prompt(5))
     step = bench.scheduler.schedule()
     assert step is not None
-    with pytest.raises(PagedAttnError, match="before update"):
+    with pytest.raises(PagedAttnError, match="came before"):
         bench.scheduler.schedule()
     with pytest.raises(PagedAttnError, match="another step"):
-        bench.scheduler.update(SchedulerOutput((), 0, ()), [])
+        update(bench.scheduler, SchedulerOutput((), 0, ()), [])
     bench.scheduler.rollback(step)
     with pytest.raises(PagedAttnError, match="another step"):
         bench.scheduler.rollback(step)
@@ -193,7 +193,7 @@ def test_failed_request_leaves_nothing_in_the_cache() -> None:
         step = bench.scheduler.schedule()
         assert step is not None
         results = [token and SampledToken(-1, error="NaN") for token in bench.runner.execute(step)]
-        bench.scheduler.update(step, results)
+        update(bench.scheduler, step, results)
         check_scheduler(bench.scheduler)
     assert bad.status is RequestStatus.FINISHED_ERROR and bad.num_prompt_hits == 8
     again = bench.add([*prompt(8), *prompt(20, 50)], 4)
@@ -239,7 +239,7 @@ def test_a_request_that_ends_while_its_step_runs_stays_ended(fails: bool) -> Non
     if fails:
         bench.scheduler.rollback(step)
     else:
-        assert [request for request, _ in bench.scheduler.update(step, results)] == [stays]
+        assert [request for request, _ in update(bench.scheduler, step, results)] == [stays]
     check_scheduler(bench.scheduler)
     assert gone.status is RequestStatus.FINISHED_ABORT and gone.num_generated == 0 and not gone.block_ids
     bench.finish()

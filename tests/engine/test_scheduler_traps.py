@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_runner import LaunchingRunner, expected, fake_llm, greedy
-from scheduler_bench import Bench, prompt
+from scheduler_bench import Bench, prompt, update
 
 from pagedattn.engine import RequestStatus
 
@@ -42,7 +42,7 @@ def test_blocks_are_keyed_only_after_they_are_computed() -> None:
     assert step is not None and [item.start for item in step.scheduled] == [0, 0]
     third = bench.add(prompt(13), 4)
     assert bench.kv.lookup(third).num_tokens == 0
-    bench.scheduler.update(step, bench.runner.execute(step))
+    update(bench.scheduler, step, bench.runner.execute(step))
     assert bench.kv.lookup(third).num_tokens == 12
     bench.finish()
     assert both[0].token_ids == both[1].token_ids == third.token_ids

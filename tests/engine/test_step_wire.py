@@ -7,6 +7,7 @@ from array import array
 from dataclasses import fields, replace
 
 import pytest
+from scheduler_bench import update
 
 from pagedattn import BlockPool
 from pagedattn.engine import (
@@ -63,7 +64,7 @@ def test_steps_of_a_busy_scheduler(seed: int) -> None:
             scheduler.finish(draw.choice(live), RequestStatus.FINISHED_ABORT)
         step = scheduler.schedule()
         if step is None:
-            scheduler.update(None, [])
+            update(scheduler, None, [])
             continue
         data = encoder.encode(step)
         if draw.random() < 0.05:
@@ -76,7 +77,7 @@ def test_steps_of_a_busy_scheduler(seed: int) -> None:
         if draw.random() < 0.05:
             scheduler.rollback(step)
         else:
-            scheduler.update(step, [SampledToken(draw.randrange(50)) if i.samples else None for i in step.scheduled])
+            update(scheduler, step, [SampledToken(draw.randrange(50)) if i.samples else None for i in step.scheduled])
         live = [one for one in live if not one.finished]
     assert lost > 5 and arrived > 300 and released > 50
     assert scheduler.stats.preemptions > 4 and scheduler.stats.rollbacks > 5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from invariants import check_scheduler
-from scheduler_bench import Bench, prompt
+from scheduler_bench import Bench, prompt, update
 
 from pagedattn import FullAttentionSpec, PagedKVCache, SlidingWindowSpec
 from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken, SchedulerOutput
@@ -152,7 +152,7 @@ def test_a_failed_step_that_swapped_out_leaves_nothing_to_trust() -> None:
             assert victims and all(request.swapped is None for request in victims)
             failed += 1
         else:
-            bench.scheduler.update(step, bench.runner.execute(step))
+            update(bench.scheduler, step, bench.runner.execute(step))
         check_scheduler(bench.scheduler)
     assert failed > 0 and bench.scheduler.stats.swaps == 0 and bench.scheduler.stats.recomputed_tokens > 0
     bench.finish()
@@ -172,7 +172,7 @@ def test_a_failed_step_that_swapped_in_can_be_tried_again(executed: bool) -> Non
             assert victim.swapped is not None and victim.status is RequestStatus.PREEMPTED
             failed += 1
         else:
-            bench.scheduler.update(step, results)
+            update(bench.scheduler, step, results)
         check_scheduler(bench.scheduler)
     assert failed > 3 and bench.scheduler.stats.recomputed_tokens == 0
     bench.finish()
@@ -197,11 +197,11 @@ def test_an_abort_gives_the_host_blocks_back(when: str) -> None:
     if when == "in flight":
         while not (step := bench.scheduler.schedule()) or not step.swap_in:
             assert step is not None
-            bench.scheduler.update(step, bench.runner.execute(step))
+            update(bench.scheduler, step, bench.runner.execute(step))
         results = bench.runner.execute(step)
     bench.scheduler.finish(victim, RequestStatus.FINISHED_ABORT)
     if when == "in flight":
-        bench.scheduler.update(step, results)
+        update(bench.scheduler, step, results)
     check_scheduler(bench.scheduler)
     assert bench.kv.swap.num_free == bench.kv.swap.num_blocks
     bench.finish()
@@ -217,7 +217,7 @@ def test_a_request_that_fails_as_it_comes_back_leaves_nothing_in_the_cache() -> 
         bad = [item.request is victim for item in step.scheduled]
         results = bench.runner.execute(step)
         sampled = [SampledToken(-1, error="NaN") if b else token for b, token in zip(bad, results, strict=True)]
-        bench.scheduler.update(step, sampled)
+        update(bench.scheduler, step, sampled)
         check_scheduler(bench.scheduler)
     assert len(tokens) > 16 and bench.scheduler.stats.swapped_in_blocks > 0
     bench.requests.remove(victim)
