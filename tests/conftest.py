@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import interpreter  # noqa: E402
+import random_work  # noqa: E402
 import uninterpreted  # noqa: E402
 
 from pagedattn.cli import checkout  # noqa: E402
@@ -30,8 +31,14 @@ def _folder_of_the_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 
 def pytest_addoption(parser):  # type: ignore[no-untyped-def]
-    parser.addoption("--grid", action="store_true", help="run full grids too, not only their covers")
+    parser.addoption(
+        "--grid", action="store_true", help="run full grids and all random work, not only covers and parts"
+    )
     parser.addoption("--problems", type=int, default=250, help="how many random problems of TRITON to draw on a GPU")
+
+
+def pytest_configure(config):  # type: ignore[no-untyped-def]
+    random_work.everything = config.getoption("--grid")
 
 
 def pytest_collection_modifyitems(config, items):  # type: ignore[no-untyped-def]

@@ -28,7 +28,7 @@ print(json.dumps([took, sorted({name.partition(".")[0] for name in sys.modules})
 @cache
 def runs() -> list[tuple[float, set[str], bool]]:
     out = []
-    for _ in range(5):
+    for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT], env=environment(), cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -39,7 +39,7 @@ def runs() -> list[tuple[float, set[str], bool]]:
 
 def test_it_adds_less_than_0_3_seconds_to_import_torch() -> None:
     times = [took for took, _, _ in runs()]
-    assert len(times) == 5 and 0 < statistics.median(times) < 0.3, times
+    assert len(times) == 3 and 0 < statistics.median(times) < 0.3, times
 
 
 def test_no_kernel_library_is_imported_and_no_gpu_touched() -> None:

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, LaunchingRunner, expected, fake_llm
 from invariants import check_idle, check_scheduler
+from random_work import everything, part_of
 
 from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.engine.api.outputs import RequestOutput
 from pagedattn.engine.sampling_params import SamplingParams
 
-SEEDS = 4
+SEEDS = part_of(4, 2)
 STEPS = 1000
 MAX_MODEL_LEN = 72
 
@@ -62,7 +63,7 @@ class Simulation:
         salt, skip = draw.choice([None, None, "a", "b"]), draw.random() < 0.1
         name = self.llm.add_request(prompt, sampling, cache_salt=salt, skip_prefix_cache_reads=skip)
         self.live[name] = prompt, sampling
-        if draw.random() < 0.05:
+        if draw.random() < 0.12:
             self.breaks_at[name] = draw.randrange(4)
 
     def step(self) -> None:
@@ -186,6 +187,8 @@ def test_random_traffic(name: str, overlap: bool) -> None:
     wanted |= {"swapped out", "swapped in", "recomputed"} if "swap" in name else set()
     wanted -= {"mixed", "copies"} if name == "one by one" else set()
     wanted -= {"copies"} if name == "tokens are blocks" else set()
+    if not everything:  # too rare for a part of the work
+        wanted -= {"recomputed"} | ({"preemptions"} if name == "window only" else set())
     missing = {event for event in wanted if not seen[event]}
     assert not missing, f"never happened: {missing}"
 

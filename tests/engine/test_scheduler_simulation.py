@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from random_work import everything, part_of
 from scheduler_simulation import Simulation
 
 from pagedattn.engine import KVGroup
 
 STEPS = 20_000
+SHARE = 4
 FULL = [KVGroup(4)]
 HYBRID = [KVGroup(4), KVGroup(4, 7)]
 GEMMA3 = [KVGroup(4), *[KVGroup(4, 9)] * 3]
@@ -33,9 +35,9 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
 def test_random_traffic(name: str) -> None:
     num_blocks, groups, options = CASES[name]
     simulation = Simulation(20260801, num_blocks, groups, **options)
-    simulation.run(STEPS)
+    simulation.run(part_of(STEPS, SHARE))
     seen = simulation.seen
-    assert seen["steps"] >= STEPS
+    assert seen["steps"] >= part_of(STEPS, SHARE)
     wanted = {"rollbacks", "copies", "mixed", "chunks", "stop", "length", "error"}
     wanted |= {"aborted while waiting", "aborted while running"}
     wanted |= {"hits", "passed over"} if options.get("caching", True) else set()
@@ -43,7 +45,9 @@ def test_random_traffic(name: str) -> None:
     wanted |= {"no room"} if name == "outgrown" else set()
     wanted |= {"released"} if len(groups) > 1 else set()
     wanted |= {"swapped out", "swapped in", "aborted while swapped"} if "swap_blocks" in options else set()
-    assert not {event: seen[event] for event in wanted if seen[event] < 10}
+    if not everything and "swap_blocks" in options:  # too rare for a part of the work
+        wanted -= {"recomputed"}
+    assert not {event: seen[event] for event in wanted if seen[event] < part_of(10, 10)}
 
 
 def test_the_cases_are_200_000_steps() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_work import part_of
 from test_runner import Driver, make_runner
 from tiny_models import hf_model, save
 
@@ -132,7 +133,7 @@ class History:
                 ids[-1] = truths[one][-1]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(part_of(3, 3)))
 def test_counts_and_scores_are_those_of_a_recount_whatever_happened(
     seed: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,8 +259,15 @@ def folder(reference_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 PROMPTS = [[5, 9, 200, 17], list(range(40, 77)), [11], [400, 401] * 10]
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "preemption"),
+    [
+        (False, "recompute"),
+        (True, "swap"),
+        pytest.param(False, "swap", marks=pytest.mark.grid),
+        pytest.param(True, "recompute", marks=pytest.mark.grid),
+    ],
+)
 def test_tokens_are_those_of_transformers(
     overlap: bool, preemption: str, path: str, reference_model: Any, folder: Path
 ) -> None:
