@@ -83,15 +83,15 @@ def test_what_the_repair_after_a_failed_step_ends_is_delivered(monkeypatch: pyte
     """The older of two streams has its last token when a step cannot be counted; the younger ends with the error."""
     llm, queued = fake_llm(), threading.Event()
     llm.runner.before = lambda step: queued.wait(10)  # type: ignore[attr-defined]
-    update, failures = llm._scheduler.update, [ZeroDivisionError("while a step was counted")]
+    apply, failures = llm._scheduler.apply_tokens, [ZeroDivisionError("while a step was counted")]
 
     def fail_once(*args: Any) -> Any:
-        advanced = update(*args)
+        advanced = apply(*args)
         if failures and any(request.finished for request, _ in advanced):
             raise failures.pop()
         return advanced
 
-    monkeypatch.setattr(llm._scheduler, "update", fail_once)
+    monkeypatch.setattr(llm._scheduler, "apply_tokens", fail_once)
 
     async def use(engine: AsyncLLM) -> None:
         older, younger = await engine.stream(PROMPTS[3], greedy(4)), await engine.stream(PROMPTS[4], LONG)
