@@ -74,18 +74,21 @@ def test_the_larger_of_two_block_sizes_serves_both(text: str) -> None:
     assert torch.equal(layer(query, None, None, cache, common), wanted)
 
 
+@pytest.mark.parametrize("planned", ["prefill", "decode"])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [4, 5], [1, 1, 5]], ids=str)
-def test_a_step_of_one_backend_alone_has_its_plan(query_lens: list[int]) -> None:
+def test_a_step_of_one_backend_alone_has_its_plan(query_lens: list[int], planned: str) -> None:
     """By which other layers make its launches again; a step of both is more than one plan."""
     if not interpreted():
         pytest.skip("needs TRITON on the CPU")
-    layer = Attention(4, 8, 2, backend="prefill=TRITON,decode=TORCH")
+    other = {"prefill": "decode", "decode": "prefill"}[planned]
+    layer = Attention(4, 8, 2, backend=f"{planned}=TRITON,{other}=TORCH")
     *_, common = problem(layer, query_lens)
     metadata = layer.build(common)
     assert isinstance(metadata, CompositeMetadata)
     plans = [part.metadata.plan for part in metadata.parts]
     assert metadata.plan is (plans[0] if len(plans) == 1 else None)
-    assert [plan is not None for plan in plans] == [n > 1 for n in dict.fromkeys(query_lens)][-len(plans) :]
+    assert [plan is not None for plan in plans] == [part.phase == planned for part in metadata.parts]
+    assert len(plans) == (2 if 1 in query_lens and 5 in query_lens else 1)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 4)], ids=["decodes", "the rest"])
