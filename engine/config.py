@@ -54,6 +54,8 @@ class EngineConfig:
             "swap" copies its blocks to host memory and back while there is swap space, "auto" does what costs less.
         swap_space: bytes of (pinned) host memory for swapped blocks, of each process; None takes 4 GiB where "auto" may
             swap on a GPU, or "swap" is asked for.
+        prefix_space: bytes of (pinned) host memory, of each process, for blocks of the prefix cache that the device has
+            no room for any more: a prompt that begins as an earlier one reads them back. Preempted requests go first.
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
@@ -86,6 +88,7 @@ class EngineConfig:
     clean_cache: bool = False
     preemption: str = "auto"
     swap_space: int | None = None
+    prefix_space: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
@@ -150,6 +153,7 @@ _LOWEST = {
     "seed": 0,
     "max_waiting": 1,
     "swap_space": 0,
+    "prefix_space": 0,
 }
 _OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
 

@@ -31,10 +31,11 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class SwapConfig:
-    """Host memory for the blocks of preempted requests.
+    """Host memory for blocks: those of preempted requests, and with `keeps_prefixes` evicted ones of the prefix cache.
 
     `tokens_per_block` is how many tokens can be computed in the time that one block takes there and back.
     """
 
     num_blocks: int = 0
     tokens_per_block: float = 0.0
+    keeps_prefixes: bool = False

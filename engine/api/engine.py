@@ -279,7 +279,8 @@ class Engine:
 
     def _new_cache(self) -> KVCacheManager:
         pool = BlockPool(self.runner.num_kv_blocks, enable_caching=self.config.enable_prefix_caching)
-        return KVCacheManager(pool, self.runner.kv_groups, self.runner.swap_config.num_blocks)
+        swap = self.runner.swap_config
+        return KVCacheManager(pool, self.runner.kv_groups, swap.num_blocks, swap.keeps_prefixes)
 
     def _name(self, request_id: str | None, n: int) -> str:
         """The id asked for, or a new one, that no unfinished request or completion has, nor an output not taken yet."""

@@ -48,6 +48,7 @@ class EngineStats:
     num_cached_blocks: int
     num_swap_blocks: int
     num_free_swap_blocks: int
+    num_prefix_copies: int
     counters: Counters
     step_times: StepTimes
 
@@ -83,6 +84,7 @@ class Metrics:
             num_cached_blocks=pool.num_cached,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,
+            num_prefix_copies=len(planner.kv.copies),
             counters=replace(planner.stats),
             step_times=StepTimes.of(list(self._seconds)),
         )

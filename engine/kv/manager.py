@@ -15,7 +15,7 @@ from pagedattn import BlockPool
 
 from ..kv_group import KVGroup
 from ..request import Request
-from .offload import SwapSpace, contents_of, found_tables
+from .offload import PrefixCopies, SwapSpace, contents_of, found_tables
 from .prefix_cache import PrefixCache, PrefixHit, first_extra
 
 if TYPE_CHECKING:
@@ -25,18 +25,22 @@ if TYPE_CHECKING:
 class KVCacheManager:
     """Block tables of all requests. Every method leaves the state as it was where it returns False or None."""
 
-    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], num_swap_blocks: int = 0) -> None:
+    def __init__(
+        self, pool: BlockPool, groups: Sequence[KVGroup], num_swap_blocks: int = 0, keeps_prefixes: bool = False
+    ) -> None:
         """Manage `pool`, whose block ids all `groups` share (an id belongs to one group at a time).
 
         Args:
             num_swap_blocks: blocks of host memory that preempted requests may be swapped to.
+            keeps_prefixes: what host memory has room for of evicted content is copied there, and found again.
         """
         self.pool = pool
         self.groups = tuple(groups)
         self.swap = SwapSpace(num_swap_blocks)
         self.block_sizes = tuple(group.block_size for group in groups)
         self.windows = tuple(group.sliding_window for group in groups)
-        self.prefixes = PrefixCache(pool, self.groups)
+        self.copies = PrefixCopies(pool, self.swap, keeps_prefixes)
+        self.prefixes = PrefixCache(pool, self.groups, self.copies)
         self._invalid_nodes: set[int] = set()
         self._fresh: list[int] = []
 
@@ -51,14 +55,16 @@ class KVCacheManager:
         the test is: all blocks - hit blocks <= free blocks - unreferenced hit blocks - headroom.
         """
         end = hit.num_tokens + num_new_tokens
-        need = sum(-(-end // size) - len(table) for size, table in zip(self.block_sizes, hit.blocks, strict=True))
-        held = [block for table in hit.blocks for block in table if block]
+        need = sum(-(-end // size) for size in self.block_sizes)
+        need -= sum(block >= 0 for table in hit.blocks for block in table)
+        held = [block for table in hit.blocks for block in table if block > 0]
         if need + headroom > self.pool.num_free - self.pool.num_unheld(held):
             return False
         self.pool.touch(held)
         request.block_ids = [list(table) for table in hit.blocks]
         request.num_computed_tokens = request.num_cached_tokens = hit.num_tokens
         self._open(request, list(hit.last_prefix_nodes))
+        self._load_copies(request)
         return self.allocate_slots(request, num_new_tokens)
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
@@ -206,8 +212,9 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content; False, and nothing done, while a request holds blocks, of the host's memory too."""
-        if self.swap.num_free < self.swap.num_blocks or not self.pool.reset():
+        if self.swap.num_free + len(self.copies) < self.swap.num_blocks or not self.pool.reset():
             return False
+        self.copies.clear()
         self._invalid_nodes.clear()
         return True
 
@@ -223,6 +230,25 @@ class KVCacheManager:
         request.num_released = [group.first_needed_block(computed) for group in self.groups]
         self._count_slots(request)
         self._plan_commit(request)
+
+    def _load_copies(self, request: Request) -> None:
+        """Take blocks for what of a hit only host memory holds; they are keyed when the next step has succeeded."""
+        loads: list[tuple[ContentNode, int, int]] = []  # content, group, table entry
+        for group, table in enumerate(request.block_ids):
+            if -1 in table:
+                first, entry, node = table.index(-1), len(table), request.last_prefix_nodes[group]
+                while entry > first and node is not None:
+                    entry -= 1
+                    if table[entry] < 0:
+                        self.copies.hold(node, group)
+                        loads.append((node, group, entry))
+                    node = node.parent
+                request.num_cached_blocks[group], request.last_prefix_nodes[group] = first, node
+        if loads:
+            for (node, group, entry), block in zip(loads, self.pool.allocate(len(loads)), strict=True):
+                request.block_ids[group][entry] = block
+                self.copies.load(node, group, block)
+            self._plan_commit(request)
 
     def _key(self, request: Request, group: int) -> None:
         size, table, node = self.block_sizes[group], request.block_ids[group], request.last_prefix_nodes[group]

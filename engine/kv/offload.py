@@ -1,14 +1,20 @@
-"""Where the blocks of preempted requests lie in host memory, so that they need not be computed again.
+"""Blocks in host memory: those of preempted requests, and evicted ones of the prefix cache.
 
 A request is swapped out when it is preempted: `SwapSpace.store` says which of its blocks to copy to which host blocks,
 in the step that hands those blocks to others. Blocks that others hold too stay where they are and are found again by
 content, as are blocks that were not evicted in the meantime; only the rest is copied back. The host blocks are given up
 when the step that copied them back has succeeded, so that a failed step can be tried again.
+
+An evicted block of the prefix cache is copied by the step that hands it to another (`PrefixCopies.store`), and copied
+back into a new block for a request that begins alike (`load`), which is keyed once that step has succeeded. Copies that
+were not asked for the longest make room for others, and all do for preempted requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagedattn import BlockPool
@@ -23,17 +29,19 @@ Pairs = list[tuple[int, int]]
 
 
 class SwapSpace:
-    """Host blocks 0 .. num_blocks - 1 and who has them."""
+    """Host blocks 0 .. num_blocks - 1 and which requests have them."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_requests = 0
+        self.reclaim: Callable[[int], None] = lambda count: None
+        """Called for so many more free blocks before a request is refused."""
         # Block ids are handed out from the bottom, so that a large space that is hardly used costs nothing.
         self._untouched, self._freed = 0, list[int]()
 
     @property
     def num_free(self) -> int:
-        """Host blocks that no request has."""
+        """Host blocks that hold nothing."""
         return self.num_blocks - self._untouched + len(self._freed)
 
     def store(self, request: Request, pool: BlockPool, groups: Sequence[KVGroup]) -> Pairs | None:
@@ -51,11 +59,13 @@ class SwapSpace:
             if pool.ref_count(block) == 1 or _found(pool, contents[index], entry, index) is None
         ]
         if len(moves) > self.num_free:
+            self.reclaim(len(moves) - self.num_free)
+        if len(moves) > self.num_free:
             return None
         places: list[dict[int, int]] = [{} for _ in groups]
         pairs = []
         for index, entry, block in moves:
-            places[index][entry] = host = self._take()
+            places[index][entry] = host = self.take()
             pairs.append((block, host))
         self.num_requests += 1
         request.swapped = SwappedRequest(request.num_computed_tokens, request.num_cached_tokens, contents, places)
@@ -65,15 +75,95 @@ class SwapSpace:
         """Forget what is stored of a request, if anything is."""
         if request.swapped is not None:
             for places in request.swapped.places:
-                self._freed += places.values()
+                self.give_back(places.values())
             request.swapped = None
             self.num_requests -= 1
 
-    def _take(self) -> int:
+    def take(self) -> int:
+        """A free host block; there must be one."""
         if self._freed:
             return self._freed.pop()
         self._untouched += 1
         return self._untouched - 1
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """These host blocks hold nothing any more."""
+        self._freed += blocks
+
+
+class PrefixCopies:
+    """Host blocks with evicted blocks of a pool, by content and group."""
+
+    def __init__(self, pool: BlockPool, space: SwapSpace, enabled: bool) -> None:
+        """Keep what `pool` evicts, as long as `space` has room; nothing where it is not enabled."""
+        self._pool, self._space = pool, space
+        self._copies: OrderedDict[tuple[ContentNode, int], int] = OrderedDict()  # least recently used first
+        # Of the step in the making: what it stores, and all that it stores or loads, which makes no room in it.
+        self._stored: list[tuple[ContentNode, int]] = []
+        self._in_step: set[tuple[ContentNode, int]] = set()
+        self._stores: Pairs = []
+        self._loads: Pairs = []
+        space.reclaim = self._make_room
+        if enabled:
+            pool.on_evict = self.store
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def lookup(self, node: ContentNode, group: int) -> int | None:
+        """The host block with a content, if there is one."""
+        return self._copies.get((node, group))
+
+    def store(self, block: int, node: ContentNode, group: int) -> None:
+        """Have a block copied that is about to be handed to another, unless there is a copy of its content."""
+        key = node, group
+        if key not in self._copies:
+            if not self._space.num_free:
+                self._make_room(1)
+            if not self._space.num_free:
+                return
+            self._copies[key] = host = self._space.take()
+            self._pool.retain(node)
+            self._stored.append(key)
+            self._stores.append((block, host))
+            self._in_step.add(key)
+        self._copies.move_to_end(key)
+
+    def hold(self, node: ContentNode, group: int) -> None:
+        """Keep a copy, which is to be loaded, in this step."""
+        self._copies.move_to_end((node, group))
+        self._in_step.add((node, group))
+
+    def load(self, node: ContentNode, group: int, block: int) -> None:
+        """Have a copy that is held copied to a new block, which must not be keyed before the step has succeeded."""
+        self._loads.append((self._copies[node, group], block))
+
+    def take_moves(self) -> tuple[Pairs, Pairs]:
+        """Pairs (block, host block) to copy first, and pairs (host block, block) to copy then; once for each step."""
+        moves, self._stores, self._loads = (self._stores, self._loads), [], []
+        return moves
+
+    def settle(self, succeeded: bool) -> None:
+        """End the step: what it stored counts, or is dropped."""
+        stored, self._stored, self._in_step = self._stored, [], set()
+        self._stores, self._loads = [], []
+        for key in () if succeeded else stored:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        for key in [*self._copies]:
+            self._drop(key)
+
+    def _make_room(self, count: int) -> None:
+        """Drop so many copies, the least recently used first, but none that this step reads or writes."""
+        old = (key for key in self._copies if key not in self._in_step)
+        for key in [*islice(old, count)]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[ContentNode, int]) -> None:
+        self._space.give_back((self._copies.pop(key),))
+        self._pool.release(key[0])
 
 
 def found_tables(

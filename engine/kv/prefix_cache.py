@@ -13,6 +13,7 @@ from pagedattn import BlockPool
 
 from ..kv_group import KVGroup
 from ..request import Request
+from .offload import PrefixCopies
 
 if TYPE_CHECKING:
     from pagedattn.cache.prefix_tree import ContentNode
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class PrefixHit:
     """The longest computed beginning of a request that every group still holds.
 
-    `blocks[g]` is the table of group g over `num_tokens` tokens (null blocks before its window), `last_prefix_nodes[g]`
-    the content of the last of them.
+    `blocks[g]` is the table of group g over `num_tokens` tokens: null blocks before its window, -1 where only the
+    host has a block. `last_prefix_nodes[g]` is the content of the last of them.
     """
 
     num_tokens: int
@@ -45,10 +46,10 @@ class PrefixCache:
     A group with a window need not hold what the next token does not read: its hit is its last blocks only.
     """
 
-    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup]) -> None:
-        """Look in `pool`, whose blocks `groups` share."""
+    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], copies: PrefixCopies) -> None:
+        """Look in `pool`, whose blocks `groups` share, then among the copies of what it has evicted."""
         self.alignment = lcm(*(group.block_size for group in groups))
-        self._pool, self._groups = pool, groups
+        self._pool, self._groups, self._copies = pool, groups, copies
         self._last: dict[int, _LastChain] = {}  # by block size
 
     def lookup(self, request: Request, poisoned: set[int]) -> PrefixHit:
@@ -59,7 +60,7 @@ class PrefixCache:
             chains = {size: self._chain(request, size, limit // size, poisoned) for size in sizes}
             length = self.aligned(min(len(chain) * size for size, chain in chains.items()))
             tables = [
-                [self._pool.block_of(node, index) for node in chains[group.block_size][: length // group.block_size]]
+                [self._held(node, index) for node in chains[group.block_size][: length // group.block_size]]
                 for index, group in enumerate(self._groups)
             ]
             length = self._common_length(tables, length)
@@ -73,16 +74,26 @@ class PrefixCache:
         reads = self._pool.enable_caching and not request.skip_prefix_cache_reads
         return self.aligned(len(request.token_ids) - 1) if reads else 0
 
+    def num_keyed(self, request: Request) -> int:
+        """Tokens of a running request that stand in blocks which others can find."""
+        return request.num_cached_blocks[0] * self._groups[0].block_size
+
     def is_new(self, request: Request) -> bool:
-        """Whether the next block that a running request fills has a content that the cache does not know."""
+        """Whether the next block that a running request fills has a content that no block on the device has."""
         size, index = self._groups[0].block_size, request.num_cached_blocks[0]
         tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
         extra = () if index else first_extra(request)
-        return self._pool.enable_caching and self._pool.find(request.last_prefix_nodes[0], tokens, extra) is None
+        node = self._pool.find(request.last_prefix_nodes[0], tokens, extra)
+        return self._pool.enable_caching and (node is None or self._pool.block_of(node) is None)
 
     def aligned(self, num_tokens: int) -> int:
         """The longest length up to `num_tokens` at which a hit can end."""
         return num_tokens // self.alignment * self.alignment
+
+    def _held(self, node: ContentNode, group: int) -> int | None:
+        """The block with a content, -1 where only host memory holds it, None where nothing does."""
+        block = self._pool.block_of(node, group)
+        return -1 if block is None and self._copies.lookup(node, group) is not None else block
 
     def _chain(self, request: Request, size: int, limit: int, poisoned: set[int]) -> list[ContentNode]:
         """The known contents of the request's first blocks of `size` tokens, at most `limit`."""

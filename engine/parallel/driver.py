@@ -118,7 +118,7 @@ class ParallelRunner:
         # What a block costs differs a little: the last rank may have fewer rows of the LM head.
         rooms = [fact.pop("swap_config") for fact in facts]
         first = facts[0]
-        if any(other != first for other in facts) or len({blocks for blocks, _ in rooms}) > 1:
+        if any(other != first for other in facts) or len({blocks for blocks, *_ in rooms}) > 1:
             raise EngineDeadError("the ranks disagree about the model: please report it")
         self.swap_config = SwapConfig(*rooms[0])
         self.num_kv_blocks: int = first["num_kv_blocks"]

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import astuple
 from typing import Any, NoReturn
 
 import torch
@@ -108,7 +109,7 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
     freeze_while_alive(runner)
     facts = {
         "num_kv_blocks": runner.num_kv_blocks,
-        "swap_config": [runner.swap_config.num_blocks, runner.swap_config.tokens_per_block],
+        "swap_config": astuple(runner.swap_config),
         "kv_groups": [[group.block_size, group.sliding_window] for group in runner.kv_groups],
         "vocab_size": runner.vocab_size,
         "max_model_len": runner.max_model_len,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Counters:
     """Counts since the start. `swaps` are those preemptions that were made by swap; `preemptions` counts all.
 
+    Blocks swapped out or in are those of preempted requests, and of evicted prefixes where host memory keeps these.
+
     Every computed token was scheduled once more than it was recomputed, or came from the cache: when all requests have
     ended, scheduled_tokens + cached_tokens = tokens whose KV was ever needed + recomputed_tokens + dropped_tokens.
     Dropped are those of steps launched for a request before its end was known. A request whose last token was not read

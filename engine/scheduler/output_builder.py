@@ -58,5 +58,6 @@ class SchedulerOutputBuilder:
         if not self._decodes and not self._prefills:
             return None
         items = (*self._decodes, *self._prefills)
-        moves = tuple(self.copies), tuple(self.swap_out), tuple(self.swap_in)
+        stores, loads = self._kv.copies.take_moves()
+        moves = tuple(self.copies), (*stores, *self.swap_out), (*self.swap_in, *loads)
         return SchedulerOutput(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))

@@ -38,6 +38,7 @@ class Scheduler(StepPlanner):
         self._in_flight, self._swapped_out = plan.step(), plan.swapped_out
         if self._in_flight is None:
             self._lose_swapped()
+            self.kv.copies.settle(succeeded=False)
         return self._in_flight
 
     def advance_with_placeholders(self, step: SchedulerOutput) -> None:
@@ -58,6 +59,7 @@ class Scheduler(StepPlanner):
                 request.token_ids.append(PLACEHOLDER_TOKEN)
         for request, _ in self._admitted:  # what was swapped in is read before anything is swapped out to its place
             self.kv.swap.drop(request)
+        self.kv.copies.settle(succeeded=True)
         self._in_flight, self._assumed = None, step
 
     def apply_tokens(self, sampled: Sequence[SampledToken | None]) -> Advanced:
@@ -104,6 +106,7 @@ class Scheduler(StepPlanner):
             if item.request.status is RequestStatus.RUNNING:
                 self.kv.trim(item.request)
         self._lose_swapped()
+        self.kv.copies.settle(succeeded=False)
         self._admitted, self._in_flight = [], None
         self.stats.rollbacks += 1
 

@@ -9,6 +9,7 @@ import logging
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 
@@ -126,26 +127,31 @@ def _check_longest(config: EngineConfig, blocks: int, groups: Sequence[KVGroup],
 def swap_config(
     config: EngineConfig, device: torch.device, block_bytes: int, groups: Sequence[KVGroup], num_parameters: int
 ) -> SwapConfig:
-    """Host memory for swapped blocks, and what one costs: its bytes twice, against 2 FLOP per parameter and token.
+    """Host memory for blocks, and what one costs: its bytes twice, against 2 FLOP per parameter and token.
 
     Args:
         block_bytes, groups: as `size_kv_blocks`.
         num_parameters: of the model.
 
     Raises:
-        CapacityError: preemption="swap", and not even one block fits into `swap_space`.
+        CapacityError: not even one block fits into `swap_space`, with preemption="swap", or into `prefix_space`.
     """
     default = _SWAP_BYTES if config.preemption == "swap" or device.type == "cuda" else 0
     space = default if config.swap_space is None else config.swap_space
-    if config.preemption == "recompute":
-        return SwapConfig()
-    if config.preemption == "swap" and space < block_bytes:
-        raise CapacityError(f"swap_space={space} holds no block: one has {block_bytes} bytes; raise swap_space")
+    prefixes = config.prefix_space if config.enable_prefix_caching else 0
+    for name, given, wanted in (
+        ("swap_space", space, config.preemption == "swap"),
+        ("prefix_space", prefixes, prefixes > 0),
+    ):
+        if wanted and given < block_bytes:
+            raise CapacityError(f"{name}={given} holds no block: one has {block_bytes} bytes; raise {name}")
     bandwidth, flops = _RATES.get(device.type, _RATES["cpu"])
     tokens = (2 * block_bytes / bandwidth) / (2 * num_parameters / flops)
-    if config.preemption == "auto" and tokens >= max(group.block_size for group in groups):
-        return SwapConfig()  # no block holds so many tokens that moving it would pay
-    return SwapConfig(space // block_bytes, tokens)
+    # No block may hold so many tokens that moving it would pay.
+    pays = config.preemption == "swap" or tokens < max(group.block_size for group in groups)
+    if config.preemption == "recompute" or not pays:
+        space, tokens = 0, inf
+    return SwapConfig((space + prefixes) // block_bytes, tokens if space else inf, prefixes > 0)
 
 
 def _peak_of_activations(

@@ -15,6 +15,9 @@ class BlockPool:
     A sequence allocates blocks, commits each one that is full and computed, and frees them. A freed block keeps its
     content until it is handed out again, least recently used first; `find` and `block_of` reach it until then, and
     `touch` takes it back into use. Every operation costs O(1) per block. Block ids are Python ints.
+
+    `on_evict(block, node, group)`, where it is set, is called before a content is lost to a new owner of its block. Who
+    copies the block elsewhere keeps its node findable by `retain`, until `release`.
     """
 
     null_block = 0
@@ -38,6 +41,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_usable = num_blocks - 1
         self.enable_caching = enable_caching
+        self.on_evict: Callable[[int, ContentNode, int], None] | None = None
         self._contents = ContentTrie(digest)
         self._refs = [1] + [0] * self.num_usable
         self._keys: dict[int, tuple[ContentNode, int]] = {}  # block -> its content and KV cache group
@@ -187,12 +191,24 @@ class BlockPool:
         peers.append(block)
         return node
 
+    def retain(self, node: ContentNode) -> None:
+        """Keep a living node findable, without a block too, until it is released as often."""
+        node.num_copies += 1
+
+    def release(self, node: ContentNode) -> None:
+        """Undo one `retain`."""
+        node.num_copies -= 1
+        self._contents.prune(node)
+
     def reset(self) -> bool:
-        """Forget all content, as after a change of weights. False, and nothing done, while any block is held."""
+        """Forget all content, as after a change of weights. False, and nothing done, while any block is held.
+
+        What is retained elsewhere stays findable.
+        """
         if self.num_free < self.num_usable:
             return False
         while self._cached:
-            self._evict()
+            self._forget(self._cached.popitem(last=False)[0])
         self._blank = list(range(self.num_usable, 0, -1))
         return True
 
@@ -216,6 +232,12 @@ class BlockPool:
     def _evict(self) -> int:
         """Take the least recently used keyed block off the free list; its content cannot be found any more."""
         block, _ = self._cached.popitem(last=False)
+        if self.on_evict is not None:
+            self.on_evict(block, *self._keys[block])
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
         node, group = self._keys.pop(block)
         peers = node.blocks[group]
         last, place = peers.pop(), self._place[block]
@@ -224,4 +246,3 @@ class BlockPool:
         if not peers:
             del node.blocks[group]
         self._contents.prune(node)
-        return block

@@ -21,7 +21,8 @@ Extra = tuple[Hashable, ...]
 class ContentNode:
     """One exact content: the tokens of one full block after all the tokens of its ancestors.
 
-    It lives while a block hangs on it or a child of it lives. Only the pool writes its fields.
+    It lives while a block hangs on it, a copy is retained elsewhere, or a child of it lives. Only the pool writes its
+    fields.
     """
 
     uid: int
@@ -31,6 +32,7 @@ class ContentNode:
     alive: bool = False
     digest: int = 0
     num_children: int = 0
+    num_copies: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)  # KV cache group -> blocks that hold the content
 
 
@@ -84,7 +86,7 @@ class ContentTrie:
 
     def prune(self, node: ContentNode | None) -> None:
         """Take the node out if nothing keeps it alive, then its parent if that was the last child, and so on."""
-        while node is not None and not node.blocks and not node.num_children:
+        while node is not None and not (node.blocks or node.num_children or node.num_copies):
             bucket = self._buckets[node.digest]
             bucket.remove(node)
             if not bucket:

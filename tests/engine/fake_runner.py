@@ -53,10 +53,11 @@ class FakeRunner:
         tokenizer: FakeTokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
         swap_blocks: int = 0,
+        keeps_prefixes: bool = False,
     ) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.kv_groups = tuple(groups)
-        self.swap_config = SwapConfig(swap_blocks, tokens_per_block=1.0)
+        self.swap_config = SwapConfig(swap_blocks, tokens_per_block=1.0, keeps_prefixes=keeps_prefixes)
         self.vocab_size = VOCAB
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)

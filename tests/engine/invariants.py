@@ -57,7 +57,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     places = [request.swapped.places for request in swapped if request.swapped is not None]
     assert len(places) == scheduler.kv.swap.num_requests
     host = [block for groups in places for group in groups for block in group.values()]
+    copies = scheduler.kv.copies
+    host += copies._copies.values()
     assert len(set(host)) == len(host) == scheduler.kv.swap.num_blocks - scheduler.kv.swap.num_free
+    assert all(node.alive for node, _ in copies._copies)
+    left = copies._in_step, copies._stored, copies._stores, copies._loads
+    assert scheduler._in_flight is not None or not any(left)
     # A launched step that nobody has read holds blocks for tokens that do not count as computed yet.
     check_tables(scheduler.kv, running, exact=scheduler._in_flight is None)
 
@@ -68,7 +73,7 @@ def check_idle(llm: LLM) -> None:
     pool = llm._scheduler.kv.pool
     assert not llm.has_unfinished and not llm._owners and not llm._scheduler.running and not llm._scheduler.waiting
     assert pool.num_free == pool.num_usable
-    assert llm._scheduler.kv.swap.num_free == llm._scheduler.kv.swap.num_blocks
+    assert llm._scheduler.kv.swap.num_free + len(llm._scheduler.kv.copies) == llm._scheduler.kv.swap.num_blocks
 
 
 def run_out(llm: LLM, tokens: dict[str, list[int]] | None = None) -> dict[str, list[int]]:

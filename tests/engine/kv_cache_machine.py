@@ -60,9 +60,9 @@ class KVCacheMachine:
 
     def start(self, request: Request, num_tokens: int, headroom: int) -> bool:
         hit = self.kv.lookup(request)
-        assert hit == PrefixCache(self.kv.pool, self.kv.groups).lookup(request, self.kv._invalid_nodes), (
-            "as at first sight"
-        )
+        assert hit == PrefixCache(self.kv.pool, self.kv.groups, self.kv.copies).lookup(
+            request, self.kv._invalid_nodes
+        ), "as at first sight"
         expected, certain = self.longest_hit(request)
         assert hit.num_tokens == expected if certain else hit.num_tokens <= expected
         free, num_tokens = self.kv.pool.num_free, min(num_tokens, len(request.token_ids) - hit.num_tokens)

@@ -62,7 +62,7 @@ class Simulation:
         self.windows = [group.sliding_window for group in groups]
         host = options.pop("swap_blocks", 0)
         pool = BlockPool(num_blocks, enable_caching=options.pop("caching", True))
-        self.kv = KVCacheManager(pool, groups, host)
+        self.kv = KVCacheManager(pool, groups, host, options.pop("keeps_prefixes", False))
         self.scheduler = Scheduler(self.kv, **{"max_num_seqs": 6, "max_num_batched_tokens": 24, **options})
         self.scheduler.finish = self.finish  # type: ignore[method-assign]
         self.ends: dict[str, int] = {}
@@ -75,6 +75,8 @@ class Simulation:
         self.documents = [array("i", [self.random.randrange(VOCAB) for _ in range(40)]) for _ in range(3)]
         self.arrivals = self.now = self.needed = self.generated = 0
         self.seen: Counter[str] = Counter()
+        load = self.kv.copies.load
+        self.kv.copies.load = lambda *copy: (self.seen.update(["loads"]), load(*copy))[1]  # type: ignore[method-assign]
 
     def run(self, steps: int) -> None:
         draw = self.random.random
@@ -87,9 +89,10 @@ class Simulation:
         while self.live:
             self.step(False)
         assert not self.scheduler.running and not self.scheduler.waiting
-        assert self.kv.pool.num_free == self.kv.pool.num_usable and self.kv.swap.num_free == self.kv.swap.num_blocks
+        assert self.kv.pool.num_free == self.kv.pool.num_usable and self.kv.swap.num_requests == 0
         self.check_accounts()
         assert self.kv.reset_prefix_cache() and self.kv.pool.num_cached == 0
+        assert self.kv.swap.num_free == self.kv.swap.num_blocks
 
     def add(self) -> None:
         """A request, or three that share one prompt; most begin like one of a few documents."""

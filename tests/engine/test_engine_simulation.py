@@ -30,11 +30,15 @@ class Simulation:
 
     def __init__(self, seed: int, num_blocks: int, groups: Sequence[KVGroup], options: dict[str, object]) -> None:
         self.random = random.Random(seed)
-        swap_blocks = {"swap_blocks": 0, **options}.pop("swap_blocks")
-        options = {name: value for name, value in options.items() if name != "swap_blocks"}
+        host = {name: options[name] for name in ("swap_blocks", "keeps_prefixes") if name in options}
+        options = {name: value for name, value in options.items() if name not in host}
         kind = LaunchingRunner if options.get("overlap") else FakeRunner
         self.runner = kind(
-            num_blocks, groups, max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS], swap_blocks=int(str(swap_blocks))
+            num_blocks,
+            groups,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=[EOS],
+            **host,  # type: ignore[arg-type]
         )
         self.runner.before = self.runner.after = self.maybe_fail
         self.runner.broken = lambda request: self.breaks_at.get(request.request_id) == request.num_generated
@@ -96,8 +100,8 @@ class Simulation:
         self.seen["aborts"] += 1
 
     def reset(self) -> None:
-        swap = self.llm._scheduler.kv.swap
-        idle = not self.llm._scheduler.running and swap.num_free == swap.num_blocks
+        swap, copies = self.llm._scheduler.kv.swap, self.llm._scheduler.kv.copies
+        idle = not self.llm._scheduler.running and swap.num_free + len(copies) == swap.num_blocks
         assert self.llm.reset_prefix_cache() == idle
         self.seen["resets" if idle else "refused resets"] += 1
 
@@ -163,6 +167,8 @@ CASES = {
     "swap uncached": (26, FULL, {"swap_blocks": 200, "enable_prefix_caching": False}),
     "swap hybrid": (50, HYBRID, {"swap_blocks": 200, "max_num_batched_tokens": 16, "max_prefill_share": 0.5}),
     "swap unequal blocks": (60, UNEQUAL, {"swap_blocks": 40, "preemption": "swap"}),
+    "swap prefixes": (26, FULL, {"swap_blocks": 60, "keeps_prefixes": True}),
+    "swap prefixes hybrid": (50, HYBRID, {"swap_blocks": 60, "keeps_prefixes": True, "max_num_batched_tokens": 16}),
     "one by one": (26, [KVGroup(3)], {"max_num_seqs": 1}),
     "tokens are blocks": (100, [KVGroup(1), KVGroup(2, 1)], {}),
 }

@@ -26,6 +26,8 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "hybrid": (40, HYBRID, {"max_prefill_share": 0.5}),
     "hybrid swap": (40, HYBRID, {"swap_blocks": 100, "max_prefill_share": 0.5}),
     "mostly windows": (46, GEMMA3, {"swap_blocks": 40}),
+    "prefixes in host memory": (30, FULL, {"swap_blocks": 14, "keeps_prefixes": True, "tokens_per_swapped_block": 2.5}),
+    "prefixes of windows": (40, HYBRID, {"swap_blocks": 20, "keeps_prefixes": True}),
     "outgrown": (15, FULL, {"swap_blocks": 30}),
     "unequal blocks": (38, UNEQUAL, {"swap_blocks": 60}),
 }
@@ -44,7 +46,8 @@ def test_random_traffic(name: str) -> None:
     wanted |= {"preemptions", "recomputed"} if name != "ample" else set()
     wanted |= {"no room"} if name == "outgrown" else set()
     wanted |= {"released"} if len(groups) > 1 else set()
-    wanted |= {"swapped out", "swapped in", "aborted while swapped"} if "swap_blocks" in options else set()
+    swapped = {"swapped out", "swapped in", "loads" if "keeps_prefixes" in options else "aborted while swapped"}
+    wanted |= swapped if "swap_blocks" in options else set()
     if not everything and "swap_blocks" in options:  # too rare for a part of the work
         wanted -= {"recomputed"}
     assert not {event: seen[event] for event in wanted if seen[event] < part_of(10, 10)}

@@ -295,3 +295,17 @@ def test_how_much_room_there_is_and_what_it_costs() -> None:
         room("cuda", preemption="swap", swap_space=7)
     with pytest.raises(InvalidInputError, match="preemption"):
         EngineConfig(model="m", preemption="swop")
+
+
+def test_a_fork_waits_for_its_parent_to_be_swapped_in() -> None:
+    """Else it would be keyed below contents that the parent's table does not carry again yet."""
+    bench, twins = Bench(9, seqs=2, swap_blocks=20), [7, 7, 7, 7, 5, 6, 7, 8]
+    old, parent, child = bench.add(prompt(4), 28), bench.add(twins, 12), bench.add(twins, 12)
+    child.fork_of = parent
+    while not old.finished:
+        bench.step()
+    assert parent.swapped is not None and child.status is RequestStatus.WAITING
+    bench.finish()
+    bench.add([5, 6, 7, 8, 1, 2])
+    bench.finish()
+    assert bench.scheduler.stats.swapped_in_blocks > 0 and child.num_prompt_hits == 7
