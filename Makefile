@@ -11,7 +11,9 @@ HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
 HAS_NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),1)
 PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-PIP = $(BIN)/python -m pip install -q
+# Bytecode is made of what is imported, when it is: of all of torch it takes a minute.
+PIP = $(BIN)/python -m pip install -q --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo csrc peers test test-all test-oldest test-newest test-portable test-mutants resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
 
