@@ -28,7 +28,7 @@ def test_rows_are_added_appended_moved_and_cleared() -> None:
     assert device_table.dtype == torch.int32 and device_table.shape == (4, 5)
     assert live(table, device_table) == [[3, 4, 9], [], [8, 6], []]
     table.clear(0)
-    assert table.row(0) == [] and table.commit()[0].tolist() == [0] * 2 + [9, 0, 0]
+    assert table.row(0) == [] and table.commit()[0].tolist() == [0] * 5
 
 
 def test_nothing_reaches_the_device_before_commit() -> None:
@@ -45,6 +45,7 @@ def test_commit_copies_the_rows_asked_for() -> None:
         table.add_row(row, [row + 1])
     assert table.commit(2).tolist() == [[1, 0], [2, 0]]
     assert not table.device_table[2].any()
+    assert table.commit()[2].tolist() == [3, 0], "what was left is sent later"
     assert table.commit(0).shape == (0, 2)
 
 
@@ -123,3 +124,19 @@ def test_a_row_moved_to_itself_is_kept() -> None:
 def test_a_row_outside_the_table_is_refused(row: int) -> None:
     with pytest.raises(InvalidInputError, match="row"):
         BlockTable(max_rows=2, max_blocks=3).add_row(row, [1])
+
+
+def test_only_what_changed_is_sent() -> None:
+    tables = BlockTable.for_groups([4, 8], max_rows=3, max_blocks=4)
+    tables[1].add_row(1, [7, 8, 9])
+    tables[1].append_row(1, [6])
+    entries, blocks = tables[1].take_changes()
+    assert entries.tolist() == [12 + 4, 12 + 5, 12 + 6, 12 + 7] and blocks.tolist() == [7, 8, 9, 6]
+    tables[1].add_row(1, [7, 5])
+    tables[1].put(np.array([0, 1]), np.array([3, 1]), np.array([1, 4], dtype=np.int32))
+    entries, blocks = tables[1].take_changes()
+    assert [*zip(entries.tolist(), blocks.tolist(), strict=True)] == [(17, 4), (15, 1), (17, 4)]
+    tables[1].forget()
+    tables[1].add_row(1, [7])
+    assert [one.tolist() for one in tables[1].take_changes()] == [[16], [7]]
+    assert not tables[0].take_changes()[0].size

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagedattn import CommonAttentionMetadata, LayerCache, StepMetadata, plan_step
+from pagedattn import CommonAttentionMetadata, LayerCache, StepMetadata, ops, plan_step
 from pagedattn.errors import UnsupportedError
 
 from ..models.factory import CausalModel
@@ -164,6 +164,9 @@ class DecodeGraphs:
         rows = self._rows.first(size)
 
         def run() -> None:
+            for table, block_size, common in zip(self._state.tables, self._state.block_sizes, commons, strict=True):
+                where = common.query_start_loc, common.seq_lens, common.slot_mapping
+                ops.compute_slot_mapping(table, block_size, *where, rows=rows.state_rows)
             hidden = self._model(rows.ids, rows.positions, caches, metadata)
             self._model.logits(hidden, out=self._logits[:size])
             if self._draws:

@@ -63,7 +63,7 @@ def write_decodes(
         sent: [3 + groups, size], what `packed_decodes` made. count: of its rows, those that are no padding.
         rows: tensors [size] to write to.
         commons: by KV group, the tensors of captured metadata for `size` sequences; padding gets neither tokens nor
-            keys, and is written nowhere.
+            keys. Slots are the captured step's own to compute.
     """
     if sent.is_cuda:
         from .kernels.decode_inputs import write
@@ -84,4 +84,3 @@ def write_decodes(
         common.block_table[:count, :width] = table[state_rows[:count], :width]
         common.query_start_loc.copy_(torch.arange(len(ids) + 1).clamp(max=count))
         common.seq_lens.copy_(torch.where(live, positions + 1, 0))
-        common.slot_mapping.copy_(torch.where(live, block.long() * size + positions % size, -1))

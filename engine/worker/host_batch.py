@@ -53,8 +53,8 @@ class HostBatchBuilder:
     def _shared(self, rows: np.ndarray, shortest: int) -> list[int]:
         """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""
         return [
-            0 if group.sliding_window else group.block_size * _same_columns(table, rows, shortest // group.block_size)
-            for table, group in zip(self._state.sent, self._groups, strict=True)
+            0 if group.sliding_window else size * _same_columns(table.host, rows, shortest // size)
+            for table, group, size in zip(self._state.block_tables, self._groups, self._state.block_sizes, strict=True)
         ]
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pagedattn import BlockTable
 from pagedattn.errors import InvalidInputError
 
 from ..kv_group import KVGroup
@@ -43,17 +44,19 @@ class PersistentBatch:
         """State of at most `num_rows` requests of at most `max_model_len` tokens each."""
         self.num_rows = num_rows
         self.block_sizes = [group.block_size for group in groups]
-        shape = (len(groups), num_rows + 1, -(-max_model_len // min(self.block_sizes)))
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)  # [groups, rows, widest]
+        widest = -(-max_model_len // min(self.block_sizes))
+        self.block_tables = BlockTable.for_groups(self.block_sizes, num_rows + 1, widest, device)
+        self.tables = self.block_tables[0].stacked  # [groups, rows, widest]
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.params = torch.zeros(num_rows + 1, PARAMS, dtype=torch.int32, device=device)
-        # On the host: what the tables on the device hold, and whose rows need more than one pass over their logits.
-        self.sent = np.zeros(shape, dtype=np.int32)
+        # On the host: whose rows need more than one pass over their logits.
         self.special = np.zeros(num_rows + 1, dtype=bool)
         self.forget()
 
     def forget(self) -> None:
         """Give up all rows: after a failed step it is not known what reached the device."""
+        for table in self.block_tables:
+            table.forget()
         self._row_of: dict[Request, int] = {}
         self._lists: list[object] = [None] * self.num_rows
         self._free = list(range(self.num_rows - 1, -1, -1))
@@ -78,14 +81,14 @@ class PersistentBatch:
             at for at, (row, one) in enumerate(zip(rows, requests, strict=True)) if lists[row] is not one.block_ids
         ]
         places = np.array(rows, dtype=np.int32)
-        current, entries, blocks = self._current_blocks(requests, places, starts)
+        current = self._put_current_blocks(requests, places, starts)
         for at in moved:
             lists[rows[at]] = requests[at].block_ids
         whole = {*moved}
         more = sorted({*moved, *np.flatnonzero(ends - starts > 1).tolist()})
         for at in more:
-            first = 0 if at in whole else int(starts[at])
-            self._send(requests[at], rows[at], first, int(ends[at]), entries, blocks)
+            self._put_blocks(requests[at], rows[at], 0 if at in whole else int(starts[at]), int(ends[at]))
+        entries, blocks = zip(*(table.take_changes() for table in self.block_tables), strict=True)
         params = request_params([requests[at] for at in fresh])
         beyond = bool(more or fresh)
         return places, BlockTableUpdates(
@@ -115,32 +118,18 @@ class PersistentBatch:
             sampling = request.sampling
             self.special[row] = has_penalty(sampling) or sampling.min_tokens > 0 or sampling.logprobs is not None
 
-    def _current_blocks(
-        self, requests: Sequence[Request], rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """The block of each request's first new token; and entries and blocks where the device has another one."""
-        entries, blocks = [], []
+    def _put_current_blocks(self, requests: Sequence[Request], rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Put the block of each request's first new token into the tables; returns these, [groups, n]."""
         every = np.empty((len(self.block_sizes), len(requests)), dtype=np.int32)
-        _, per_group, columns = self.sent.shape
-        for group, size in enumerate(self.block_sizes):
-            at = starts // size
-            tables = [request.block_ids[group] for request in requests]
-            every[group] = [table[i] for table, i in zip(tables, at.tolist(), strict=True)]
-            current = every[group]
-            changed = np.flatnonzero(self.sent[group, rows, at] != current)
-            self.sent[group, rows[changed], at[changed]] = current[changed]
-            entries.append((group * per_group + rows[changed]) * columns + at[changed])
-            blocks.append(current[changed])
-        return every, entries, blocks
+        for group, table in enumerate(self.block_tables):
+            at = starts // table.block_size
+            ids = [request.block_ids[group] for request in requests]
+            every[group] = [blocks[i] for blocks, i in zip(ids, at.tolist(), strict=True)]
+            table.put(rows, at, every[group])
+        return every
 
-    def _send(
-        self, request: Request, row: int, first: int, end: int, entries: list[np.ndarray], blocks: list[np.ndarray]
-    ) -> None:
-        """The blocks of the tokens from `first` to `end`."""
-        _, per_group, columns = self.sent.shape
-        for group, size in enumerate(self.block_sizes):
-            begin, stop = first // size, -(-end // size)
-            new = np.array(request.block_ids[group][begin:stop], dtype=np.int32)
-            self.sent[group, row, begin:stop] = new
-            entries.append(np.arange(begin, stop, dtype=np.int32) + (group * per_group + row) * columns)
-            blocks.append(new)
+    def _put_blocks(self, request: Request, row: int, first: int, end: int) -> None:
+        """Put the blocks of the tokens from `first` to `end` into the tables."""
+        for group, table in enumerate(self.block_tables):
+            begin, stop = first // table.block_size, -(-end // table.block_size)
+            table.put_span(row, begin, np.array(request.block_ids[group][begin:stop], dtype=np.int32))

@@ -1,4 +1,4 @@
-"""BlockTable: rows of block ids staged on the host and committed to the device."""
+"""BlockTable: rows of block ids kept on the host, of which the device is sent what changed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from ..errors import CapacityError, InvalidInputError
 
 
 class BlockTable:
-    """One KV group's block table: [max_rows, max_blocks] int32 on the host, copied to the device by `commit`.
+    """One KV group's block table: [max_rows, max_blocks] int32 on the host, whose changes `commit` sends to the device.
 
-    Rows change by whole blocks only, so most steps touch few of them. Entries past a row's length are left over from
+    Rows change by whole blocks only, so most steps send few entries. Entries past a row's length are left over from
     earlier rows and are never followed.
+
+    Attributes:
+        host: [max_rows, max_blocks] int32, what the device has after the next commit; not to be written to.
+        device_table: [max_rows, max_blocks] int32 on the device.
+        lengths: [max_rows] int32, blocks of each row that `add_row` and `append_row` gave it.
     """
 
     def __init__(
@@ -24,26 +29,30 @@ class BlockTable:
         block_size: int = 16,
         device: torch.device | str | None = None,
         *,
-        _device_table: torch.Tensor | None = None,
+        _group: int = 0,
+        _stacked: torch.Tensor | None = None,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("max_blocks", max_blocks), ("block_size", block_size)):
             if value < 1:
                 raise InvalidInputError(name, "at least 1", value)
-        if _device_table is None:
-            _device_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        if _stacked is None:
+            _stacked = torch.zeros(1, max_rows, max_blocks, dtype=torch.int32, device=device)
         self.block_size = block_size
-        self.device_table = _device_table
-        self._staging = _Staging(max_rows, _device_table.shape[1], _device_table.is_cuda)
-        self._capacity = max_blocks
+        self.stacked = _stacked
+        self.device_table = _stacked[_group]
+        self.host = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.lengths = np.zeros(max_rows, dtype=np.int32)
+        self._first = _group * self.host.size  # of its entries among those of all groups
+        self._changed: list[np.ndarray] = []
 
     @classmethod
     def for_groups(
         cls, block_sizes: Sequence[int], max_rows: int, max_blocks: int, device: torch.device | str | None = None
     ) -> list[BlockTable]:
-        """One table per KV group, as slices of one [G, max_rows, max_blocks] tensor."""
+        """One table per KV group, as slices of one [G, max_rows, max_blocks] tensor, the `stacked` of each."""
         stacked = torch.zeros(len(block_sizes), max_rows, max_blocks, dtype=torch.int32, device=device)
-        return [cls(max_rows, max_blocks, size, _device_table=stacked[group]) for group, size in enumerate(block_sizes)]
+        sizes = enumerate(block_sizes)
+        return [cls(max_rows, max_blocks, size, _group=group, _stacked=stacked) for group, size in sizes]
 
     def add_row(self, row: int, blocks: Sequence[int]) -> None:
         """Row `row` becomes `blocks`.
@@ -65,9 +74,10 @@ class BlockTable:
 
     def _write(self, row: int, start: int, blocks: Sequence[int]) -> None:
         end = start + len(blocks)
-        if end > self._capacity:
-            raise CapacityError(f"row {row} needs {end} blocks, the table holds {self._capacity}; raise max_blocks")
-        self._staging.writable()[row, start:end] = blocks
+        if end > self.host.shape[1]:
+            most = self.host.shape[1]
+            raise CapacityError(f"row {row} needs {end} blocks, the table holds {most}; raise max_blocks")
+        self.put_span(row, start, np.array(blocks, dtype=np.int32))
         self.lengths[row] = end
 
     def move(self, source: int, target: int) -> None:
@@ -76,49 +86,68 @@ class BlockTable:
         self._check_row(target)
         if source == target:
             return
-        host = self._staging.writable()
-        host[target] = host[source]
+        self.put_span(target, 0, self.host[source])
         self.lengths[target] = self.lengths[source]
         self.clear(source)
 
     def clear(self, row: int) -> None:
         """Row `row` becomes empty (block 0 throughout, so that padding reads a real block)."""
         self._check_row(row)
-        self._staging.writable()[row] = 0
+        self.put_span(row, 0, np.zeros(self.host.shape[1], dtype=np.int32))
         self.lengths[row] = 0
 
     def row(self, row: int) -> list[int]:
         """The blocks of row `row`."""
-        return self._staging.host[row, : self.lengths[row]].tolist()
+        return self.host[row, : self.lengths[row]].tolist()
+
+    def put(self, rows: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
+        """Entries (rows[i], columns[i]) become blocks[i], each [k] and no entry twice; lengths stay as they are.
+
+        This and `put_span` are for those who keep lengths of their own, and check nothing.
+        """
+        at = rows * self.host.shape[1] + columns
+        flat = self.host.reshape(-1)
+        changed = np.flatnonzero(flat[at] != blocks)
+        if len(changed):
+            at = at[changed]
+            flat[at] = blocks[changed]
+            self._changed.append(at)
+
+    def put_span(self, row: int, first: int, blocks: np.ndarray) -> None:
+        """The entries of a row from `first` on become `blocks` [k]; its length stays as it is."""
+        span = self.host[row, first : first + len(blocks)]
+        changed = np.flatnonzero(span != blocks)
+        if len(changed):
+            span[:] = blocks
+            self._changed.append(changed + (row * self.host.shape[1] + first))
+
+    def forget(self) -> None:
+        """Take it for unknown what the device has: all that is put from now on is sent."""
+        self.host.fill(-1)
+        self.lengths.fill(0)
+        self._changed.clear()
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """What changed since the last call or commit, for a transfer of one's own: int32 [k] entries of the flattened
+        `stacked`, and their blocks."""
+        at = np.concatenate([np.zeros(0, dtype=np.int64), *self._changed])
+        self._changed.clear()
+        return (at + self._first).astype(np.int32), self.host.reshape(-1)[at]
+
+    def commit(self, num_rows: int | None = None) -> torch.Tensor:
+        """Send what changed in the first `num_rows` rows (all where None); returns them [num_rows, max_blocks]."""
+        rows = len(self.lengths) if num_rows is None else num_rows
+        entries, blocks = self.take_changes()
+        here = entries < self._first + rows * self.host.shape[1]
+        if not here.all():
+            self._changed.append(entries[~here] - self._first)
+        if here.any():
+            sent = torch.from_numpy(np.stack((entries[here], blocks[here])))
+            sent = sent.pin_memory() if self.stacked.is_cuda else sent  # else the transfer waits for the device
+            where, what = sent.to(self.stacked.device, non_blocking=True)
+            self.stacked.view(-1).index_put_((where,), what)
+        return self.device_table[:rows]
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < len(self.lengths):
             raise InvalidInputError("row", f"in [0, {len(self.lengths)})", row)
-
-    def commit(self, num_rows: int | None = None) -> torch.Tensor:
-        """Copy the first `num_rows` rows (all where None) to the device; returns that part [num_rows, max_blocks]."""
-        rows = len(self.lengths) if num_rows is None else num_rows
-        used = max(1, int(self.lengths[:rows].max(initial=0)))
-        self._staging.copy_to(self.device_table, rows, used)
-        return self.device_table[:rows]
-
-
-class _Staging:
-    """A host buffer that is not written again before its last copy to the device was read."""
-
-    def __init__(self, rows: int, columns: int, pinned: bool) -> None:
-        self.tensor = torch.zeros(rows, columns, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self.host = self.tensor.numpy()
-        self._copied: torch.cuda.Event | None = None
-
-    def writable(self) -> np.ndarray:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-        return self.host
-
-    def copy_to(self, target: torch.Tensor, rows: int, columns: int) -> None:
-        target[:rows, :columns].copy_(self.tensor[:rows, :columns], non_blocking=True)
-        if target.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(target.device))

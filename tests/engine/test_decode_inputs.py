@@ -69,7 +69,7 @@ def test_the_kernel_writes_what_torch_writes(count: int, size: int) -> None:
         rows, commons = buffers(size, state.tables.shape[2])
         if path == "torch":
             rows = DecodeRows(*(one.cpu() for one in rows))
-            names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+            names = ("query_start_loc", "seq_lens", "block_table")
             commons = [one.replace(**{name: getattr(one, name).cpu() for name in names}) for one in commons]
             write_decodes(packed_decodes(step, size, NUM_ROWS, torch.device("cpu")), count, state, rows, commons)
         else:
@@ -85,10 +85,10 @@ def test_the_kernel_writes_what_torch_writes(count: int, size: int) -> None:
     assert (rows.ids >= 0).all() and (rows.state_rows[count:] == NUM_ROWS).all()
     assert torch.equal(state.tables.cpu(), plain.tables), "the new block is in the table, and nothing else"
     for got, wanted, group in zip(got_commons, commons, GROUPS, strict=True):
-        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        for name in ("query_start_loc", "seq_lens"):
             assert torch.equal(getattr(got, name).cpu(), getattr(wanted, name)), name
         for row, start in enumerate(step.starts):
             used = start // group.block_size + 1
             assert torch.equal(got.block_table[row, :used].cpu(), wanted.block_table[row, :used])
-    assert (commons[0].slot_mapping[count:] == -1).all() and (commons[0].seq_lens[count:] == 0).all()
+    assert (commons[0].seq_lens[count:] == 0).all()
     assert commons[0].query_start_loc[-1] == count

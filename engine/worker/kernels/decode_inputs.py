@@ -28,7 +28,6 @@ def _write_kernel(
     lengths,
     starts,
     seq_lens,
-    slots,
     table_out,
     count,
     group,
@@ -56,7 +55,6 @@ def _write_kernel(
     tl.store(starts + at, tl.minimum(at, count))
     tl.store(starts + at + 1, tl.minimum(at + 1, count))
     tl.store(seq_lens + at, tl.where(live, position + 1, 0))
-    tl.store(slots + at, tl.where(live, block.to(tl.int64) * SIZE + position % SIZE, -1))
     if live:
         column = position // SIZE
         table = tables + row.to(tl.int64) * stride_table
@@ -84,7 +82,7 @@ def write(
     """As `decode_inputs.write_decodes`, of one KV group; the rows themselves with the first."""
     out = common.block_table
     arguments = (
-        *(sent, table, last_tokens, *rows, common.query_start_loc, common.seq_lens, common.slot_mapping, out),
+        *(sent, table, last_tokens, *rows, common.query_start_loc, common.seq_lens, out),
         *(count, group, out.shape[1], sent.stride(0), table.stride(0), out.stride(0)),
     )
     _write((sent.shape[1],), arguments, {"SIZE": block_size, "COLUMNS": _COLUMNS}, num_warps=1)
