@@ -59,11 +59,15 @@ def make_fast() -> None:
 
     patch, launch, dtype_of = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
     patched: set[Any] = set()
+    modules_of: dict[int, set[Any]] = {}  # by the names that a function sees
     dtypes: dict[Any, np.dtype[Any]] = {}
 
     def patch_others(fn: Any) -> Any:
         """Replace the builtins of Triton's language once in a launch, not at each call of a jitted function in it."""
-        modules = {one for one in (tl, tl.core) if any(value is one for value in fn.__globals__.values())}
+        names = fn.__globals__
+        if id(names) not in modules_of:
+            modules_of[id(names)] = {one for one in (tl, tl.core) if any(value is one for value in names.values())}
+        modules = modules_of[id(names)]
         if modules and modules <= patched:
             return interpreter._LangPatchScope()
         patched.update(modules)
@@ -84,3 +88,37 @@ def make_fast() -> None:
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_others, launch_patched
     interpreter._get_np_dtype = known_dtype_of
+    _remember_shapes(tl)
+
+
+def _remember_shapes(tl: Any) -> None:
+    """Types and values of a shape that came before share what it makes of them; each was made anew for every value."""
+    of_tensors: dict[tuple[int, ...], dict[str, Any]] = {}
+    of_types: dict[tuple[int, ...], tuple[dict[str, Any], str]] = {}
+    new_tensor, new_type = tl.tensor.__init__, tl.block_type.__init__
+
+    def sizes_of(shape: Any) -> tuple[int, ...]:
+        values = shape.values if isinstance(shape, tl.tuple) else shape
+        return tuple([one.value if isinstance(one, tl.constexpr) else one for one in values])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = sizes_of(type.shape) if type.is_block() else ()
+        if sizes not in of_tensors:
+            new_tensor(self, handle, type)
+            of_tensors[sizes] = {name: vars(self)[name] for name in vars(self).keys() - {"handle", "type", "dtype"}}
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        vars(self).update(of_tensors[sizes])
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = sizes_of(shape)
+        if sizes not in of_types:
+            new_type(self, element_ty, shape)
+            shared = {name: vars(self)[name] for name in vars(self).keys() - {"element_ty", "name"}}
+            of_types[sizes] = shared, str(self.shape)
+            return
+        shared, text = of_types[sizes]
+        self.element_ty, self.name = element_ty, f"<{text}, {element_ty}>"
+        vars(self).update(shared)
+
+    tl.tensor.__init__, tl.block_type.__init__ = init_tensor, init_type
