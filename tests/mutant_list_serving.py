@@ -8,7 +8,7 @@ FAULTS = (
     Fault("top_p over the batch's widest top_k", "Sampler._cutoff",
           "ordered.masked_fill(~inside, -_INFINITY).softmax(dim=-1)", "ordered.softmax(dim=-1)",
           "test_sampler.py own_top_k"),
-    Fault("penalties ignored where a graph drew", "Sampler.draw", "if drawn is None or scores is not logits:",
+    Fault("penalties ignored where a graph drew", "Sampler.sample_async", "if drawn is None or scores is not logits:",
           "if drawn is None:", "test_sampler.py graph_drew"),
     Fault("the first listed stop string", "SequenceOutput._cut_at_stop", "self._text[: min(hits)]",
           "self._text[: hits[0]]", "test_outputs.py earliest_stop_string"),

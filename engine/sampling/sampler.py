@@ -85,30 +85,30 @@ class Sampler:
 
         A row without a finite maximum (NaN, +Inf, or every token masked) gives token -1 with `error` set.
         """
-        return self.draw(logits, requests, self._own_state(requests)).read()
+        return self.sample_async(logits, requests, self._own_state(requests)).read()
 
-    def draw(
+    def sample_async(
         self,
         logits: torch.Tensor,
         requests: Sequence[Request],
         state: BatchState,
         *,
         drawn: torch.Tensor | None = None,
-        special: bool = True,
+        needs_processing: bool = True,
     ) -> AsyncTokens:
         """As `sample`, waiting for nothing.
 
         Args:
             state: what the device has of the requests; the last token of each may be known to it alone.
             drawn: [n], what a graph drew from `logits` already.
-            special: whether any request has penalties, min_tokens or logprobs.
+            needs_processing: whether any request has penalties, min_tokens or logprobs.
         """
         scores = logits
-        if special:
+        if needs_processing:
             scores = self._mask_stops(state.counts.penalize(logits, requests, state.rows, state.params), requests)
         if drawn is None or scores is not logits:
             drawn = _by_kernel(scores, state) if fuses(logits) else self._by_torch(scores, requests)
-        wanted = [request.sampling.logprobs for request in requests] if special else ()
+        wanted = [request.sampling.logprobs for request in requests] if needs_processing else ()
         return AsyncTokens(drawn, wanted, self._logprobs(logits, drawn, wanted))
 
     def _own_state(self, requests: Sequence[Request]) -> BatchState:

@@ -56,15 +56,15 @@ class TokenCounts:
         Returns:
             Scores, a new float32 tensor; the logits themselves where no request has penalties.
         """
-        places = rows.places
-        owned = zip(places.tolist(), requests, strict=True)
+        row_indices = rows.row_indices
+        owned = zip(row_indices.tolist(), requests, strict=True)
         fresh = np.array([self._owners[row] is not request for row, request in owned], dtype=bool)
-        penalized = self._penalized[places]
+        penalized = self._penalized[row_indices]
         penalized[fresh] = [has_penalty(requests[at].sampling) for at in np.flatnonzero(fresh)]
         if not penalized.any():
             return logits
         counts = self.reserve()
-        self._update(requests, places, fresh, penalized)
+        self._update(requests, row_indices, fresh, penalized)
         if fuses(logits):
             from .kernels import penalize
 
@@ -78,25 +78,25 @@ class TokenCounts:
         return self.counts
 
     def _update(
-        self, requests: Sequence[Request], places: np.ndarray, fresh: np.ndarray, penalized: np.ndarray
+        self, requests: Sequence[Request], row_indices: np.ndarray, fresh: np.ndarray, penalized: np.ndarray
     ) -> None:
         """Send what the device does not know: tokens before the last one that was drawn."""
         for at in np.flatnonzero(fresh):
-            row = places[at]
+            row = row_indices[at]
             self._owners[row], self._prompt_lens[row] = requests[at], requests[at].prompt_len
-        self._penalized[places] = penalized
+        self._penalized[row_indices] = penalized
         lengths = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
         # The last token of an output may be PLACEHOLDER_TOKEN to the host; a prompt's is not drawn.
-        known = lengths - (lengths > self._prompt_lens[places])
-        counted = self._counted[places]
+        known = lengths - (lengths > self._prompt_lens[row_indices])
+        counted = self._counted[row_indices]
         zeroed = penalized & (fresh | (counted > known))
         counted[zeroed] = 0
-        self._counted[places] = lengths
+        self._counted[row_indices] = lengths
         behind = np.flatnonzero(penalized & (counted < known))
         if len(behind) or zeroed.any():
-            spans = zip(*(values[behind].tolist() for values in (places, counted, known)), strict=True)
+            spans = zip(*(values[behind].tolist() for values in (row_indices, counted, known)), strict=True)
             pieces = [_Piece(requests[at], *span) for at, span in zip(behind, spans, strict=True)]
-            self._send(places[zeroed], pieces)
+            self._send(row_indices[zeroed], pieces)
 
     def _send(self, zeroed: np.ndarray, pieces: Sequence[_Piece]) -> None:
         """In one transfer: rows to be zeroed, and tokens to be counted."""

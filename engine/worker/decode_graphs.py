@@ -143,7 +143,7 @@ class DecodeGraphs:
         steps = self._sharing if shares else self._steps
         size = min(size for size in steps if size >= count)
         step = steps[size]
-        if deltas.beyond:
+        if deltas.table_changed:
             state.apply(*transfer(deltas.parts, self._device))
         sent = packed_decodes(packed, size, state.num_rows, self._device)
         write_decodes(sent, count, state, self._rows.first(size), step.commons)

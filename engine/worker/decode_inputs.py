@@ -28,10 +28,10 @@ class DecodeRows(NamedTuple):
         """The first `size` rows."""
         return DecodeRows(*(rows[:size] for rows in self))
 
-    def sampled(self, places: np.ndarray) -> SampledRows:
-        """The first rows, whose state rows are `places`, all sampled: a decode's input is its last token."""
-        count = len(places)
-        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], places)
+    def sampled(self, row_indices: np.ndarray) -> SampledRows:
+        """The first rows, whose state rows are `row_indices`, all sampled: a decode's input is its last token."""
+        count = len(row_indices)
+        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], row_indices)
 
 
 def packed_decodes(packed: HostBatch, size: int, padding_row: int, device: torch.device) -> torch.Tensor:

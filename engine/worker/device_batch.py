@@ -65,7 +65,7 @@ class BatchSender:
             num_decodes=packed.num_decodes,
         )
         commons = self._by_group(common, rows_dev, packed.shared)
-        last_tokens = ids.index_select(0, last_dev) if packed.special else ids[:0]
+        last_tokens = ids.index_select(0, last_dev) if packed.needs_processing else ids[:0]
         own = SampledRows(last_tokens, sampled_rows, lengths, rows[sampled])
         return DeviceBatch(ids, positions_dev, last_dev, own, commons)
 

@@ -24,7 +24,7 @@ class HostBatch:
     deltas: BlockTableUpdates
     num_decodes: int
     shared: list[int]  # by KV group, tokens that all sequences have in the same blocks
-    special: bool  # whether a sampled request has penalties, min_tokens or logprobs
+    needs_processing: bool  # whether a sampled request has penalties, min_tokens or logprobs
 
     @property
     def only_decodes(self) -> bool:
@@ -47,8 +47,8 @@ class HostBatchBuilder:
         sampled = np.flatnonzero(samples).astype(np.int32)
         decodes = step.num_decodes == len(requests)
         shared = self._shared(rows, int(ends.min())) if decodes else [0] * len(self._groups)
-        special = bool(self._state.special[rows[sampled]].any())
-        return HostBatch(_tokens(step), starts, ends, rows, sampled, deltas, step.num_decodes, shared, special)
+        needs_processing = bool(self._state.needs_processing[rows[sampled]].any())
+        return HostBatch(_tokens(step), starts, ends, rows, sampled, deltas, step.num_decodes, shared, needs_processing)
 
     def _shared(self, rows: np.ndarray, shortest: int) -> list[int]:
         """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""

@@ -24,7 +24,7 @@ class BlockTableUpdates(NamedTuple):
     rows: np.ndarray  # [m] int32
     params: np.ndarray  # [m, PARAMS] int32
     current: np.ndarray  # [groups, n] int32, the block of each request's first new token
-    beyond: bool  # whether more changed than such blocks
+    table_changed: bool  # whether more changed than such blocks
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -50,7 +50,7 @@ class PersistentBatch:
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.params = torch.zeros(num_rows + 1, PARAMS, dtype=torch.int32, device=device)
         # On the host: whose rows need more than one pass over their logits.
-        self.special = np.zeros(num_rows + 1, dtype=bool)
+        self.needs_processing = np.zeros(num_rows + 1, dtype=bool)
         self.forget()
 
     def forget(self) -> None:
@@ -80,8 +80,8 @@ class PersistentBatch:
         moved = [
             at for at, (row, one) in enumerate(zip(rows, requests, strict=True)) if lists[row] is not one.block_ids
         ]
-        places = np.array(rows, dtype=np.int32)
-        current = self._put_current_blocks(requests, places, starts)
+        row_indices = np.array(rows, dtype=np.int32)
+        current = self._put_current_blocks(requests, row_indices, starts)
         for at in moved:
             lists[rows[at]] = requests[at].block_ids
         whole = {*moved}
@@ -90,9 +90,9 @@ class PersistentBatch:
             self._put_blocks(requests[at], rows[at], 0 if at in whole else int(starts[at]), int(ends[at]))
         entries, blocks = zip(*(table.take_changes() for table in self.block_tables), strict=True)
         params = request_params([requests[at] for at in fresh])
-        beyond = bool(more or fresh)
-        return places, BlockTableUpdates(
-            np.concatenate(entries), np.concatenate(blocks), places[fresh], params, current, beyond
+        table_changed = bool(more or fresh)
+        return row_indices, BlockTableUpdates(
+            np.concatenate(entries), np.concatenate(blocks), row_indices[fresh], params, current, table_changed
         )
 
     def apply(self, entries: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
@@ -115,8 +115,8 @@ class PersistentBatch:
         for at in fresh:
             request, row = requests[at], self._free.pop()
             rows[at] = self._row_of[request] = row
-            sampling = request.sampling
-            self.special[row] = has_penalty(sampling) or sampling.min_tokens > 0 or sampling.logprobs is not None
+            one = request.sampling
+            self.needs_processing[row] = has_penalty(one) or one.min_tokens > 0 or one.logprobs is not None
 
     def _put_current_blocks(self, requests: Sequence[Request], rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Put the block of each request's first new token into the tables; returns these, [groups, n]."""

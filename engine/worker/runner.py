@@ -140,12 +140,12 @@ class ModelRunner:
                 return None
             drawn, rows = None, inputs.rows
             logits = self.model.logits(hidden if packed.only_decodes else hidden.index_select(0, inputs.sampled))
-        tokens = self._sampler.draw(
+        tokens = self._sampler.sample_async(
             logits,
             sampling,
             BatchState(rows, self._state.params, self._counts),
             drawn=drawn,
-            special=packed.special,
+            needs_processing=packed.needs_processing,
         )
         if tokens.tokens is not drawn:
             self._state.last_tokens.index_put_((rows.state_rows,), tokens.tokens.to(torch.int32))

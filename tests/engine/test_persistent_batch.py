@@ -119,7 +119,7 @@ def test_parameters_are_sent_once() -> None:
     assert found[6:9].view(torch.float32).tolist() == [1.5, -0.5, 0.75] and found[9].item() == one.prompt_len > 0
     assert found[4:6].view(torch.int64).item() == int(next_state(np.array([-5 % 2**64], np.uint64)).view(np.int64)[0])
     assert state.params[rows[1].item(), 0].item() == 0 and state.params.shape[1] == PARAMS
-    assert state.special[rows].tolist() == [True, True, False]
+    assert state.needs_processing[rows].tolist() == [True, True, False]
     _, deltas = state.place([one], np.array([1], dtype=np.int32), np.array([2], dtype=np.int32))
     assert len(deltas.rows) == 0
 

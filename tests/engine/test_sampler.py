@@ -219,7 +219,9 @@ def test_what_a_graph_drew_counts_unless_the_scores_differ_from_the_logits(case:
     rows = [request([7, 7], 1, stop_ids=(7,), temperature=0, **case)]
     sampler = Sampler(VOCAB, "cpu")
     drawn = torch.tensor([20], dtype=torch.int32)
-    (token,) = sampler.draw(logits, rows, sampler._own_state(rows), drawn=drawn, special=bool(case)).read()
+    (token,) = sampler.sample_async(
+        logits, rows, sampler._own_state(rows), drawn=drawn, needs_processing=bool(case)
+    ).read()
     assert token.token_id == expected
     assert ("logprobs" in case) == (token.logprob is not None)
 
