@@ -13,31 +13,24 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 
-from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine import LLM
 
-from .engine_cases import LLAMA_8B, TINY, EngineCase
+from .engine_cases import LLAMA_8B, TINY, EngineCase, equal
 from .report import ResultFile
 
 _NEW = 64  # tokens of a second turn
 
 
-def conversations(count: int, length: int) -> list[list[int]]:
-    """First prompts of random tokens."""
-    draw = Random(0)
-    return [[draw.randrange(10000) for _ in range(length)] for _ in range(count)]
-
-
-def measure(case: EngineCase, prompts: Sequence[list[int]], space: int) -> dict[str, Any]:
+def measure(case: EngineCase, space: int) -> dict[str, Any]:
     """Both turns of all conversations, one request after another: what the second turns found, and how long they took.
 
-    `tokens` is what they generated, to be the same whatever keeps the prefixes.
+    `generated` is what they generated, to be the same whatever keeps the prefixes.
     """
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4)
+    prompts, (params, *_) = case.requests()
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(case.write(Path(folder)), load_format="dummy", prefix_space=space, **case.options)
         llm.generate([prompts[0][::-1]], params, progress=False)  # compiles what is not captured
@@ -64,18 +57,14 @@ def measure(case: EngineCase, prompts: Sequence[list[int]], space: int) -> dict[
     }
 
 
-def cases() -> tuple[EngineCase, list[list[int]], int]:
-    """A model, first prompts, and the host memory that holds them all; tiny ones without a GPU."""
-
-    def nothing() -> tuple[list[list[int]], list[SamplingParams]]:
-        return [], []
-
+def chosen() -> tuple[EngineCase, int]:
+    """A model with first prompts, and the host memory that holds them all; tiny ones without a GPU."""
     if not torch.cuda.is_available():
         small = {"max_model_len": 512, "max_num_batched_tokens": 512, "num_kv_blocks": 60, "max_num_seqs": 1}
-        return EngineCase("turns", "tiny", TINY, nothing, small), conversations(8, 240), 1 << 22
+        return EngineCase("turns", "tiny", TINY, lambda: equal(8, 240, 4), small), 1 << 22
     large = {**LLAMA_8B, "max_position_embeddings": 16384}
     options = {"max_model_len": 16384, "num_kv_blocks": 8 * 520, "max_num_seqs": 1, "enforce_eager": True}
-    return EngineCase("turns", "Llama-8B", large, nothing, options), conversations(64, 8192), 72 << 30
+    return EngineCase("turns", "Llama-8B", large, lambda: equal(64, 8192, 4), options), 72 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append the rows to this file")
     arguments = parser.parse_args(argv)
-    case, prompts, space = cases()
-    rows = [measure(case, prompts, one) for one in (0, space)]
+    case, space = chosen()
+    rows = [measure(case, one) for one in (0, space)]
     generated = [row.pop("generated") for row in rows]
     result = ResultFile(arguments.json, {}, [])
     for row in rows:

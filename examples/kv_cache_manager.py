@@ -1,4 +1,4 @@
-"""KVCacheManager with the bare layer and no LLM: prompts that begin alike, each of which computes what nobody has."""
+"""KVCacheManager with the bare layer and no LLM: of prompts that begin alike, each computes what is not cached."""
 
 from __future__ import annotations
 

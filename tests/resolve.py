@@ -62,28 +62,28 @@ def requirements(extra: str) -> list[str]:
     return found
 
 
-def newest_pip(folder: Path) -> list[str]:
-    """The command of a pip as new as the index has it, in an environment of its own.
+def newest_pip(folder: Path) -> tuple[list[str], list[str]]:
+    """The command of a pip as new as the index has it, in an environment of its own, and options of its dry run.
 
     Older ones download each wheel that they only look at, some gigabytes for every Python.
     """
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
     subprocess.run([*pip, "install", "-q", "--no-compile", "-U", "pip"], capture_output=True)
-    return pip
+    options = ["--dry-run", "--ignore-installed"]
+    if "fast-deps" in subprocess.run([*pip, "install", "--help"], capture_output=True, text=True).stdout:
+        options.append("--use-feature=fast-deps")
+    return pip, options
 
 
-def resolve(pip: list[str], python: Path) -> subprocess.CompletedProcess[str]:
+def resolve(pip: list[str], options: list[str], python: Path) -> subprocess.CompletedProcess[str]:
     """Pip's dry run of what `make demo` installs, for another Python than its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     own = {
         name: os.environ[name] for name in ("PIP_CERT", "PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT") if name in os.environ
     }
-    command = [*pip, "--python", str(python), "install", "--dry-run", "--ignore-installed"]
-    if "fast-deps" in subprocess.run([*pip, "install", "--help"], capture_output=True, text=True).stdout:
-        command.append("--use-feature=fast-deps")
     return subprocess.run(
-        [*command, "-c", "constraints.txt", *requirements("dev")],
+        [*pip, "--python", str(python), "install", *options, "-c", "constraints.txt", *requirements("dev")],
         cwd=ROOT,
         env={**inherited, **own, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
@@ -96,15 +96,20 @@ def resolve(pip: list[str], python: Path) -> subprocess.CompletedProcess[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", action="append", help="versions to try instead of all")
+    versions = parser.parse_args().python or supported()
+    with tempfile.TemporaryDirectory() as folder:
+        return try_all(versions, *newest_pip(Path(folder)))
+
+
+def try_all(versions: list[str], pip: list[str], options: list[str]) -> int:
+    """Resolve for each version and print what came of it; 1 where one cannot, or none is here."""
     tried, failed = 0, []
-    folder = tempfile.TemporaryDirectory()
-    pip = newest_pip(Path(folder.name))
-    for version in parser.parse_args().python or supported():
+    for version in versions:
         python = interpreter(version)
         if python is None:
             print(f"Python {version} is not here", flush=True)
             continue
-        done, tried = resolve(pip, python), tried + 1
+        done, tried = resolve(pip, options, python), tried + 1
         last = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("Would install")), "")
         chosen = [one for one in last.split() if one.startswith(("torch-", "triton-", "numpy-", "transformers-"))]
         print(f"Python {version}: {' '.join(chosen) if done.returncode == 0 else 'FAILED'}", flush=True)

@@ -103,7 +103,7 @@ def test_hypothesis_finds_no_difference_from_the_model(digest: FourBitDigest | N
 
 
 @pytest.mark.parametrize("digest", [None, FourBitDigest()], ids=["xxh3", "4bit"])
-def test_100_000_random_operations_agree_with_the_model(digest: FourBitDigest | None) -> None:
+def test_random_operations_agree_with_the_model(digest: FourBitDigest | None) -> None:
     machine = PoolMachine(BlockPool(NUM_BLOCKS, digest=digest))
     machine.run(seed=20260801, operations=part_of(100_000, SHARE), check_every=24)
     machine.drain(0, 1)

@@ -14,12 +14,11 @@ from pagedattn.errors import EngineDeadError, PagedAttnError, QueueFullError, Re
 
 from ..config import EngineConfig
 from ..kv.manager import KVCacheManager
-from ..request import Request, RequestStatus
+from ..request import RequestStatus
 from ..runner_protocol import Launches, Runner
 from ..sampling_params import SamplingParams
 from ..scheduler.loop import StepLoop
-from ..scheduler.scheduler import Scheduler
-from ..scheduler_output import SampledToken
+from ..scheduler.scheduler import Advanced, Scheduler
 from .admission import CheckedRequest, OutputQueue, TrackedRequest, check_name, check_request, sequence_names
 from .outputs import RequestOutput, SequenceOutput, TokenDelta
 from .prompts import Prompt
@@ -224,7 +223,7 @@ class Engine:
             self._abort(self._late_aborts[0])  # an interrupt in there leaves it to be done
             self._late_aborts.popleft()
 
-    def _report(self, advanced: list[tuple[Request, SampledToken | None]]) -> None:
+    def _report(self, advanced: Advanced) -> None:
         """Hand what a step produced to its sequences. Tokens that no caller streams are only timed."""
         now, running, owners = time.perf_counter(), RequestStatus.RUNNING, self._owners
         for request, sampled in advanced:

@@ -55,8 +55,8 @@ class KVCacheManager:
         the test is: all blocks - hit blocks <= free blocks - unreferenced hit blocks - headroom.
         """
         end = hit.num_tokens + num_new_tokens
-        need = sum(-(-end // size) for size in self.block_sizes)
-        need -= sum(block >= 0 for table in hit.blocks for block in table)
+        need = sum(-(-end // size) - len(table) for size, table in zip(self.block_sizes, hit.blocks, strict=True))
+        need += sum(table.count(-1) for table in hit.blocks)
         held = [block for table in hit.blocks for block in table if block > 0]
         if need + headroom > self.pool.num_free - self.pool.num_unheld(held):
             return False

@@ -98,10 +98,9 @@ class PrefixCopies:
         """Keep what `pool` evicts, as long as `space` has room; nothing where it is not enabled."""
         self._pool, self._space = pool, space
         self._copies: OrderedDict[tuple[ContentNode, int], int] = OrderedDict()  # least recently used first
-        # Of the step in the making: what it stores, and all that it stores or loads, which makes no room in it.
-        self._stored: list[tuple[ContentNode, int]] = []
-        self._in_step: set[tuple[ContentNode, int]] = set()
-        self._stores: Pairs = []
+        # Of the step in the making, where neither makes room for others: blocks that it stores, copies that it loads.
+        self._stored: dict[tuple[ContentNode, int], int] = {}
+        self._held: set[tuple[ContentNode, int]] = set()
         self._loads: Pairs = []
         space.reclaim = self._make_room
         if enabled:
@@ -122,31 +121,28 @@ class PrefixCopies:
                 self._make_room(1)
             if not self._space.num_free:
                 return
-            self._copies[key] = host = self._space.take()
+            self._copies[key] = self._space.take()
             self._pool.retain(node)
-            self._stored.append(key)
-            self._stores.append((block, host))
-            self._in_step.add(key)
+            self._stored[key] = block
         self._copies.move_to_end(key)
 
     def hold(self, node: ContentNode, group: int) -> None:
         """Keep a copy, which is to be loaded, in this step."""
         self._copies.move_to_end((node, group))
-        self._in_step.add((node, group))
+        self._held.add((node, group))
 
     def load(self, node: ContentNode, group: int, block: int) -> None:
         """Have a copy that is held copied to a new block, which must not be keyed before the step has succeeded."""
         self._loads.append((self._copies[node, group], block))
 
-    def take_moves(self) -> tuple[Pairs, Pairs]:
-        """Pairs (block, host block) to copy first, and pairs (host block, block) to copy then; once for each step."""
-        moves, self._stores, self._loads = (self._stores, self._loads), [], []
-        return moves
+    @property
+    def moves(self) -> tuple[Pairs, Pairs]:
+        """Of the step in the making: pairs (block, host block) to copy first, then pairs (host block, block)."""
+        return [(block, self._copies[key]) for key, block in self._stored.items()], self._loads
 
     def settle(self, succeeded: bool) -> None:
         """End the step: what it stored counts, or is dropped."""
-        stored, self._stored, self._in_step = self._stored, [], set()
-        self._stores, self._loads = [], []
+        stored, self._stored, self._held, self._loads = self._stored, {}, set(), []
         for key in () if succeeded else stored:
             self._drop(key)
 
@@ -157,7 +153,7 @@ class PrefixCopies:
 
     def _make_room(self, count: int) -> None:
         """Drop so many copies, the least recently used first, but none that this step reads or writes."""
-        old = (key for key in self._copies if key not in self._in_step)
+        old = (key for key in self._copies if key not in self._stored and key not in self._held)
         for key in [*islice(old, count)]:
             self._drop(key)
 

@@ -59,8 +59,9 @@ class PrefixCache:
             sizes = {group.block_size for group in self._groups}
             chains = {size: self._chain(request, size, limit // size, poisoned) for size in sizes}
             length = self.aligned(min(len(chain) * size for size, chain in chains.items()))
+            block_of = self._held if len(self._copies) else self._pool.block_of
             tables = [
-                [self._held(node, index) for node in chains[group.block_size][: length // group.block_size]]
+                [block_of(node, index) for node in chains[group.block_size][: length // group.block_size]]
                 for index, group in enumerate(self._groups)
             ]
             length = self._common_length(tables, length)
@@ -80,11 +81,13 @@ class PrefixCache:
 
     def is_new(self, request: Request) -> bool:
         """Whether the next block that a running request fills has a content that no block on the device has."""
+        if not self._pool.enable_caching:
+            return False
         size, index = self._groups[0].block_size, request.num_cached_blocks[0]
         tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
         extra = () if index else first_extra(request)
         node = self._pool.find(request.last_prefix_nodes[0], tokens, extra)
-        return self._pool.enable_caching and (node is None or self._pool.block_of(node) is None)
+        return node is None or self._pool.block_of(node) is None
 
     def aligned(self, num_tokens: int) -> int:
         """The longest length up to `num_tokens` at which a hit can end."""

@@ -6,16 +6,18 @@ what a token of that one ends runs one step too many, whose result is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pagedattn.errors import CapacityError, PagedAttnError
 
-from ..runner_protocol import Launched, Launches, Runner
+from ..runner_protocol import Launches, Runner
 from ..scheduler_output import SampledToken, SchedulerOutput
 from .scheduler import Advanced, Scheduler
+
+_Read = Callable[[], Sequence[SampledToken | None]]
 
 
 class Outcome(NamedTuple):
@@ -38,8 +40,14 @@ class StepLoop:
         Args:
             overlap: launch each step before the tokens of the last are read; the runner `Launches`.
         """
-        self._scheduler, self._runner, self.overlap = scheduler, runner, overlap
-        self._launched: tuple[SchedulerOutput, Launched] | None = None
+        self._scheduler, self._runner = scheduler, runner
+        self._launcher = runner if overlap and isinstance(runner, Launches) else None
+        self._launched: tuple[SchedulerOutput, _Read] | None = None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether steps are launched before the tokens of the last are read."""
+        return self._launcher is not None
 
     def turn(self) -> Outcome:
         """Run a step and count it; or, overlapped, launch a step and count the one launched by the last turn."""
@@ -59,8 +67,7 @@ class StepLoop:
         if not self.overlap and self._launched is not None:
             before, self._launched = self._launched, None
             scheduler.advance_with_placeholders(before[0])
-        sampled = [] if before is None else _aligned(before[0], before[1].read())
-        advanced = scheduler.apply_tokens(sampled)
+        advanced = scheduler.apply_tokens([] if before is None else before[1]())
         if self._launched is not None and not scheduler.running:
             self._drop(self._launched[0])
         return Outcome(advanced, step is None and before is None, error)
@@ -72,25 +79,19 @@ class StepLoop:
         """
         self._launched = None
 
-    def _launch(self, step: SchedulerOutput) -> Launched:
-        if self.overlap and isinstance(self._runner, Launches):
-            return self._runner.launch(step)
-        return _Executed(_aligned(step, self._runner.execute(step)))
+    def _launch(self, step: SchedulerOutput) -> _Read:
+        """Begin a step, or run it; returns what waits for its tokens."""
+        if self._launcher is None:
+            tokens = _aligned(step, self._runner.execute(step))
+            return lambda: tokens
+        launched = self._launcher.launch(step)
+        return lambda: _aligned(step, launched.read())
 
     def _drop(self, step: SchedulerOutput) -> None:
         """Count a launched step all of whose requests have ended, without reading it."""
         self._launched = None
         self._scheduler.advance_with_placeholders(step)
         self._scheduler.apply_tokens([None] * len(step.scheduled))
-
-
-class _Executed(NamedTuple):
-    """A step whose tokens are known."""
-
-    tokens: Sequence[SampledToken | None]
-
-    def read(self) -> Sequence[SampledToken | None]:
-        return self.tokens
 
 
 def _aligned(step: SchedulerOutput, sampled: Sequence[SampledToken | None]) -> Sequence[SampledToken | None]:

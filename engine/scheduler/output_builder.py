@@ -58,6 +58,6 @@ class SchedulerOutputBuilder:
         if not self._decodes and not self._prefills:
             return None
         items = (*self._decodes, *self._prefills)
-        stores, loads = self._kv.copies.take_moves()
+        stores, loads = self._kv.copies.moves
         moves = tuple(self.copies), (*stores, *self.swap_out), (*self.swap_in, *loads)
         return SchedulerOutput(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))

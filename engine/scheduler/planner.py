@@ -111,8 +111,7 @@ class StepPlanner:
                 plan.add(request, num_tokens)
 
     def _schedule_waiting(self, plan: SchedulerOutputBuilder) -> None:
-        """Admit waiting requests, oldest first, until one does not fit. Requests that gain by
-        waiting a step are passed over."""
+        """Admit waiting requests, oldest first, until one does not fit; pass over those that gain by waiting a step."""
         passed_over = []
         while self.waiting and plan.budget and len(self.running) < self.max_num_seqs:
             request = next(iter(self.waiting.values()))

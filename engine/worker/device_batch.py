@@ -1,6 +1,7 @@
-"""DeviceBatch: what one step feeds the model. It is sent in one transfer; tokens that the host has not read, slots and
-tables
-are made on the device."""
+"""DeviceBatch: what one step feeds the model, sent in one transfer.
+
+Slots, tables, and tokens that the host has not read are made on the device.
+"""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def swap_config(
     # No block may hold so many tokens that moving it would pay.
     pays = config.preemption == "swap" or tokens < max(group.block_size for group in groups)
     if config.preemption == "recompute" or not pays:
-        space, tokens = 0, inf
+        space = 0
     return SwapConfig((space + prefixes) // block_bytes, tokens if space else inf, prefixes > 0)
 
 

@@ -61,7 +61,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     host += copies._copies.values()
     assert len(set(host)) == len(host) == scheduler.kv.swap.num_blocks - scheduler.kv.swap.num_free
     assert all(node.alive for node, _ in copies._copies)
-    left = copies._in_step, copies._stored, copies._stores, copies._loads
+    left = copies._held, copies._stored, copies._loads
     assert scheduler._in_flight is not None or not any(left)
     # A launched step that nobody has read holds blocks for tokens that do not count as computed yet.
     check_tables(scheduler.kv, running, exact=scheduler._in_flight is None)

@@ -1,4 +1,4 @@
-"""Evicted blocks of the prefix cache in host memory: found again, loaded once, and never in anybody's way."""
+"""Evicted blocks of the prefix cache in host memory: found again, loaded once, given up for requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from pagedattn.engine import LLM, KVGroup, SchedulerOutput
 from pagedattn.errors import CapacityError
 
 FIRST, SECOND, THIRD = ([first, *range(5, 26)] for first in (1, 2, 3))  # 22 tokens each, five full blocks
-
-
 FULL = (KVGroup(4),)
 
 
