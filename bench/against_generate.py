@@ -20,13 +20,8 @@ from typing import Any
 
 import torch
 
-from pagedattn.cli import checkout
-
-checkout.load("engine")
-checkout.load("bench")
-
-from pagedattn.bench.report import meta  # noqa: E402
-from pagedattn.engine import LLM, SamplingParams  # noqa: E402
+from pagedattn.bench.report import meta
+from pagedattn.engine import LLM, SamplingParams
 
 MODEL = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 PROMPTS, SHORTEST, NEW, RUNS = 64, 4, 64, 5

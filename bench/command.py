@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from pagedattn.cli import checkout
 from pagedattn.errors import InvalidInputError
 
 from . import cache_ops
@@ -33,7 +32,6 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
             or no matplotlib for `plot`.
     """
     if suite == "engine":
-        checkout.load("engine")
         from . import engine_bench
 
         return engine_bench.run(backends, workloads, json)

@@ -17,16 +17,12 @@ from pathlib import Path
 
 import torch
 
-from pagedattn.cli import checkout
-
-checkout.load("bench")
-
-from pagedattn.bench.measure import empty_row, percent, reason, release  # noqa: E402
-from pagedattn.bench.op_problems import GPU, OpCalls  # noqa: E402
-from pagedattn.bench.op_table import OpCase, default_of, op_cases, paths_of  # noqa: E402
-from pagedattn.bench.ratios import Row  # noqa: E402
-from pagedattn.bench.report import ResultFile  # noqa: E402
-from pagedattn.bench.timing import capture, ceilings, host_us, stream_us, time_replays  # noqa: E402
+from pagedattn.bench.measure import empty_row, percent, reason, release
+from pagedattn.bench.op_problems import GPU, OpCalls
+from pagedattn.bench.op_table import OpCase, default_of, op_cases, paths_of
+from pagedattn.bench.ratios import Row
+from pagedattn.bench.report import ResultFile
+from pagedattn.bench.timing import capture, ceilings, host_us, stream_us, time_replays
 
 PATHS = ("csrc", "triton", "torch")
 

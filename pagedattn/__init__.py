@@ -2,6 +2,7 @@
 
 import logging
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from . import env, errors, ops
 from .backends.base import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
@@ -23,6 +24,11 @@ try:
     __version__ = version("pagedattn")
 except PackageNotFoundError:
     __version__ = "0.0.0+source"
+
+_HERE = Path(__file__).parent
+if not (_HERE / "engine").exists() and (_HERE.parent / "setup.py").exists():
+    # A checkout, where pagedattn.engine and pagedattn.bench are the folders beside this one.
+    __path__.append(str(_HERE.parent))
 
 
 def _start_log() -> None:

@@ -6,13 +6,9 @@ from typing import Any
 
 from compile_kernels import report
 
-from pagedattn.cli import checkout
-
-checkout.load("engine")
-
-from pagedattn.engine.models.kernels import fused, row_product  # noqa: E402
-from pagedattn.engine.sampling.kernels import cutoff, draw, penalize  # noqa: E402
-from pagedattn.engine.sampling.packed_params import PARAMS  # noqa: E402
+from pagedattn.engine.models.kernels import fused, row_product
+from pagedattn.engine.sampling.kernels import cutoff, draw, penalize
+from pagedattn.engine.sampling.packed_params import PARAMS
 
 VOCAB = 151_936
 

@@ -14,11 +14,6 @@ import interpreter  # noqa: E402
 import random_work  # noqa: E402
 import uninterpreted  # noqa: E402
 
-from pagedattn.cli import checkout  # noqa: E402
-
-for part in ("engine", "bench"):
-    checkout.load(part)
-
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     interpreter.make_order_stable()
     interpreter.make_fast()

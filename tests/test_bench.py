@@ -17,7 +17,6 @@ from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.ratios import add_ratios, geometric_mean, summarise
 from pagedattn.bench.report import ResultFile, header, line, summary_lines
 from pagedattn.bench.table import SUITES, Case, cases
-from pagedattn.cli import checkout
 from pagedattn.errors import InvalidInputError
 
 ROOT = Path(__file__).parent.parent
@@ -131,22 +130,6 @@ def test_an_error_anywhere_that_is_looked_at_is_seen(place: tuple[int, int]) -> 
     out[place] *= 1.01
     with pytest.raises(ArithmeticError, match="where a naive implementation has"):
         one.error(out)
-
-
-def test_it_is_found_in_a_checkout_and_in_an_installation(tmp_path: Path) -> None:
-    assert Path(str(checkout.load("bench").__file__)) == ROOT / "bench" / "__init__.py"
-    library = tmp_path / "pagedattn"
-    for name in ("absent_part", "bench_part"):
-        assert not (library / name).exists()
-        with pytest.raises(ModuleNotFoundError):
-            checkout.load(name, library)
-    (tmp_path / "bench_part").mkdir()
-    (tmp_path / "bench_part" / "__init__.py").write_text("HERE = 1\n", encoding="utf-8")
-    with pytest.raises(ModuleNotFoundError):  # beside an installed library lie other people's packages
-        checkout.load("bench_part", library)
-    (tmp_path / "setup.py").touch()
-    assert checkout.load("bench_part", library).HERE == 1
-    assert sys.modules.pop("pagedattn.bench_part").HERE == 1
 
 
 def test_a_wheel_has_the_benchmark_without_its_tests(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
 from processes import environment
 
 import pagedattn
@@ -47,3 +48,34 @@ def test_no_kernel_library_is_imported_and_no_gpu_touched() -> None:
         assert {"torch", "pagedattn"} <= modules
         assert not modules & {"triton", "transformers", "flash_attn", "flashinfer", "safetensors", "tokenizers"}
         assert not touched
+
+
+def imports(code: str, folder: Path, *, stdin: bool = False) -> str:
+    """What Python prints that finds `folder` first; or the last line of its error."""
+    words, given = ([sys.executable, "-"], code) if stdin else ([sys.executable, "-c", code], None)
+    own = {**environment(folder), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(words, cwd=folder, env=own, input=given, capture_output=True, text=True, check=False)
+    return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("stdin", [False, True], ids=["-c", "-"])
+def test_a_checkout_has_the_engine_and_the_benchmark_however_python_is_started(stdin: bool) -> None:
+    code = "import pagedattn.engine.api.llm, pagedattn.bench as bench; print(pagedattn.engine.__file__, bench.__file__)"
+    assert imports(code, ROOT, stdin=stdin) == " ".join(
+        str(ROOT / name / "__init__.py") for name in ("engine", "bench")
+    )
+
+
+def test_what_lies_beside_an_installation_is_not_taken_for_the_engine(tmp_path: Path) -> None:
+    """Other people's packages do; and a library that was installed with its engine has it inside."""
+    (tmp_path / "pagedattn").mkdir()
+    for one in (ROOT / "pagedattn").iterdir():
+        (tmp_path / "pagedattn" / one.name).symlink_to(one)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").touch()
+    code = "import pagedattn.engine; print(pagedattn.engine.__file__)"
+    assert str(tmp_path) not in imports(code, tmp_path)  # an installation's, where there is one
+    (tmp_path / "setup.py").touch()
+    assert imports(code, tmp_path) == str(tmp_path / "engine" / "__init__.py")
+    (tmp_path / "pagedattn" / "engine").symlink_to(ROOT / "engine")
+    assert imports(code, tmp_path) == str(tmp_path / "pagedattn" / "engine" / "__init__.py")

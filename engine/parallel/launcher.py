@@ -19,7 +19,6 @@ from .channel import Channel, Kind, packets
 # Not multiprocessing's spawn: that runs the user's main module again, pickles, and keeps a process of its own.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from pagedattn.cli import checkout; checkout.load('engine'); "
     "from pagedattn.engine.parallel.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _LAST = 2**32 - 1  # the number of a message after which there is none

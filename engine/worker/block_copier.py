@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,12 +34,15 @@ class BlockCopier:
         """
         self._cache, self._clean = cache, clean
         layers, _, size = cache.slabs.shape
+        need = layers * num_host_blocks * size
         try:
-            pinned = cache.device.type == "cuda"
-            self._host = torch.empty(layers, num_host_blocks, size, dtype=torch.uint8, pin_memory=pinned)
-        except RuntimeError as error:
-            need = layers * num_host_blocks * size
-            raise CapacityError(f"the host has no {need} bytes for swapped blocks; lower swap_space") from error
+            host = self._pinned(need) if cache.device.type == "cuda" and need else torch.empty(need, dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise CapacityError(
+                f"the host has no {need / (1 << 30):.1f} GiB for {num_host_blocks} blocks beside the GPU's; lower "
+                "swap_space or prefix_space"
+            ) from error
+        self._host = host.view(layers, num_host_blocks, size)
 
     def move(self, step: SchedulerOutput) -> None:
         """Make the step's copies: out, in, then from block to block; and zero in between what must be clean."""
@@ -48,6 +54,18 @@ class BlockCopier:
             self._swap(self._host, self._cache.slabs, step.swap_in)
         if step.copies:
             self._cache.copy_blocks(step.copies)
+
+    def _pinned(self, num_bytes: int) -> torch.Tensor:
+        """Host memory of just this size: torch's own pinned memory comes in powers of two, up to twice as much."""
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)  # there is less to pin
+        host = torch.frombuffer(pages, dtype=torch.uint8)
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._cache.device):
+            torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), num_bytes, 0))
+        weakref.finalize(self, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
+        return host
 
     def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """One call for all slabs [n, P, bytes]: block p of slab j is row j * P + p of all rows."""

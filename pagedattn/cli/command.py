@@ -14,7 +14,7 @@ from typing import NoReturn
 from .. import env
 from ..errors import InvalidInputError, PagedAttnError
 from . import backends as cli_backends
-from . import chat, checkout, env_report, generate
+from . import chat, env_report, generate
 from . import conformance as cli_conformance
 from .display import one_line
 from .spec_options import add_spec_options
@@ -131,6 +131,5 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    checkout.load("bench")
     run = import_module("pagedattn.bench.command").run
     return run(args.suite, args.backends, args.workload, args.json, args.plot)

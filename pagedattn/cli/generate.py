@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
-from . import checkout, display
+from . import display
 from .device import present_device
 from .spec_options import dtype_of
 from .terminal import UsageError, progress
@@ -62,7 +62,6 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         UsageError: sampling that no request may have, or a malformed --set.
     """
-    checkout.load("engine")
     engine = import_module("pagedattn.engine")
     try:
         params = engine.SamplingParams(**{name: getattr(args, name) for name in _SAMPLING})

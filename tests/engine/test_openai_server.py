@@ -218,8 +218,7 @@ def test_the_name_of_the_model(
 
 def test_the_command_takes_a_free_port_and_ends_by_ctrl_c() -> None:
     script = EXAMPLES / "openai_server.py"
-    engine = "from pagedattn.cli import checkout; checkout.load('engine');"
-    start = f"import runpy, sys; {engine} sys.path.insert(0, sys.argv[1]);"
+    start = "import runpy, sys; sys.path.insert(0, sys.argv[1]);"
     run = "sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [str(EXAMPLES), str(script), str(EXAMPLES / "tiny-qwen3"), "--port", "0", "--set", "num_kv_blocks=64"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}

@@ -201,7 +201,7 @@ class TestRemoteCode:
         import subprocess
 
         code = (
-            "import sys, torch\nfrom pagedattn.cli import checkout\ncheckout.load('engine')\n"
+            "import sys, torch\n"
             "from pagedattn.engine.worker.runner import ModelRunner\n"
             "from pagedattn.engine.config import EngineConfig\n"
             f"ModelRunner(EngineConfig(model={str(folder)!r}, device='cpu', num_kv_blocks=4))\n"

@@ -9,7 +9,9 @@ import pytest
 import torch
 from test_runner_gpu import CONFIG, folder  # noqa: F401  (a fixture)
 
+from pagedattn import PagedKVCache
 from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.worker.block_copier import BlockCopier
 
 DEVICE = "cuda"
 pytestmark = [
@@ -39,3 +41,13 @@ def test_swapped_requests_have_the_tokens_of_requests_left_alone(folder: Path, c
         swapped.append(llm.stats().counters.swapped_in_blocks)
     assert swapped[0] == 0 and swapped[1] > 10
     assert tokens[0] == tokens[1]
+
+
+def test_host_memory_is_pinned_and_no_larger_than_asked_for() -> None:
+    cache = PagedKVCache(2, 3, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    for _ in range(2):  # the first one's is given back before the second's is taken
+        mover = BlockCopier(cache, 1025)
+        assert mover._host.is_pinned()
+        assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
+        del mover

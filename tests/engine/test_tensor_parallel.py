@@ -215,7 +215,6 @@ def test_ranks_die_with_their_driver(tmp_path: Path) -> None:
     save(hf_model("qwen3", torch.float32), tmp_path)
     script = f"""
 import os, signal, threading
-from pagedattn.cli import checkout; checkout.load("engine")
 from pagedattn.engine import LLM
 made = []
 options = dict(tensor_parallel_size=2, device="cpu", num_kv_blocks=64)
