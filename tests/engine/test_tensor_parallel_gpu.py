@@ -16,7 +16,8 @@ from pagedattn.engine import LLM, SamplingParams
 from pagedattn.errors import EngineDeadError
 
 __all__ = ["folder"]
-LIMIT = 5.0  # seconds until a lost rank is noticed
+SILENCE = 3.0  # seconds without a sign of life, after which a rank is lost
+LIMIT = SILENCE + 5.0  # until the driver has said so
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
@@ -39,7 +40,7 @@ def test_tokens_are_those_of_one_gpu(options: dict[str, Any], folder: Path) -> N
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_a_lost_rank_ends_the_engine_and_all_its_processes(how: signal.Signals, folder: Path) -> None:
     options: dict[str, Any] = {"num_kv_blocks": 400, "tensor_parallel_size": 2, "max_num_batched_tokens": 64}
-    llm = LLM(str(folder), device="cuda", **options)
+    llm = LLM(str(folder), device="cuda", heartbeat_timeout=SILENCE, **options)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     processes = llm.runner._workers.processes  # type: ignore[attr-defined]
     llm.add_request(list(range(20)), SamplingParams(max_tokens=400, ignore_eos=True))
