@@ -19,10 +19,7 @@ _SCHEDULER = {"schedule": "schedule", "advance_with_placeholders": "update", "ap
 
 
 class HostClock:
-    """Time of an engine's parts, what a part calls of another not counted twice. `read` waits for the device.
-
-    Several ranks pack their steps in processes of their own.
-    """
+    """Time of an engine's parts, what a part calls of another not counted twice. `read` waits for the device."""
 
     def __init__(self, llm: LLM) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -32,7 +29,7 @@ class HostClock:
         for owner, names in (
             (scheduler, _SCHEDULER),
             (runner, {"launch": "launch"}),
-            (getattr(runner, "_packer", None), {"pack": "pack"}),
+            (runner._builder, {"pack": "pack"}),
             (llm, {"_report": "report"}),
         ):
             for name, part in names.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,13 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Rows of the batch."""
         return sum(item.num_tokens for item in self.scheduled)
+
+    def align(self, tokens: Sequence[SampledToken]) -> list[SampledToken | None]:
+        """Tokens of those that sample, aligned with `scheduled`: None for the others."""
+        if len(tokens) == len(self.scheduled):
+            return [*tokens]
+        rest = iter(tokens)
+        return [next(rest) if item.samples else None for item in self.scheduled]
 
 
 class SampledToken(NamedTuple):

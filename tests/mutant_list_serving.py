@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant_anchor import Fault
 
 FAULTS = (
-    Fault("top_p over the batch's widest top_k", "Sampler._cutoff",
+    Fault("top_p over the batch's widest top_k", "_cutoff",
           "ordered.masked_fill(~inside, -_INFINITY).softmax(dim=-1)", "ordered.softmax(dim=-1)",
           "test_sampler.py own_top_k"),
     Fault("penalties ignored where a graph drew", "Sampler.sample_async", "if drawn is None or scores is not logits:",

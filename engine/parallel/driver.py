@@ -25,9 +25,11 @@ from ..models.folder import ModelFolder
 from ..models.sharding import ShardSpec
 from ..models.tokenizer import Tokenizer
 from ..scheduler_output import SampledToken, SchedulerOutput
+from ..worker.host_batch import HostBatchBuilder
+from ..worker.persistent_batch import PersistentBatch
 from .channel import Kind
 from .launcher import Workers
-from .step_wire import StepEncoder, decode_tokens
+from .step_wire import decode_tokens, encode_step
 from .watch import Limits, RankFailed, WorkerMonitor
 
 _AT_START = Limits(silence=120.0, total=3600.0)  # loading libraries may hold the interpreter for long
@@ -53,7 +55,7 @@ class ParallelRunner:
         self.prefers_overlap = devices[0] != "cpu"
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._limits = Limits(config.heartbeat_timeout, config.step_timeout)
-        self._steps, self._in_doubt = StepEncoder(), False
+        self._in_doubt = False
         self._workers = Workers(size)
         try:
             self._watch = WorkerMonitor(self._workers)
@@ -87,9 +89,9 @@ class ParallelRunner:
             EngineDeadError: as `execute`.
         """
         if self._in_doubt:  # an interrupt may have kept the step before from being sent
-            self._steps.forget()
+            self._builder.forget()
         self._in_doubt = True
-        number = self._watch.send(Kind.STEP, [self._steps.encode(step)], self._limits)
+        number = self._watch.send(Kind.STEP, [encode_step(self._builder.pack(step))], self._limits)
         self._in_doubt = False
         return SentStep(step, number, self._watch, self._limits)
 
@@ -127,6 +129,9 @@ class ParallelRunner:
         self.max_model_len: int = first["max_model_len"]
         self.eos_token_ids: list[int] = first["eos_token_ids"]
         self._description: str = first["description"]
+        # What the ranks have of the requests, in whose steps they take part alike.
+        state = PersistentBatch(self.kv_groups, config.max_num_seqs, self.max_model_len, torch.device("meta"))
+        self._builder = HostBatchBuilder(self.kv_groups, state)
 
 
 class SentStep:

@@ -27,9 +27,10 @@ from pagedattn.errors import InvalidInputError
 from ..config import EngineConfig
 from ..garbage import freeze_while_alive
 from ..models.tp_group import ProcessTPGroup
-from ..worker.runner import LaunchedStep, ModelRunner
+from ..sampling.sampler import AsyncTokens
+from ..worker.runner import ModelRunner
 from .channel import Channel, Kind, packets
-from .step_wire import StepDecoder, encode_tokens
+from .step_wire import decode_step, encode_tokens
 
 _SECONDS_PER_BEAT = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -129,22 +130,21 @@ class ResponseThread(threading.Thread):
     def __init__(self, channel: Channel, pulse: Heartbeat, tells: bool) -> None:
         super().__init__(daemon=True)
         self._channel, self._pulse, self._tells = channel, pulse, tells
-        self.launched: queue.SimpleQueue[tuple[int, LaunchedStep]] = queue.SimpleQueue()
+        self.launched: queue.SimpleQueue[tuple[int, AsyncTokens | None]] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Until the process ends."""
         try:
             while True:
-                number, step = self.launched.get()
-                sampled = step.read()
-                self._channel.send(Kind.DONE, number, encode_tokens(sampled) if self._tells else b"")
+                number, drawn = self.launched.get()
+                tokens = [] if drawn is None else drawn.read()
+                self._channel.send(Kind.DONE, number, encode_tokens(tokens) if self._tells else b"")
         except BaseException as error:
             self._pulse.failed(error)
 
 
 def _serve(channel: Channel, runner: ModelRunner, answers: ResponseThread) -> None:
     """Launch steps in the order in which they come."""
-    steps = StepDecoder()
     while True:
         kind, number, body = channel.receive()
         if kind is Kind.STOP:
@@ -152,7 +152,7 @@ def _serve(channel: Channel, runner: ModelRunner, answers: ResponseThread) -> No
             sys.stderr.flush()
             # Taking NCCL and captured graphs apart can hang and gains nothing: the process is what holds them.
             os._exit(0)
-        answers.launched.put((number, runner.launch(steps.decode(body))))
+        answers.launched.put((number, runner.launch_batch(decode_step(body))))
 
 
 def _die_with(parent: int) -> None:

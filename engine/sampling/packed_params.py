@@ -7,17 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..request import Request
-from ..sampling_params import SamplingParams
 
 # int32 words: the bits of temperature, top_p and min_p; top_k; the seed's state, low word first; the bits of
 # repetition, presence and frequency penalty; prompt_len.
 PARAMS = 10
 LOWEST_TEMPERATURE = 1e-5
-
-
-def has_penalty(sampling: SamplingParams) -> bool:
-    """Whether logits depend on the tokens so far."""
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
 
 
 def _params(request: Request) -> np.ndarray:

@@ -1,10 +1,9 @@
-"""SampledRows: which rows of a step are sampled, and what the device knows of them."""
+"""SampledRows: what the device knows of the rows of a step that are sampled."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 
@@ -14,4 +13,3 @@ class SampledRows(NamedTuple):
     last_tokens: torch.Tensor  # the last of each one's tokens so far; empty where no row needs processing
     state_rows: torch.Tensor
     lengths: torch.Tensor  # tokens so far: the position of what is sampled
-    row_indices: np.ndarray  # `state_rows`, on the host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from pagedattn import PagedKVCache, ops
 from pagedattn.errors import CapacityError
 
-from ..scheduler_output import SchedulerOutput
+from .host_batch import BlockMoves
 
 
 class BlockCopier:
@@ -44,16 +43,17 @@ class BlockCopier:
             ) from error
         self._host = host.view(layers, num_host_blocks, size)
 
-    def move(self, step: SchedulerOutput) -> None:
-        """Make the step's copies: out, in, then from block to block; and zero in between what must be clean."""
-        if step.swap_out:
-            self._swap(self._cache.slabs, self._host, step.swap_out)
-        if self._clean and step.fresh_blocks:
-            self._cache.zero_blocks(step.fresh_blocks)
-        if step.swap_in:
-            self._swap(self._host, self._cache.slabs, step.swap_in)
-        if step.copies:
-            self._cache.copy_blocks(step.copies)
+    def move(self, moves: BlockMoves) -> None:
+        """Make a step's copies: out, in, then from block to block; and zero in between what must be clean."""
+        swap_out, fresh, swap_in, copies = map(torch.from_numpy, moves)
+        if len(swap_out):
+            self._swap(self._cache.slabs, self._host, swap_out)
+        if self._clean and len(fresh):
+            self._cache.zero_blocks(fresh)
+        if len(swap_in):
+            self._swap(self._host, self._cache.slabs, swap_in)
+        if len(copies):
+            self._cache.copy_blocks(copies)
 
     def _pinned(self, num_bytes: int) -> torch.Tensor:
         """Host memory of just this size: torch's own pinned memory comes in powers of two, up to twice as much."""
@@ -67,8 +67,8 @@ class BlockCopier:
         weakref.finalize(self, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
         return host
 
-    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
         """One call for all slabs [n, P, bytes]: block p of slab j is row j * P + p of all rows."""
         rows = torch.arange(len(source))[:, None, None] * torch.tensor([source.shape[1], target.shape[1]])
-        every = (rows + torch.tensor(pairs)).reshape(-1, 2)  # [n * pairs, 2]
+        every = (rows + pairs).reshape(-1, 2)  # [n * pairs, 2]
         ops.swap_blocks(source.flatten(0, 1), target.flatten(0, 1), every)

@@ -138,19 +138,19 @@ class DecodeGraphs:
 
         All of it is true until the next run.
         """
-        state, deltas, count = self._state, packed.deltas, len(packed.rows)
+        state, updates, count = self._state, packed.updates, len(packed.rows)
         shares = self._sharing and max(packed.shared) * (count - 1) >= _LEAST_READ_AGAIN
         steps = self._sharing if shares else self._steps
         size = min(size for size in steps if size >= count)
         step = steps[size]
-        if deltas.table_changed:
-            state.apply(*transfer(deltas.parts, self._device))
+        if updates.table_changed:
+            state.apply(*transfer(updates.parts, self._device))
         sent = packed_decodes(packed, size, state.num_rows, self._device)
         write_decodes(sent, count, state, self._rows.first(size), step.commons)
         plan_step(self._model.attention_layers(), _as_packed(step.commons, packed), into=step.metadata)
         step.replay()
         self.replays += 1
-        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(packed.rows)
+        return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(count)
 
     def _capture_one(self, size: int, shares: bool, caches: Sequence[LayerCache]) -> None:
         """A step with a shared prefix only where a layer's backend makes something of it."""

@@ -28,10 +28,9 @@ class DecodeRows(NamedTuple):
         """The first `size` rows."""
         return DecodeRows(*(rows[:size] for rows in self))
 
-    def sampled(self, row_indices: np.ndarray) -> SampledRows:
-        """The first rows, whose state rows are `row_indices`, all sampled: a decode's input is its last token."""
-        count = len(row_indices)
-        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count], row_indices)
+    def sampled(self, count: int) -> SampledRows:
+        """The first `count` rows, all sampled: a decode's input is its last token."""
+        return SampledRows(self.ids[:count], self.state_rows[:count], self.lengths[:count])
 
 
 def packed_decodes(packed: HostBatch, size: int, padding_row: int, device: torch.device) -> torch.Tensor:
@@ -40,13 +39,13 @@ def packed_decodes(packed: HostBatch, size: int, padding_row: int, device: torch
     State row, token (negative: not read by the host), position, and by group the block that the token goes to. Padding
     has state row `padding_row`, and zeros.
     """
-    count, groups = len(packed.rows), len(packed.deltas.current)
+    count, groups = len(packed.rows), len(packed.updates.current)
     host = pinned((3 + groups, size), device)
     target: np.ndarray = host.numpy()
     target[:, count:] = 0
     target[0, count:] = padding_row
     target[0, :count], target[1, :count], target[2, :count] = packed.rows, packed.tokens, packed.starts
-    target[3:, :count] = packed.deltas.current
+    target[3:, :count] = packed.updates.current
     return host.to(device, non_blocking=True)
 
 

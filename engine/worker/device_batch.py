@@ -38,13 +38,13 @@ class BatchSender:
 
     def send(self, packed: HostBatch) -> DeviceBatch:
         """A packed step on the device, in one transfer."""
-        state, deltas, ends, rows, sampled = self._state, packed.deltas, packed.ends, packed.rows, packed.sampled
+        state, updates, ends, rows, sampled = self._state, packed.updates, packed.ends, packed.rows, packed.sampled
         counts, tokens = ends - packed.starts, packed.tokens
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         counts.cumsum(out=query_start_loc[1:])
         positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(ends - query_start_loc[1:], counts)
         last = query_start_loc[1:][sampled] - 1
-        sent = (tokens, positions, query_start_loc, ends, rows, last, rows[sampled], ends[sampled], *deltas.parts)
+        sent = (tokens, positions, query_start_loc, ends, rows, last, rows[sampled], ends[sampled], *updates.parts)
         parts = transfer(sent, self._device)
         ids, positions_dev, starts_dev, seq_lens, rows_dev, last_dev, sampled_rows, lengths, *changed = parts
         state.apply(*changed)
@@ -66,9 +66,8 @@ class BatchSender:
             num_decodes=packed.num_decodes,
         )
         commons = self._by_group(common, rows_dev, packed.shared)
-        last_tokens = ids.index_select(0, last_dev) if packed.needs_processing else ids[:0]
-        own = SampledRows(last_tokens, sampled_rows, lengths, rows[sampled])
-        return DeviceBatch(ids, positions_dev, last_dev, own, commons)
+        last_tokens = ids[:0] if packed.sampling is None else ids.index_select(0, last_dev)
+        return DeviceBatch(ids, positions_dev, last_dev, SampledRows(last_tokens, sampled_rows, lengths), commons)
 
     def _by_group(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, shared: Sequence[int]

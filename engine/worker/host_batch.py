@@ -1,19 +1,30 @@
-"""HostBatch: what one step is, as arrays, before anything is sent to the device."""
+"""HostBatch: what one step is, as arrays, before anything is sent to a device. All ranks of a model get the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..kv_group import KVGroup
+from ..sampling.metadata import SamplingMetadata, SamplingMetadataBuilder
 from ..scheduler_output import SchedulerOutput
 from .persistent_batch import BlockTableUpdates, PersistentBatch
 
+_NONE = np.zeros(0, dtype=np.int32)
 
-@dataclass(frozen=True, slots=True)
-class HostBatch:
+
+class BlockMoves(NamedTuple):
+    """What is done with whole blocks before anything else, in this order; int32 [k, 2], source and target."""
+
+    swap_out: np.ndarray  # to blocks of the host
+    fresh: np.ndarray  # [k], handed out for this step
+    swap_in: np.ndarray  # from blocks of the host
+    copies: np.ndarray
+
+
+class HostBatch(NamedTuple):
     """One step of B requests and T tokens, as the host knows it."""
 
     tokens: np.ndarray  # [T] int32, negative where the host has not read the token yet
@@ -21,10 +32,11 @@ class HostBatch:
     ends: np.ndarray  # [B] int32
     rows: np.ndarray  # [B] int32, where the device state has the requests
     sampled: np.ndarray  # [n] int32, those of the B whose next token is sampled
-    deltas: BlockTableUpdates
+    updates: BlockTableUpdates
     num_decodes: int
     shared: list[int]  # by KV group, tokens that all sequences have in the same blocks
-    needs_processing: bool  # whether a sampled request has penalties, min_tokens or logprobs
+    sampling: SamplingMetadata | None  # None where no sampled request has penalties, min_tokens or logprobs
+    moves: BlockMoves
 
     @property
     def only_decodes(self) -> bool:
@@ -37,18 +49,28 @@ class HostBatchBuilder:
 
     def __init__(self, groups: Sequence[KVGroup], state: PersistentBatch) -> None:
         self._groups, self._state = groups, state
+        self._sampling = SamplingMetadataBuilder(state.num_rows)
+
+    def forget(self) -> None:
+        """Take it for unknown what the device has, as it is after an error before a packed step's end."""
+        self._state.forget()
+        self._sampling.forget()
 
     def pack(self, step: SchedulerOutput) -> HostBatch:
-        """All that the device has to be told. After an error before the step's end, the state must `forget`."""
-        requests, firsts, sizes, samples = zip(*step.scheduled, strict=True)
+        """All that the device has to be told; of a step that only moves blocks nothing else."""
+        requests, firsts, sizes, samples = zip(*step.scheduled, strict=True) if step.scheduled else ((),) * 4
         starts = np.array(firsts, dtype=np.int32)
         ends = starts + np.array(sizes, dtype=np.int32)
-        rows, deltas = self._state.place(requests, starts, ends)
+        rows, updates = self._state.place(requests, starts, ends)
         sampled = np.flatnonzero(samples).astype(np.int32)
-        decodes = step.num_decodes == len(requests)
+        decodes = step.num_decodes == len(requests) > 0
         shared = self._shared(rows, int(ends.min())) if decodes else [0] * len(self._groups)
-        needs_processing = bool(self._state.needs_processing[rows[sampled]].any())
-        return HostBatch(_tokens(step), starts, ends, rows, sampled, deltas, step.num_decodes, shared, needs_processing)
+        own = rows[sampled]
+        needs = self._state.needs_processing[own].any()
+        sampling = self._sampling.build([one.request for one in step.scheduled if one.samples], own) if needs else None
+        moves = BlockMoves(_pairs(step.swap_out), _int32(step.fresh_blocks), _pairs(step.swap_in), _pairs(step.copies))
+        tokens = _tokens(step)
+        return HostBatch(tokens, starts, ends, rows, sampled, updates, step.num_decodes, shared, sampling, moves)
 
     def _shared(self, rows: np.ndarray, shortest: int) -> list[int]:
         """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""
@@ -56,6 +78,14 @@ class HostBatchBuilder:
             0 if group.sliding_window else size * _same_columns(table.host, rows, shortest // size)
             for table, group, size in zip(self._state.block_tables, self._groups, self._state.block_sizes, strict=True)
         ]
+
+
+def _int32(values: Sequence[object]) -> np.ndarray:
+    return np.array(values, dtype=np.int32) if values else _NONE
+
+
+def _pairs(values: Sequence[tuple[int, int]]) -> np.ndarray:
+    return _int32(values).reshape(-1, 2)
 
 
 def _tokens(step: SchedulerOutput) -> np.ndarray:

@@ -13,7 +13,8 @@ from pagedattn.errors import InvalidInputError
 
 from ..kv_group import KVGroup
 from ..request import Request
-from ..sampling.packed_params import PARAMS, has_penalty, request_params
+from ..sampling.metadata import needs_processing
+from ..sampling.packed_params import PARAMS, request_params
 
 
 class BlockTableUpdates(NamedTuple):
@@ -96,7 +97,7 @@ class PersistentBatch:
         )
 
     def apply(self, entries: torch.Tensor, blocks: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> None:
-        """Put deltas, which are on the device now, in place."""
+        """Put updates, which are on the device now, in place."""
         if len(entries):
             self.tables.view(-1).index_put_((entries,), blocks)
         if len(rows):
@@ -115,8 +116,7 @@ class PersistentBatch:
         for at in fresh:
             request, row = requests[at], self._free.pop()
             rows[at] = self._row_of[request] = row
-            one = request.sampling
-            self.needs_processing[row] = has_penalty(one) or one.min_tokens > 0 or one.logprobs is not None
+            self.needs_processing[row] = needs_processing(request.sampling)
 
     def _put_current_blocks(self, requests: Sequence[Request], rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Put the block of each request's first new token into the tables; returns these, [groups, n]."""

@@ -23,7 +23,7 @@ from ..scheduler_output import SampledToken, SchedulerOutput
 from .block_copier import BlockCopier
 from .decode_graphs import DecodeGraphs, default_sizes
 from .device_batch import BatchSender
-from .host_batch import HostBatchBuilder
+from .host_batch import HostBatch, HostBatchBuilder
 from .kv_memory import size_kv_blocks, swap_config
 from .persistent_batch import PersistentBatch
 
@@ -69,7 +69,7 @@ class ModelRunner:
         self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
         self._attentions = self.model.attention_layers()
         self._state = PersistentBatch(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
-        self._packer = HostBatchBuilder(self.kv_groups, self._state)
+        self._builder = HostBatchBuilder(self.kv_groups, self._state)
         self._inputs = BatchSender(self._state, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
         self._counts = TokenCounts(config.max_num_seqs, self.vocab_size, self.device)
@@ -107,7 +107,6 @@ class ModelRunner:
         """
         return self.launch(step).read()
 
-    @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start a step and wait for nothing. Steps run one after another, each on what those before it wrote.
 
@@ -117,36 +116,37 @@ class ModelRunner:
             CapacityError, EngineDeadError: as `execute`.
         """
         try:
-            with typed_faults(step):
-                return LaunchedStep(step, self._launch(step))
+            return LaunchedStep(step, self.launch_batch(self._builder.pack(step)))
         except BaseException:
-            self._state.forget()
-            self._counts.forget()
+            self._builder.forget()
             raise
 
-    def _launch(self, step: SchedulerOutput) -> AsyncTokens | None:
-        self._mover.move(step)
-        if not step.scheduled:
+    @torch.inference_mode()
+    def launch_batch(self, packed: HostBatch) -> AsyncTokens | None:
+        """Start a packed step: the tokens of its sampled rows, None where there are none.
+
+        Raises:
+            CapacityError, EngineDeadError: as `execute`.
+        """
+        with typed_faults(len(packed.tokens)):
+            return self._launch(packed)
+
+    def _launch(self, packed: HostBatch) -> AsyncTokens | None:
+        self._mover.move(packed.moves)
+        if not len(packed.rows):
             return None
-        packed = self._packer.pack(step)
-        sampling = [request for request, _, _, samples in step.scheduled if samples]
         if self._graphs is not None and self._graphs.serves(packed):
             logits, drawn, rows = self._graphs.run(packed)
         else:
             inputs = self._inputs.send(packed)
             metadata = plan_step(self._attentions, inputs.commons)
             hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
-            if not sampling:
+            if not len(packed.sampled):
                 return None
             drawn, rows = None, inputs.rows
             logits = self.model.logits(hidden if packed.only_decodes else hidden.index_select(0, inputs.sampled))
-        tokens = self._sampler.sample_async(
-            logits,
-            sampling,
-            BatchState(rows, self._state.params, self._counts),
-            drawn=drawn,
-            needs_processing=packed.needs_processing,
-        )
+        state = BatchState(rows, self._state.params, self._counts)
+        tokens = self._sampler.sample_async(logits, state, packed.sampling, drawn=drawn)
         if tokens.tokens is not drawn:
             self._state.last_tokens.index_put_((rows.state_rows,), tokens.tokens.to(torch.int32))
         return tokens
@@ -184,25 +184,20 @@ class LaunchedStep:
 
     def read(self) -> list[SampledToken | None]:
         """Wait for the tokens: one for every row that `samples`, None for the others."""
-        items = self._step.scheduled
         if self._drawn is None:
-            return [None] * len(items)
-        with typed_faults(self._step):
-            tokens = self._drawn.read()
-        if len(tokens) == len(items):
-            return [*tokens]
-        rest = iter(tokens)
-        return [next(rest) if item.samples else None for item in items]
+            return self._step.align(())
+        with typed_faults(self._step.num_tokens):
+            return self._step.align(self._drawn.read())
 
 
 @contextmanager
-def typed_faults(step: SchedulerOutput) -> Iterator[None]:
+def typed_faults(num_tokens: int) -> Iterator[None]:
     """What torch raises of a device as the errors that the engine knows."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         remedy = "lower max_num_batched_tokens or gpu_memory_utilization"
-        raise CapacityError(f"a step of {step.num_tokens} tokens ran out of memory; {remedy}: {error}") from error
+        raise CapacityError(f"a step of {num_tokens} tokens ran out of memory; {remedy}: {error}") from error
     except torch.AcceleratorError as error:
         raise EngineDeadError(f"the device failed: {error}") from error
 

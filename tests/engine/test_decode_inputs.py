@@ -10,7 +10,7 @@ from pagedattn import CommonAttentionMetadata
 from pagedattn.engine import KVGroup
 from pagedattn.engine.worker.decode_inputs import DecodeRows, packed_decodes, write_decodes
 from pagedattn.engine.worker.device_batch import BatchSender
-from pagedattn.engine.worker.host_batch import HostBatch
+from pagedattn.engine.worker.host_batch import BlockMoves, HostBatch
 from pagedattn.engine.worker.kernels.decode_inputs import write
 from pagedattn.engine.worker.persistent_batch import BlockTableUpdates, PersistentBatch
 from pagedattn.testing import interpreted
@@ -28,8 +28,9 @@ def packed(count: int) -> HostBatch:
     rows = draw.permutation(NUM_ROWS)[:count].astype(np.int32)
     none = np.zeros(0, dtype=np.int32)
     current = draw.integers(1, 5000, (len(GROUPS), count), dtype=np.int32)
-    deltas = BlockTableUpdates(none, none, none, np.zeros((0, 6), dtype=np.int32), current, False)
-    return HostBatch(tokens, starts, starts + 1, rows, np.arange(count), deltas, count, [0, 0], False)
+    updates = BlockTableUpdates(none, none, none, np.zeros((0, 6), dtype=np.int32), current, False)
+    moves = BlockMoves(*[none] * 4)
+    return HostBatch(tokens, starts, starts + 1, rows, np.arange(count), updates, count, [0, 0], None, moves)
 
 
 def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMetadata]]:

@@ -12,7 +12,7 @@ from pagedattn.engine import Request
 from pagedattn.engine.sampling.kernels import draw as kernels
 from pagedattn.engine.sampling.kernels.cutoff import cutoffs
 from pagedattn.engine.sampling.packed_params import PARAMS, request_params
-from pagedattn.engine.sampling.sampler import Sampler
+from pagedattn.engine.sampling.sampler import Sampler, _cutoff
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.testing import interpreted
 
@@ -85,7 +85,7 @@ def test_cutoffs_are_those_of_the_torch_path(spread: float) -> None:
         if settings.greedy:
             continue
         scores = logits[row : row + 1] * (1 / torch.tensor(settings.temperature))
-        wanted = Sampler(vocab, "cpu")._cutoff(scores, [settings])
+        wanted = _cutoff(scores, params[row : row + 1])
         smallest = -torch.inf if wanted is None else float(wanted)
         kept = [int((scores >= one).sum()) for one in (found[row], smallest)]
         assert kept[0] == kept[1], settings

@@ -34,9 +34,9 @@ def grow(one: Request, end: int, draw: random.Random) -> None:
 def put(state: PersistentBatch, items: list[ScheduledRequest]) -> tuple[np.ndarray, int]:
     starts = np.array([item.start for item in items], dtype=np.int32)
     ends = starts + np.array([item.num_tokens for item in items], dtype=np.int32)
-    rows, deltas = state.place([item.request for item in items], starts, ends)
-    state.apply(*map(torch.from_numpy, deltas.parts))
-    return rows, len(deltas.entries)
+    rows, updates = state.place([item.request for item in items], starts, ends)
+    state.apply(*map(torch.from_numpy, updates.parts))
+    return rows, len(updates.entries)
 
 
 def check(state: PersistentBatch, items: list[ScheduledRequest], rows: np.ndarray) -> None:
@@ -120,8 +120,8 @@ def test_parameters_are_sent_once() -> None:
     assert found[4:6].view(torch.int64).item() == int(next_state(np.array([-5 % 2**64], np.uint64)).view(np.int64)[0])
     assert state.params[rows[1].item(), 0].item() == 0 and state.params.shape[1] == PARAMS
     assert state.needs_processing[rows].tolist() == [True, True, False]
-    _, deltas = state.place([one], np.array([1], dtype=np.int32), np.array([2], dtype=np.int32))
-    assert len(deltas.rows) == 0
+    _, updates = state.place([one], np.array([1], dtype=np.int32), np.array([2], dtype=np.int32))
+    assert len(updates.rows) == 0
 
 
 def test_more_requests_than_rows_are_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedattn.engine import Request
+from pagedattn.engine.sampling.metadata import SamplingMetadataBuilder
 from pagedattn.engine.sampling.sampler import AsyncTokens, Sampler, _mix
 from pagedattn.engine.sampling_params import SamplingParams
 
@@ -219,9 +220,9 @@ def test_what_a_graph_drew_counts_unless_the_scores_differ_from_the_logits(case:
     rows = [request([7, 7], 1, stop_ids=(7,), temperature=0, **case)]
     sampler = Sampler(VOCAB, "cpu")
     drawn = torch.tensor([20], dtype=torch.int32)
-    (token,) = sampler.sample_async(
-        logits, rows, sampler._own_state(rows), drawn=drawn, needs_processing=bool(case)
-    ).read()
+    at = np.zeros(1, dtype=np.int32)
+    sampling = SamplingMetadataBuilder(1).build(rows, at) if case else None
+    (token,) = sampler.sample_async(logits, sampler._own_state(rows, at), sampling, drawn=drawn).read()
     assert token.token_id == expected
     assert ("logprobs" in case) == (token.logprob is not None)
 

@@ -1,12 +1,14 @@
-"""Steps arrive at a rank as they were, whatever the scheduler did since the one before, and without what it has."""
+"""Packed steps arrive at a rank as they were, and keep its tables, whatever the scheduler did since the one before."""
 
 from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import fields, replace
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 from scheduler_bench import update
 
 from pagedattn import BlockPool
@@ -19,44 +21,69 @@ from pagedattn.engine import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from pagedattn.engine.parallel.step_wire import StepDecoder, StepEncoder, decode_tokens, encode_tokens, pack, unpack
+from pagedattn.engine.parallel.step_wire import decode_step, decode_tokens, encode_step, encode_tokens, pack, unpack
+from pagedattn.engine.sampling.packed_params import request_params
 from pagedattn.engine.sampling_params import SamplingParams
 from pagedattn.engine.scheduler.scheduler import Scheduler
-from pagedattn.errors import PagedAttnError
+from pagedattn.engine.worker.host_batch import HostBatch, HostBatchBuilder
+from pagedattn.engine.worker.persistent_batch import PersistentBatch
 
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, seed=3, stop=("a", "b"), stop_token_ids=[7], logprobs=2)
+GROUPS = [KVGroup(4), KVGroup(4, 9)]
+KINDS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=3, stop=("a", "b"), stop_token_ids=[7], logprobs=2),
+    SamplingParams(repetition_penalty=1.5, min_tokens=9, stop_token_ids=[3, 4]),
+]
 
 
-def request(name: str, tokens: list[int], seed: int = 2**62 + 1) -> Request:
-    return Request(name, array("i", tokens), SAMPLING, arrival=int(name), max_total_tokens=60, seed=seed)
+def request(name: str, tokens: list[int], sampling: SamplingParams = KINDS[0]) -> Request:
+    stops = frozenset(sampling.stop_token_ids or ())
+    return Request(name, array("i", tokens), sampling, arrival=int(name), max_total_tokens=60, stop_ids=stops)
 
 
-def check(got: SchedulerOutput, want: SchedulerOutput) -> None:
-    """A decoded step says what the driver's says."""
-    assert replace(got, scheduled=()) == replace(want, scheduled=())
-    assert len(got.scheduled) == len(want.scheduled)
-    for one, other in zip(got.scheduled, want.scheduled, strict=True):
-        assert (one.start, one.num_tokens, one.samples) == (other.start, other.num_tokens, other.samples)
-        for name in ("request_id", "token_ids", "prompt_len", "block_ids", "seed", "sampling", "stop_ids"):
-            assert getattr(one.request, name) == getattr(other.request, name), name
+def driver(groups: list[KVGroup] = GROUPS) -> HostBatchBuilder:
+    """As `ParallelRunner` has it."""
+    return HostBatchBuilder(groups, PersistentBatch(groups, 6, 64, torch.device("meta")))
+
+
+def leaves(value: object) -> Iterator[object]:
+    """The arrays and numbers of a batch, in order."""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from leaves(one)
+    else:
+        yield value
+
+
+def sent(batch: HostBatch) -> HostBatch:
+    """What a rank gets, which is the same."""
+    got = decode_step(encode_step(batch))
+    assert type(got) is type(batch) and len([*leaves(got)]) == len([*leaves(batch)])
+    for one, other in zip(leaves(got), leaves(batch), strict=True):
+        if isinstance(other, np.ndarray):
+            assert isinstance(one, np.ndarray) and one.dtype == np.int32 and one.shape == other.shape
+            assert np.array_equal(one, other)
+        else:
+            assert one == other and type(one) is type(other)
+    return got
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_of_a_busy_scheduler(seed: int) -> None:
     """Arrivals, aborts, preemptions, released windows, forks, failed steps and lost ones, for 400 steps."""
     draw = random.Random(seed)
-    kv = KVCacheManager(BlockPool(28), [KVGroup(4), KVGroup(4, 9)])
+    kv = KVCacheManager(BlockPool(28), GROUPS)
     scheduler = Scheduler(kv, max_num_seqs=6, max_num_batched_tokens=16, max_prefill_share=0.5)
-    encoder, decoder = StepEncoder(), StepDecoder()
+    builder, rank = driver(), PersistentBatch(GROUPS, 6, 64, torch.device("cpu"))
     live: list[Request] = []
-    lost = arrived = released = 0
+    lost = arrived = released = processed = counted = 0
     for turn in range(400):
         if len(live) < 8:
-            new = request(str(2 * turn), [draw.randrange(50) for _ in range(draw.randrange(1, 30))])
-            twins = [new]
+            tokens = [draw.randrange(50) for _ in range(draw.randrange(1, 30))]
+            twins = [request(str(2 * turn), tokens, draw.choice(KINDS))]
             if draw.random() < 0.6:
-                twins.append(request(str(2 * turn + 1), list(new.token_ids)))
-                twins[1].fork_of = new
+                twins.append(request(str(2 * turn + 1), tokens, draw.choice(KINDS)))
+                twins[1].fork_of = twins[0]
             for one in twins:
                 scheduler.add(one)
             live += twins
@@ -66,73 +93,62 @@ def test_steps_of_a_busy_scheduler(seed: int) -> None:
         if step is None:
             update(scheduler, None, [])
             continue
-        data = encoder.encode(step)
+        batch = builder.pack(step)
         if draw.random() < 0.05:
-            encoder.forget()
+            builder.forget()
             lost += 1
         else:
-            check(decoder.decode(data), step)
+            got = sent(batch)
+            rank.apply(*map(torch.from_numpy, got.updates.parts))
+            check_rank(rank, got, step)
             arrived += 1
             released += any(item.request.num_released[1] for item in step.scheduled)
+            processed += got.sampling is not None
+            counted += got.sampling is not None and len(got.sampling.counts.prompt_tokens) > 0
         if draw.random() < 0.05:
             scheduler.rollback(step)
         else:
             update(scheduler, step, [SampledToken(draw.randrange(50)) if i.samples else None for i in step.scheduled])
         live = [one for one in live if not one.finished]
-    assert lost > 5 and arrived > 300 and released > 50
+    assert lost > 5 and arrived > 300 and released > 50 and processed > 100 and counted > 10
     assert scheduler.stats.preemptions > 4 and scheduler.stats.rollbacks > 5
 
 
-def test_a_decode_sends_little_and_keeps_the_objects() -> None:
-    encoder, decoder = StepEncoder(), StepDecoder()
-    long = request("1", list(range(5000)))
-    long.block_ids = [list(range(1, 314))]
-    first = decoder.decode(encoder.encode(SchedulerOutput((ScheduledRequest(long, 0, 5000, True),), 0, ())))
-    tables = first.scheduled[0].request.block_ids
+def check_rank(rank: PersistentBatch, batch: HostBatch, step: SchedulerOutput) -> None:
+    """The rank's rows have the requests' blocks and parameters, and the batch their tokens."""
+    tokens = [item.request.token_ids[item.start : item.start + item.num_tokens] for item in step.scheduled]
+    assert batch.tokens.tolist() == [token for some in tokens for token in some]
+    params = request_params([item.request for item in step.scheduled])
+    for item, row, own in zip(step.scheduled, batch.rows.tolist(), params, strict=True):
+        assert rank.params[row].tolist() == own.tolist()
+        for group, kind in enumerate(GROUPS):
+            used = -(-(item.start + item.num_tokens) // kind.block_size)
+            first = item.request.num_released[group]
+            assert rank.tables[group, row, first:used].tolist() == item.request.block_ids[group][first:used]
+    pairs = (batch.moves.swap_out, batch.moves.swap_in, batch.moves.copies)
+    assert [[*map(tuple, one.tolist())] for one in pairs] == [[*step.swap_out], [*step.swap_in], [*step.copies]]
+    assert batch.moves.fresh.tolist() == [*step.fresh_blocks]
+
+
+def test_a_decode_sends_little() -> None:
+    builder, long = driver([KVGroup(16)]), request("1", list(range(60)))
+    long.block_ids = [[1, 2, 3, 4]]
+    builder.pack(SchedulerOutput((ScheduledRequest(long, 0, 60, True),), 0, ()))
     long.token_ids.append(9)
-    long.block_ids[0].append(400)
-    step = SchedulerOutput((ScheduledRequest(long, 5000, 1, True),), 1, ())
-    data = encoder.encode(step)
-    assert len(data) < 100
-    second = decoder.decode(data)
-    check(second, step)
-    assert second.scheduled[0].request is first.scheduled[0].request
-    assert second.scheduled[0].request.block_ids is tables  # longer, not new
-    long.block_ids = [list(range(500, 814))]  # preempted and computed again
-    check(third := decoder.decode(encoder.encode(step)), step)
-    assert third.scheduled[0].request.block_ids is not tables
-
-
-def test_every_field_of_a_step_travels() -> None:
-    names = {field.name for field in fields(SchedulerOutput)}
-    assert names == {"scheduled", "num_decodes", "copies", "swap_out", "swap_in", "fresh_blocks"}
-    assert ScheduledRequest._fields == ("request", "start", "num_tokens", "samples")
+    assert len(encode_step(builder.pack(SchedulerOutput((ScheduledRequest(long, 60, 1, True),), 1, ())))) < 300
 
 
 def test_copies_and_a_step_of_nothing_else() -> None:
     step = SchedulerOutput((), 0, ((1, 2), (7, 3)), ((4, 0),), ((1, 9), (2, 8)), (5, 9, 8))
-    check(StepDecoder().decode(StepEncoder().encode(step)), step)
+    got = sent(driver().pack(step))
+    assert [one.tolist() for one in got.moves] == [[[4, 0]], [5, 9, 8], [[1, 9], [2, 8]], [[1, 2], [7, 3]]]
+    assert len(got.rows) == len(got.tokens) == 0 and got.sampling is None
 
 
-def test_a_token_that_nobody_has_read_is_sent_again() -> None:
-    encoder, decoder = StepEncoder(), StepDecoder()
-    one = request("1", [4, 5])
+def test_a_token_that_nobody_has_read_is_left_to_the_rank() -> None:
+    builder, one = driver([KVGroup(4)]), request("1", [4, 5, -1])
     one.block_ids = [[1]]
-    one.token_ids.append(-1)
-    check(decoder.decode(encoder.encode(step := SchedulerOutput((ScheduledRequest(one, 2, 1, True),), 1, ()))), step)
-    one.token_ids[-1] = 8
-    one.token_ids.append(-1)
-    check(decoder.decode(encoder.encode(step := SchedulerOutput((ScheduledRequest(one, 3, 1, True),), 1, ()))), step)
-
-
-def test_a_rank_that_missed_a_step_says_so() -> None:
-    encoder = StepEncoder()
-    one = request("1", [4, 5])
-    one.block_ids = [[1]]
-    step = SchedulerOutput((ScheduledRequest(one, 0, 2, True),), 0, ())
-    encoder.encode(step)
-    with pytest.raises(PagedAttnError, match="does not know"):
-        StepDecoder().decode(encoder.encode(step))
+    assert sent(builder.pack(SchedulerOutput((ScheduledRequest(one, 2, 1, True),), 1, ()))).tokens.tolist() == [-1]
 
 
 def test_tokens() -> None:
@@ -140,15 +156,19 @@ def test_tokens() -> None:
     items = [ScheduledRequest(one, 0, 2, samples) for samples in (True, False, True, True, True)]
     sampled = [
         SampledToken(5),
-        None,
         SampledToken(-1, error="no token has a finite logit"),
         SampledToken(6, -0.1, {6: -0.1, 9: -3.25}),
         SampledToken(7, -1e-17, {}),
     ]
-    assert decode_tokens(encode_tokens(sampled), SchedulerOutput(tuple(items), 0, ())) == sampled
+    wanted = [sampled[0], None, *sampled[1:]]
+    assert decode_tokens(encode_tokens(sampled), SchedulerOutput(tuple(items), 0, ())) == wanted
 
 
 def test_messages() -> None:
-    for json_part in (None, {"a": [1, "é"]}):
-        for arrays in ([], [array("i")], [array("i", [1, -(2**31)]), array("i", range(1000))]):
-            assert unpack(pack(json_part, arrays)) == (json_part, arrays)
+    shapes = [(), (0,), (3,), (0, 2), (2, 0), (4, 5)]
+    arrays = [(np.arange(np.prod(shape)) - 2**31).astype(np.int32).reshape(shape) for shape in shapes]
+    for json_part in (None, {"a": [1, "é"]}, "", "four"):
+        for some in ([], arrays):
+            found, got = unpack(pack(json_part, some))
+            assert found == json_part and [one.shape for one in got] == [one.shape for one in some]
+            assert all(map(np.array_equal, got, some))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from invariants import check_scheduler
 from scheduler_bench import Bench, prompt, update
 
 from pagedattn import FullAttentionSpec, PagedKVCache, SlidingWindowSpec
-from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken, SchedulerOutput
+from pagedattn.engine import KVGroup, Request, RequestStatus, SampledToken
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.worker.block_copier import BlockCopier
+from pagedattn.engine.worker.host_batch import BlockMoves
 from pagedattn.engine.worker.kv_memory import swap_config
 from pagedattn.errors import CapacityError, InvalidInputError
 
@@ -271,7 +273,8 @@ def test_blocks_come_back_byte_for_byte() -> None:
         )
         out = list(zip(blocks[:3], places, strict=False))
         back = [(place, block) for place, block in zip(places, blocks[4:7], strict=False)]
-        mover.move(SchedulerOutput((), 0, copies=((back[0][1], blocks[8]),), swap_out=tuple(out), swap_in=tuple(back)))
+        pairs = (np.array(one, dtype=np.int32).reshape(-1, 2) for one in (out, [], back, [(back[0][1], blocks[8])]))
+        mover.move(BlockMoves(*pairs))
         host |= {place: device[block] for block, place in out}
         for place, block in back:
             device[block] = host[place]

@@ -190,12 +190,12 @@ def test_an_error_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save(hf_model("qwen3", torch.float32), tmp_path)
     fault = """
 from pagedattn.engine.worker.runner import ModelRunner
-real, steps = ModelRunner.launch, iter(range(100))
-def launch(self, step):
+real, steps = ModelRunner.launch_batch, iter(range(100))
+def launch_batch(self, step):
     if self.model._ranks.rank == 1 and next(steps) == 5:
         raise ZeroDivisionError("the reason")
     return real(self, step)
-ModelRunner.launch = launch
+ModelRunner.launch_batch = launch_batch
 """
     plant = f"exec({fault!r}); from pagedattn.engine.parallel.worker"
     monkeypatch.setattr(launcher, "_START", launcher._START.replace("from pagedattn.engine.parallel.worker", plant))

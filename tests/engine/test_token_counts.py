@@ -17,7 +17,8 @@ from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, Request, SamplingParams
 from pagedattn.engine.sampling import token_counts
-from pagedattn.engine.sampling.packed_params import PARAMS, has_penalty, request_params
+from pagedattn.engine.sampling.metadata import SamplingMetadataBuilder, has_penalty
+from pagedattn.engine.sampling.packed_params import PARAMS, request_params
 from pagedattn.engine.sampling.rows import SampledRows
 from pagedattn.engine.sampling.token_counts import TokenCounts
 from pagedattn.engine.scheduler_output import PLACEHOLDER_TOKEN
@@ -41,11 +42,17 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def sends_of(counts: TokenCounts, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows by one with every transfer of tokens to the device."""
-    made, send = list[None](), counts._send
-    monkeypatch.setattr(counts, "_send", lambda *args: made.append(None) or send(*args))
-    return made
+class Counted:
+    """Both halves: what the host knows of the rows, and their counts on the device."""
+
+    def __init__(self, vocab: int = VOCAB, num_rows: int = NUM_ROWS) -> None:
+        self.builder, self.device = SamplingMetadataBuilder(num_rows), TokenCounts(num_rows, vocab, DEVICE)
+        self.sends = 0
+
+    @property
+    def counts(self) -> torch.Tensor:
+        assert self.device.counts is not None
+        return self.device.counts
 
 
 def request(tokens: list[int], prompt_len: int | None = None, **sampling: Any) -> Request:
@@ -56,15 +63,17 @@ def request(tokens: list[int], prompt_len: int | None = None, **sampling: Any) -
 
 
 def penalize(
-    counts: TokenCounts, logits: torch.Tensor, requests: list[Request], rows: list[int], last: list[int]
+    counted: Counted, logits: torch.Tensor, requests: list[Request], rows: list[int], last: list[int]
 ) -> torch.Tensor:
     """Scores; `last` is what the device has of the requests' last tokens."""
     lengths = [len(one.token_ids) for one in requests]
     last_tokens, on_device, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (last, rows, lengths))
     params = torch.zeros(max(rows) + 1, PARAMS, dtype=torch.int32, device=DEVICE)
     params[rows] = torch.from_numpy(request_params(requests)).to(DEVICE)
-    sampled = SampledRows(last_tokens, on_device, lens, np.array(rows, dtype=np.int32))
-    return counts.penalize(logits.to(DEVICE), requests, sampled, params).cpu()
+    sampling = counted.builder.build(requests, np.array(rows, dtype=np.int32))
+    counted.sends += any(map(len, sampling.counts))
+    sampled = SampledRows(last_tokens, on_device, lens)
+    return counted.device.penalize(logits.to(DEVICE), sampling, sampled, params).cpu()
 
 
 def recount(tokens: list[int], prompt_len: int, vocab: int = VOCAB) -> list[int]:
@@ -134,27 +143,24 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(part_of(3, 3)))
-def test_counts_and_scores_are_those_of_a_recount_whatever_happened(
-    seed: int, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    history, counts = History(seed), TokenCounts(NUM_ROWS, VOCAB, DEVICE)
-    draw, happened, sends = history.draw, history.happened, sends_of(counts, monkeypatch)
+def test_counts_and_scores_are_those_of_a_recount_whatever_happened(seed: int, path: str) -> None:
+    history, counts = History(seed), Counted()
+    draw, happened = history.draw, history.happened
     truths: dict[Request, list[int]] = {}
     generator = torch.Generator().manual_seed(seed)
     for _ in range(400):
         chosen = history.chosen()
         for one in chosen:
             truths.setdefault(one, one.token_ids.tolist())
-        before, rows, last = len(sends), [history.rows[one] for one in chosen], [truths[one][-1] for one in chosen]
+        before, rows, last = counts.sends, [history.rows[one] for one in chosen], [truths[one][-1] for one in chosen]
         logits = torch.randn(len(chosen), VOCAB, generator=generator) * 3
         scores = penalize(counts, logits, chosen, rows, last)
         happened["unread"] += sum(one.token_ids[-1] == PLACEHOLDER_TOKEN for one in chosen)
-        happened["silent"] += len(sends) == before
+        happened["silent"] += counts.sends == before
         for at, (one, row) in enumerate(zip(chosen, rows, strict=True)):
             wanted = reference(logits[at].numpy(), truths[one], one.prompt_len, one.sampling)
             assert np.array_equal(scores[at].numpy(), wanted)
             if has_penalty(one.sampling):
-                assert counts.counts is not None
                 assert counts.counts[row].tolist() == recount(truths[one], one.prompt_len)
         history.drawn = chosen if draw.random() > 0.1 else []  # else the step is run again
         happened["run again"] += not history.drawn
@@ -165,31 +171,30 @@ def test_counts_and_scores_are_those_of_a_recount_whatever_happened(
             one.token_ids.append(PLACEHOLDER_TOKEN)
         history.go_on(truths)
         if draw.random() < 0.02:
-            counts.forget()
+            counts.builder.forget()
             happened["forgotten"] += 1
     assert min(happened[what] for what in ("lost", "ended", "again", "drawn again", "forgotten")) > 2
     assert happened["unread"] > 150 and happened["run again"] > 10 and happened["silent"] > 10
 
 
-def test_a_request_that_only_decodes_sends_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = TokenCounts(NUM_ROWS, VOCAB, DEVICE)
-    sends, found = sends_of(counts, monkeypatch), []
+def test_a_request_that_only_decodes_sends_nothing(path: str) -> None:
+    counts, found = Counted(), []
     one, other = request([1, 2, 2], **ALL), request([5])
     truth = one.token_ids.tolist()
     for step in range(12):
         penalize(counts, torch.zeros(2, VOCAB), [one, other], [2, 4], [truth[-1], 5])
-        found.append(len(sends))
+        found.append(counts.sends)
         one.token_ids[-1] = truth[-1]
         truth.append(step % 3)
         one.token_ids.append(PLACEHOLDER_TOKEN)
         other.token_ids.append(7)
     assert found == [1] * 12
-    assert counts.counts is not None and counts.counts[2].tolist() == recount(truth[:-1], 3)
+    assert counts.counts[2].tolist() == recount(truth[:-1], 3)
 
 
 def test_a_row_that_passes_to_a_request_without_penalties(path: str) -> None:
     """Its counts are still those of the request before, which is in another row now."""
-    counts, logits = TokenCounts(NUM_ROWS, VOCAB, DEVICE), torch.ones(2, VOCAB)
+    counts, logits = Counted(), torch.ones(2, VOCAB)
     one, other = request([1, 2, 3], **ALL), request([1, 2, 3])
     penalize(counts, logits[:1], [one], [0], [3])
     scores = penalize(counts, logits, [other, one], [0, 1], [3, 3])
@@ -199,14 +204,15 @@ def test_a_row_that_passes_to_a_request_without_penalties(path: str) -> None:
 
 def test_without_penalties_nothing_is_allocated_and_logits_stay() -> None:
     counts, logits = TokenCounts(NUM_ROWS, VOCAB, torch.device("cpu")), torch.ones(1, VOCAB, dtype=torch.float16)
-    rows = SampledRows(*(zeros := torch.zeros(4, 1, dtype=torch.int32))[:3], np.zeros(1, dtype=np.int32))
-    assert counts.penalize(logits, [request([1], logprobs=1)], rows, zeros) is logits and counts.counts is None
+    rows = SampledRows(*(zeros := torch.zeros(4, 1, dtype=torch.int32))[:3])
+    sampling = SamplingMetadataBuilder(NUM_ROWS).build([request([1], logprobs=1)], np.zeros(1, dtype=np.int32))
+    assert counts.penalize(logits, sampling, rows, zeros) is logits and counts.counts is None
 
 
 def test_a_token_that_nobody_has_read_is_not_counted_by_the_host(path: str) -> None:
     one = request([1, 2, PLACEHOLDER_TOKEN, 3], 2, **ALL)
     with pytest.raises(PagedAttnError, match="not known yet"):
-        penalize(TokenCounts(NUM_ROWS, VOCAB, DEVICE), torch.zeros(1, VOCAB), [one], [0], [3])
+        penalize(Counted(), torch.zeros(1, VOCAB), [one], [0], [3])
 
 
 @pytest.mark.skipif(not interpreted() and DEVICE.type == "cpu", reason="kernels need a GPU or the interpreter")
@@ -228,7 +234,7 @@ def test_the_kernel_gives_the_scores_of_the_torch_path(
     rows = draw.sample(range(9), len(KINDS))
     for kernel in (False, True):
         monkeypatch.setattr(token_counts, "fuses", lambda x, kernel=kernel: kernel)
-        counts, scores = TokenCounts(9, vocab, DEVICE), []
+        counts, scores = Counted(vocab, 9), []
         requests = [request(tokens[:50], 30, **kind) for tokens, kind in zip(history, KINDS, strict=True)]
         for step in range(4):
             given = logits[step].to(DEVICE)
@@ -237,7 +243,6 @@ def test_the_kernel_gives_the_scores_of_the_torch_path(
             assert torch.equal(given.cpu(), logits[step])
             for one, tokens in zip(requests, history, strict=True):
                 one.token_ids.append(tokens[50 + step])
-        assert counts.counts is not None
         found.append((torch.stack(scores), counts.counts.cpu()))
     (plain, counted), (scores, by_kernel) = found
     assert torch.equal(scores, plain) and torch.equal(by_kernel, counted) and scores.dtype == torch.float32
@@ -303,7 +308,7 @@ def test_a_failed_step_leaves_no_counts(folder: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="injected"):
         patch.setattr(runner._sampler, "_logprobs", fail)
         runner.execute(step)
-    assert runner._counts._owners == [None] * (runner._state.num_rows + 1)
+    assert runner._builder._sampling._owners == [None] * (runner._state.num_rows + 1)
     assert runner.execute(step) == wanted
     assert runner._counts.counts is not None
     row = runner._state._row_of[one]
