@@ -119,15 +119,16 @@ def test_interrupts_leave_the_engine_usable(name: str, pair: Callable[[str], Pai
     assert both.two.stats().cache_use == 0
 
 
+@pytest.mark.parametrize("lost", [0, 3])
 def test_a_step_that_was_never_sent_is_not_built_upon(
-    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+    lost: int, pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = pair("qwen3")
     watch = both.two.runner._watch  # type: ignore[attr-defined]
     send, calls = watch.send, iter(range(1000))
 
     def interrupted(*message: object) -> int:
-        if next(calls) == 3:
+        if next(calls) == lost:
             raise KeyboardInterrupt
         return send(*message)
 
