@@ -159,7 +159,7 @@ def test_a_step_is_built_once_per_group_and_spec() -> None:
 def test_one_description_is_that_of_group_0() -> None:
     common = CommonAttentionMetadata.from_lengths([1], [3], TABLE[:1])
     assert plan_step([layer()], common).of(layer().plan_key).common is common
-    with pytest.raises(InvalidInputError, match=r"commons must be an entry for KV group 1, got \[0\]"):
+    with pytest.raises(InvalidInputError, match=r"common_by_group must be an entry for KV group 1, got \[0\]"):
         plan_step([layer(), layer(group=1)], common)
 
 

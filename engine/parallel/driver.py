@@ -118,11 +118,11 @@ class ParallelRunner:
         self._workers.have_met()
         facts = [json.loads(answer) for answer in answers]
         # What a block costs differs a little: the last rank may have fewer rows of the LM head.
-        rooms = [fact.pop("swap_config") for fact in facts]
+        swap_configs = [fact.pop("swap_config") for fact in facts]
         first = facts[0]
-        if any(other != first for other in facts) or len({blocks for blocks, *_ in rooms}) > 1:
+        if any(other != first for other in facts) or len({blocks for blocks, *_ in swap_configs}) > 1:
             raise EngineDeadError("the ranks disagree about the model: please report it")
-        self.swap_config = SwapConfig(*rooms[0])
+        self.swap_config = SwapConfig(*swap_configs[0])
         self.num_kv_blocks: int = first["num_kv_blocks"]
         self.kv_groups = [KVGroup(*group) for group in first["kv_groups"]]
         self.vocab_size: int = first["vocab_size"]

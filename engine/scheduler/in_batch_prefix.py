@@ -7,10 +7,10 @@ from ..request import Request
 
 
 class InBatchPrefix:
-    """Contents that the step in the making will add to the cache, by the prompts that compute them.
+    """Contents that the step being built will add to the cache, by the prompts that compute them.
 
-    A block can be found only once it is computed. Without this, twins that are admitted in one step would compute the
-    same tokens twice.
+    A block can be found only once it is computed. Without this, equal prompts that are admitted in one step would
+    compute the same tokens twice.
     """
 
     def __init__(self, prefixes: PrefixCache) -> None:

@@ -49,7 +49,7 @@ class CapturedStep:
 
     size: int
     metadata: StepMetadata
-    commons: list[CommonAttentionMetadata]  # by KV group, tensors of `metadata`
+    common_by_group: list[CommonAttentionMetadata]  # by KV group, tensors of `metadata`
     replay: Callable[[], object]
 
 
@@ -146,8 +146,8 @@ class DecodeGraphs:
         if updates.table_changed:
             state.apply(*transfer(updates.parts, self._device))
         sent = packed_decodes(packed, size, state.num_rows, self._device)
-        write_decodes(sent, count, state, self._rows.first(size), step.commons)
-        plan_step(self._model.attention_layers(), _as_packed(step.commons, packed), into=step.metadata)
+        write_decodes(sent, count, state, self._rows.first(size), step.common_by_group)
+        plan_step(self._model.attention_layers(), _as_packed(step.common_by_group, packed), into=step.metadata)
         step.replay()
         self.replays += 1
         return self._logits[:count], self._tokens[:count] if self._draws else None, self._rows.sampled(count)
@@ -160,11 +160,13 @@ class DecodeGraphs:
 
     def _capture(self, size: int, metadata: StepMetadata, caches: Sequence[LayerCache]) -> CapturedStep:
         planned = {layer.kv_group: metadata.by_key[layer.plan_key].common for layer in self._model.attention_layers()}
-        commons = [planned[group] for group in range(len(self._state.block_sizes))]
+        common_by_group = [planned[group] for group in range(len(self._state.block_sizes))]
         rows = self._rows.first(size)
 
         def run() -> None:
-            for table, block_size, common in zip(self._state.tables, self._state.block_sizes, commons, strict=True):
+            for table, block_size, common in zip(
+                self._state.tables, self._state.block_sizes, common_by_group, strict=True
+            ):
                 where = common.query_start_loc, common.seq_lens, common.slot_mapping
                 ops.compute_slot_mapping(table, block_size, *where, rows=rows.state_rows)
             hidden = self._model(rows.ids, rows.positions, caches, metadata)
@@ -173,7 +175,7 @@ class DecodeGraphs:
                 self._draw(rows)
 
         if self._device.type != "cuda":
-            return CapturedStep(size, metadata, commons, run)
+            return CapturedStep(size, metadata, common_by_group, run)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels and chooses algorithms, which a capture must not
@@ -182,7 +184,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
-        return CapturedStep(size, metadata, commons, graph.replay)
+        return CapturedStep(size, metadata, common_by_group, graph.replay)
 
     def _draw(self, rows: DecodeRows) -> None:
         from ..sampling.kernels.draw import draw
@@ -196,7 +198,7 @@ class DecodeGraphs:
         """Metadata with buffers of its own for `size` decodes as long as the model allows."""
         device = self._device
         columns = self._state.tables.shape[2]
-        commons = {
+        common_by_group = {
             group: CommonAttentionMetadata(
                 query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
                 seq_lens=torch.ones(size, dtype=torch.int32, device=device),
@@ -212,10 +214,12 @@ class DecodeGraphs:
             )
             for group, block_size in enumerate(self._state.block_sizes)
         }
-        return plan_step(self._model.attention_layers(), commons, capture=device.type == "cuda")
+        return plan_step(self._model.attention_layers(), common_by_group, capture=device.type == "cuda")
 
 
-def _as_packed(commons: Sequence[CommonAttentionMetadata], packed: HostBatch) -> dict[int, CommonAttentionMetadata]:
+def _as_packed(
+    common_by_group: Sequence[CommonAttentionMetadata], packed: HostBatch
+) -> dict[int, CommonAttentionMetadata]:
     """Metadata of a step that stands in captured tensors already."""
     count = len(packed.rows)
     facts = {
@@ -228,5 +232,5 @@ def _as_packed(commons: Sequence[CommonAttentionMetadata], packed: HostBatch) ->
     }
     return {
         group: common.replace(**facts, shared_prefix_len=shared)
-        for group, (common, shared) in enumerate(zip(commons, packed.shared, strict=True))
+        for group, (common, shared) in enumerate(zip(common_by_group, packed.shared, strict=True))
     }

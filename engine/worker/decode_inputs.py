@@ -54,20 +54,20 @@ def write_decodes(
     count: int,
     state: PersistentBatch,
     rows: DecodeRows,
-    commons: Sequence[CommonAttentionMetadata],
+    common_by_group: Sequence[CommonAttentionMetadata],
 ) -> None:
-    """Put each new block into the state's tables, and the step into `rows` and `commons`.
+    """Put each new block into the state's tables, and the step into `rows` and `common_by_group`.
 
     Args:
         sent: [3 + groups, size], what `packed_decodes` made. count: of its rows, those that are no padding.
         rows: tensors [size] to write to.
-        commons: by KV group, the tensors of captured metadata for `size` sequences; padding gets neither tokens nor
-            keys. Slots are the captured step's own to compute.
+        common_by_group: the tensors of captured metadata for `size` sequences; padding gets neither tokens nor keys.
+            Slots are the captured step's own to compute.
     """
     if sent.is_cuda:
         from .kernels.decode_inputs import write
 
-        for group, common in enumerate(commons):
+        for group, common in enumerate(common_by_group):
             write(sent, group, count, state.tables[group], state.block_sizes[group], state.last_tokens, rows, common)
         return
     state_rows, ids, positions, *blocks = sent
@@ -76,7 +76,7 @@ def write_decodes(
     rows.positions.copy_(positions)
     rows.lengths.copy_(positions + 1)
     live = torch.arange(len(ids), device=ids.device) < count
-    for table, size, block, common in zip(state.tables, state.block_sizes, blocks, commons, strict=True):
+    for table, size, block, common in zip(state.tables, state.block_sizes, blocks, common_by_group, strict=True):
         column = positions // size
         table[state_rows[:count], column[:count]] = block[:count]
         width = min(common.block_table.shape[1], table.shape[1])

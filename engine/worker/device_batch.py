@@ -27,7 +27,7 @@ class DeviceBatch:
     positions: torch.Tensor  # [T] int32
     sampled: torch.Tensor  # [n] int32, rows of the T whose next token is sampled
     rows: SampledRows
-    commons: dict[int, CommonAttentionMetadata]  # by KV group
+    common_by_group: dict[int, CommonAttentionMetadata]  # by KV group
 
 
 class BatchSender:
@@ -65,9 +65,11 @@ class BatchSender:
             max_seq_len=int(ends.max()),
             num_decodes=packed.num_decodes,
         )
-        commons = self._by_group(common, rows_dev, packed.shared)
+        common_by_group = self._by_group(common, rows_dev, packed.shared)
         last_tokens = ids[:0] if packed.sampling is None else ids.index_select(0, last_dev)
-        return DeviceBatch(ids, positions_dev, last_dev, SampledRows(last_tokens, sampled_rows, lengths), commons)
+        return DeviceBatch(
+            ids, positions_dev, last_dev, SampledRows(last_tokens, sampled_rows, lengths), common_by_group
+        )
 
     def _by_group(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, shared: Sequence[int]

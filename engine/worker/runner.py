@@ -139,7 +139,7 @@ class ModelRunner:
             logits, drawn, rows = self._graphs.run(packed)
         else:
             inputs = self._inputs.send(packed)
-            metadata = plan_step(self._attentions, inputs.commons)
+            metadata = plan_step(self._attentions, inputs.common_by_group)
             hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
             if not len(packed.sampled):
                 return None

@@ -72,7 +72,7 @@ class StepMetadata:
 
 def plan_step(
     layers: Iterable[PlannedLayer],
-    commons: Mapping[int, CommonAttentionMetadata] | CommonAttentionMetadata,
+    common_by_group: Mapping[int, CommonAttentionMetadata] | CommonAttentionMetadata,
     into: StepMetadata | None = None,
     capture: bool = False,
 ) -> StepMetadata:
@@ -80,7 +80,7 @@ def plan_step(
 
     Args:
         layers: the model's attention layers.
-        commons: one CommonAttentionMetadata per KV group, or one for group 0 alone.
+        common_by_group: one CommonAttentionMetadata per KV group, or one for group 0 alone.
         capture: make static buffers that a CUDA graph may record.
         into: such a plan of the same layers, rewritten in place for a replay.
 
@@ -88,17 +88,17 @@ def plan_step(
     after another.
 
     Raises:
-        InvalidInputError: a layer's KV group is not in `commons`.
+        InvalidInputError: a layer's KV group is not in `common_by_group`.
         UnsupportedError, CapacityError: the step cannot be captured, or is larger than what was.
     """
-    by_group = {0: commons} if isinstance(commons, CommonAttentionMetadata) else commons
+    by_group = {0: common_by_group} if isinstance(common_by_group, CommonAttentionMetadata) else common_by_group
     out: dict[Key, AttentionMetadata] = {}
     for layer in layers:
         key = layer.plan_key
         if key in out:
             continue
         if layer.kv_group not in by_group:
-            raise InvalidInputError("commons", f"an entry for KV group {layer.kv_group}", sorted(by_group))
+            raise InvalidInputError("common_by_group", f"an entry for KV group {layer.kv_group}", sorted(by_group))
         old = into.by_key.get(key) if into is not None else None
         if old is None and env.check_level() and not torch.compiler.is_compiling():
             check_bounds(by_group[layer.kv_group])

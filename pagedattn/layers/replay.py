@@ -18,7 +18,7 @@ from ..backends.base import AttentionImpl, AttentionMetadata
 from ..call import AttentionCall
 from ..formats.base import LayerCache
 from ..formats.fp8.format import is_scale
-from ..runtime.eager import unwatched
+from ..runtime.eager import can_bypass_dispatcher
 from ..runtime.op_registry import load
 from ..spec import Scale
 
@@ -69,7 +69,7 @@ def layout_of(kind: object, call: AttentionCall) -> tuple[object, ...] | None:
     """
     query, cache, key, value, out, _, sinks, slopes, k_scale, v_scale = call
     layout = getattr(cache, "layout", None)
-    if type(query) is not _Tensor or layout is None or not unwatched():
+    if type(query) is not _Tensor or layout is None or not can_bypass_dispatcher():
         return None
     about = [kind, layout, query.shape, query.stride(), query.dtype, query.device]
     for tensor in (key, value, out):

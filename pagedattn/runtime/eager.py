@@ -16,16 +16,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _compiling = torch.compiler.is_dynamo_compiling
 
 
-def unwatched() -> bool:
+def can_bypass_dispatcher() -> bool:
     """Whether no compiler, dispatch mode (fake tensors, export), functorch transform, trace or profiler is at work."""
     if _compiling() or _modes is None or _transform is None or _tracing is None or _profiling is None:
         return False
     return not _profiling() and not _modes() and _transform() is None and _tracing() is None
 
 
-def plain(args: tuple[object, ...]) -> bool:
+def is_plain_call(args: tuple[object, ...]) -> bool:
     """Whether torch would only call the implementation with these arguments of an op."""
-    if not unwatched():
+    if not can_bypass_dispatcher():
         return False
     for arg in args:
         kind = type(arg)

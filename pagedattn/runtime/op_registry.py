@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import InvalidInputError, UnsupportedError
-from .eager import plain
+from .eager import is_plain_call
 
 PATHS = ("auto", "csrc", "triton", "torch")
 # The paths of each op in order of preference; an op that is not named has the others. What `python -m bench.op_paths`
@@ -55,7 +55,7 @@ def register(schema: str, implementation: Callable[..., object], fake: Callable[
     op = getattr(torch.ops.pagedattn, name).default
 
     def call(*args: object, **beyond: object) -> Any:
-        return run(*args, **beyond) if plain(args) else op(*args)
+        return run(*args, **beyond) if is_plain_call(args) else op(*args)
 
     return call
 

@@ -54,7 +54,7 @@ def test_padded_rows_are_nobodys(folder: Path) -> None:
     driver, graphs = Driver(runner), runner._graphs
     assert graphs is not None
     one, two = (driver.request(list(prompt)) for prompt in PROMPTS[:2])
-    assert [common.block_size for common in graphs._steps[4].commons] == runner._state.block_sizes
+    assert [common.block_size for common in graphs._steps[4].common_by_group] == runner._state.block_sizes
     driver.run([(one, 5), (two, 37)])
     driver.run([(one, 1), (two, 1)])
     rows = [runner._state._row_of[each] for each in (one, two)]
@@ -125,10 +125,10 @@ def test_a_refusal_leaves_nothing_captured(
 ) -> None:
     """Of two sizes the second is refused: steps of the first size run eagerly too."""
 
-    def refuse_two(layers: Any, commons: Any, **options: Any) -> StepMetadata:
-        if commons[0].num_seqs == 2 and "into" not in options:
+    def refuse_two(layers: Any, common_by_group: Any, **options: Any) -> StepMetadata:
+        if common_by_group[0].num_seqs == 2 and "into" not in options:
             raise UnsupportedError("no graph of two")
-        return plan_step(layers, commons, **options)
+        return plan_step(layers, common_by_group, **options)
 
     monkeypatch.setattr(decode_graphs, "plan_step", refuse_two)
     with caplog.at_level("WARNING", "pagedattn.engine"):

@@ -37,7 +37,7 @@ def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMeta
     def junk(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, 77, dtype=dtype, device=DEVICE)
 
-    commons = [
+    common_by_group = [
         CommonAttentionMetadata(
             query_start_loc=junk(size + 1),
             seq_lens=junk(size),
@@ -50,13 +50,13 @@ def buffers(size: int, width: int) -> tuple[DecodeRows, list[CommonAttentionMeta
         )
         for _ in GROUPS
     ]
-    return DecodeRows(*(junk(size) for _ in range(4))), commons
+    return DecodeRows(*(junk(size) for _ in range(4))), common_by_group
 
 
 def test_a_step_says_which_blocks_its_groups_have() -> None:
     cpu = torch.device("cpu")
-    commons = BatchSender(PersistentBatch(GROUPS, NUM_ROWS, LONGEST, cpu), cpu).send(packed(2)).commons
-    assert [commons[group].block_size for group in range(len(GROUPS))] == [group.block_size for group in GROUPS]
+    common_by_group = BatchSender(PersistentBatch(GROUPS, NUM_ROWS, LONGEST, cpu), cpu).send(packed(2)).common_by_group
+    assert [common_by_group[group].block_size for group in range(len(GROUPS))] == [group.block_size for group in GROUPS]
 
 
 @pytest.mark.parametrize(("count", "size"), [(6, 8), (1, 1), (2, 8), (6, 6)])
@@ -67,29 +67,33 @@ def test_the_kernel_writes_what_torch_writes(count: int, size: int) -> None:
         draw = torch.Generator().manual_seed(1)
         state.tables.copy_(torch.randint(1, 5000, state.tables.shape, generator=draw))
         state.last_tokens.copy_(torch.randint(-1, 99, state.last_tokens.shape, generator=draw))
-        rows, commons = buffers(size, state.tables.shape[2])
+        rows, common_by_group = buffers(size, state.tables.shape[2])
         if path == "torch":
             rows = DecodeRows(*(one.cpu() for one in rows))
             names = ("query_start_loc", "seq_lens", "block_table")
-            commons = [one.replace(**{name: getattr(one, name).cpu() for name in names}) for one in commons]
-            write_decodes(packed_decodes(step, size, NUM_ROWS, torch.device("cpu")), count, state, rows, commons)
+            common_by_group = [
+                one.replace(**{name: getattr(one, name).cpu() for name in names}) for one in common_by_group
+            ]
+            write_decodes(
+                packed_decodes(step, size, NUM_ROWS, torch.device("cpu")), count, state, rows, common_by_group
+            )
         else:
             sent = packed_decodes(step, size, NUM_ROWS, DEVICE)
-            for group, common in enumerate(commons):
+            for group, common in enumerate(common_by_group):
                 write(
                     sent, group, count, state.tables[group], GROUPS[group].block_size, state.last_tokens, rows, common
                 )
-        found.append((state, rows, commons))
-    (plain, rows, commons), (state, got_rows, got_commons) = found
+        found.append((state, rows, common_by_group))
+    (plain, rows, common_by_group), (state, got_rows, got_commons) = found
     for got, wanted in zip(got_rows, rows, strict=True):
         assert torch.equal(got.cpu(), wanted)
     assert (rows.ids >= 0).all() and (rows.state_rows[count:] == NUM_ROWS).all()
     assert torch.equal(state.tables.cpu(), plain.tables), "the new block is in the table, and nothing else"
-    for got, wanted, group in zip(got_commons, commons, GROUPS, strict=True):
+    for got, wanted, group in zip(got_commons, common_by_group, GROUPS, strict=True):
         for name in ("query_start_loc", "seq_lens"):
             assert torch.equal(getattr(got, name).cpu(), getattr(wanted, name)), name
         for row, start in enumerate(step.starts):
             used = start // group.block_size + 1
             assert torch.equal(got.block_table[row, :used].cpu(), wanted.block_table[row, :used])
-    assert (commons[0].seq_lens[count:] == 0).all()
-    assert commons[0].query_start_loc[-1] == count
+    assert (common_by_group[0].seq_lens[count:] == 0).all()
+    assert common_by_group[0].query_start_loc[-1] == count

@@ -55,14 +55,14 @@ def paged_logits(model: Decoder, ids: torch.Tensor, chunks: tuple[int, ...], blo
     tables = {group: next(free).int()[None] for group in range(len(kv.groups))}
     out, position = [], 0
     for size in chunks:
-        commons = {
+        common_by_group = {
             group: CommonAttentionMetadata.from_lengths(
                 [size], [position + size], table, block_size=kv.groups[group].spec.block_size
             )
             for group, table in tables.items()
         }
         where = torch.arange(position, position + size)
-        hidden = model(ids[where], where, caches, plan_step(model.attention_layers(), commons))
+        hidden = model(ids[where], where, caches, plan_step(model.attention_layers(), common_by_group))
         out.append(model.logits(hidden))
         position += size
     return torch.cat(out)

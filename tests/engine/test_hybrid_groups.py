@@ -98,10 +98,10 @@ def test_slots_of_every_group_begin_where_launches_can_be_repeated(
     begins, made = [], BatchSender._by_group
 
     def by_group(self: BatchSender, *given):  # type: ignore[no-untyped-def]
-        commons = made(self, *given)
-        begins.append([common.slot_mapping.data_ptr() & 15 for common in commons.values()])
-        assert all(len(common.slot_mapping) == common.num_tokens for common in commons.values())
-        return commons
+        common_by_group = made(self, *given)
+        begins.append([common.slot_mapping.data_ptr() & 15 for common in common_by_group.values()])
+        assert all(len(common.slot_mapping) == common.num_tokens for common in common_by_group.values())
+        return common_by_group
 
     monkeypatch.setattr(BatchSender, "_by_group", by_group)
     folder = save(hf_model("qwen2-half-window", torch.float64), tmp_path)

@@ -31,8 +31,8 @@ def shared(rows: list[list[int]], lengths: list[int], groups: list[KVGroup], pro
     device = torch.device("cpu")
     state = PersistentBatch(groups, 4, 512, device)
     packed = HostBatchBuilder(groups, state).pack(SchedulerOutput(tuple(items), len(items) - prompts, ()))
-    commons = BatchSender(state, device).send(packed).commons
-    return [commons[group].shared_prefix_len for group in range(len(groups))]
+    common_by_group = BatchSender(state, device).send(packed).common_by_group
+    return [common_by_group[group].shared_prefix_len for group in range(len(groups))]
 
 
 @pytest.mark.parametrize(

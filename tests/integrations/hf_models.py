@@ -179,7 +179,7 @@ def packed_logits(
     for sizes in steps:
         who = [i for i in range(count) if sizes[i]]
         counts, ends = [sizes[i] for i in who], [done[i] + sizes[i] for i in who]
-        commons = {
+        common_by_group = {
             group: CommonAttentionMetadata.from_lengths(
                 counts, ends, table[who], block_size=kv.groups[group].spec.block_size
             )
@@ -187,7 +187,7 @@ def packed_logits(
         }
         ids = torch.tensor([token for i in who for token in sequences[i][done[i] : done[i] + sizes[i]]])
         where = torch.cat([torch.arange(end - size, end) for size, end in zip(counts, ends, strict=True)])
-        logits = model.logits(model(ids, where, caches, plan_step(model.attention_layers(), commons)))
+        logits = model.logits(model(ids, where, caches, plan_step(model.attention_layers(), common_by_group)))
         for i, part in zip(who, logits.split(counts), strict=True):
             out[i].append(part)
             done[i] += sizes[i]

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn import ops
-from pagedattn.runtime.eager import plain, unwatched
+from pagedattn.runtime.eager import can_bypass_dispatcher, is_plain_call
 
 
 class Seen(TorchDispatchMode):
@@ -38,7 +38,7 @@ STATES = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4)
 
 
 def test_plain_tensors_and_parameters_are() -> None:
-    assert unwatched() and plain((*STATES, torch.nn.Parameter(torch.ones(2)), None, 1.0, "auto"))
+    assert can_bypass_dispatcher() and is_plain_call((*STATES, torch.nn.Parameter(torch.ones(2)), None, 1.0, "auto"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_plain_tensors_and_parameters_are() -> None:
     ids=["subclass", "meta", "list", "negated view"],
 )
 def test_what_only_torch_can_judge_is_not(arg: object) -> None:
-    assert not plain((*STATES, arg))
+    assert not is_plain_call((*STATES, arg))
 
 
 def test_a_profiler_sees_the_op() -> None:
@@ -70,7 +70,7 @@ def test_no_tracer_is_gone_past(transform: str) -> None:
     seen = []
 
     def call(*args: torch.Tensor) -> torch.Tensor:
-        seen.append(unwatched())
+        seen.append(can_bypass_dispatcher())
         return args[0] + args[1].sum()
 
     if transform == "make_fx":

@@ -28,7 +28,7 @@ from ..masking import first_key, is_causal, sees_all_before, visible
 from ..planes import scale_rows
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import DecodeConfig
-from .split_kv import combine
+from .split_kv import publish_and_reduce
 
 
 @triton.jit
@@ -304,7 +304,7 @@ def _decode_kernel(
                     sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION, ROTATE_OUT,
                 )  # fmt: skip
             else:
-                complete, all_acc, all_m, all_l = combine(
+                complete, all_acc, all_m, all_l = publish_and_reduce(
                     acc, m_i, l_i, workspace, part, program, begins, origin // share, (close - 1) // share, PARTS,
                     BLOCK_M, ROWS, BLOCK_DV, FAN_IN, REDUCTION_UNROLL, PRECISION,
                 )  # fmt: skip

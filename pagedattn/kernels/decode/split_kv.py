@@ -55,7 +55,7 @@ def _is_last(counter, arrivals):
 
 
 @triton.jit
-def _union(
+def _reduce_splits(
     states, part, start, begins, count, STRIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr, REDUCTION_UNROLL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _union(
 
 
 @triton.jit
-def combine(
+def publish_and_reduce(
     acc, m_i, l_i, workspace, part, program, begins, first, last,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, FAN_IN: tl.constexpr,
     REDUCTION_UNROLL: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,7 +118,7 @@ def combine(
     all_m = tl.zeros([ROWS], tl.float32)
     all_l = tl.zeros([ROWS], tl.float32)
     if complete:
-        all_acc, all_m, all_l = _union(
+        all_acc, all_m, all_l = _reduce_splits(
             states, part, head, group == 0, members, 1, PARTS, ROWS, BLOCK_DV, REDUCTION_UNROLL, PRECISION
         )
         if groups > 1:
@@ -127,7 +127,7 @@ def combine(
             _publish(head_state, all_acc, all_m, all_l, ROWS, ROWS, BLOCK_DV)
             complete = _is_last(workspace + 2 * _PLACES + first * PARTS + part, groups)
             if complete:
-                all_acc, all_m, all_l = _union(
+                all_acc, all_m, all_l = _reduce_splits(
                     states, part, first, True, groups, FAN_IN, PARTS, ROWS, BLOCK_DV, REDUCTION_UNROLL, PRECISION
                 )
     return complete, all_acc, all_m, all_l

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from .gluon_names import thread_barrier
-from .split_kv import combine
+from .split_kv import publish_and_reduce
 from .work_item import ROWS, take, tiles_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -213,7 +213,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspac
             complete = True
             if shape.IN_PARTS:
                 if item.parts > 1:
-                    complete, acc, m_i, l_i = combine(acc, m_i, l_i, workspace, item, w, shape)
+                    complete, acc, m_i, l_i = publish_and_reduce(acc, m_i, l_i, workspace, item, w, shape)
             if complete:
                 _finish(acc, m_i, l_i, item, w, q, output, lse_out, shape)
             queries.release(n)

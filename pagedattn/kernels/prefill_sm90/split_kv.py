@@ -62,7 +62,7 @@ def _is_last(counter, arrivals):
 
 
 @gluon.jit
-def _union(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
+def _reduce_splits(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
     """The states at `count` places together, every STRIDE from `start` on, in the layouts of those given."""
     row = gl.arange(0, ROWS, m_i.type.layout)
     by_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -89,7 +89,7 @@ def _union(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.c
 
 
 @gluon.jit
-def combine(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
+def publish_and_reduce(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
     """Publish this part's state. Whether it is the one that has those of all parts, and their union if so.
 
     More than GROUP parts are added up in groups first: one consumer alone would take long over so much data.
@@ -100,12 +100,12 @@ def combine(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
     members = gl.minimum(item.parts - first, GROUP)
     complete = _is_last(workspace + (head * CONSUMERS + w) * 2, members)
     if complete:
-        acc, m_i, l_i = _union(acc, m_i, l_i, workspace, head, members, 1, w, shape)
+        acc, m_i, l_i = _reduce_splits(acc, m_i, l_i, workspace, head, members, 1, w, shape)
         if item.parts > GROUP:
             thread_barrier()  # every thread has read the head's state before it is replaced
             _publish(acc, m_i, l_i, _state(workspace, head, w, shape), shape)
             groups = (item.parts + GROUP - 1) // GROUP
             complete = _is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)
             if complete:
-                acc, m_i, l_i = _union(acc, m_i, l_i, workspace, item.origin, groups, GROUP, w, shape)
+                acc, m_i, l_i = _reduce_splits(acc, m_i, l_i, workspace, item.origin, groups, GROUP, w, shape)
     return complete, acc, m_i, l_i
