@@ -192,13 +192,15 @@ def test_events_are_as_the_protocol_has_them(served: Served) -> None:
     assert end == "data: [DONE]" and len(events) > 10 and all(event.startswith("data: {") for event in events)
 
 
-def test_the_client_of_the_readme(
+def test_the_client_of_the_quickstart(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (snippet,) = re.findall(
+        r"```py\n(.*?)```", (ROOT / "docs" / "quickstart_engine.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert snippet.count("http://127.0.0.1:8000/v1") == 1
-    exec(compile(snippet.replace("http://127.0.0.1:8000", served.url), "README.md", "exec"), {})
+    exec(compile(snippet.replace("http://127.0.0.1:8000", served.url), "quickstart_engine.md", "exec"), {})
     assert served.direct["chat"].text in capsys.readouterr().out
 
 
