@@ -237,12 +237,22 @@ def test_a_bad_value_is_one_line_and_status_2(line: str, capsys: pytest.CaptureF
     assert not out and BAD[line] in err and err.count("\n") == 1
 
 
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, "generate", "/nowhere", "x", status=1)
-    assert not out and err.startswith(
-        "pagedattn: model must be a local folder in Hugging Face format, got '/nowhere'; "
-    )
-    assert err.endswith("hf download NAME --local-dir FOLDER\n")
+def test_a_model_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for name, problem in (("examples/tiny-qwen3", "does not exist"), ("file", "is no folder")):
+        out, err = run(capsys, "generate", name, "x", status=1)
+        path = tmp_path.resolve() / name
+        assert (
+            not out
+            and err.count("\n") == 1
+            and err.startswith(
+                f"pagedattn: model must be a local folder in Hugging Face format, got {name!r} ({path} {problem}); "
+            )
+        )
+        assert err.endswith("hf download NAME --local-dir FOLDER\n")
 
 
 def test_tracebacks_only_where_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

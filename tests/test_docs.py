@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from processes import environment
+
+from pagedattn.errors import WeightsError
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -88,6 +91,35 @@ def test_python_blocks_of_a_page_run_in_order(page: Path, monkeypatch: pytest.Mo
     names: dict[str, object] = {}
     for code in python_blocks(page):
         exec(compile(code, page.name, "exec"), names)
+
+
+NAME_EXAMPLES = [
+    pytest.param(code, id=page.stem)
+    for page in (ROOT / "README.md", *DOCS)
+    for code in python_blocks(page)
+    if "examples/" in code
+]
+
+
+@pytest.mark.parametrize("code", NAME_EXAMPLES)
+def test_outside_the_checkout_a_block_stops_at_once(code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def asked(*words: object, **more: object) -> None:
+        raise AssertionError(f"the network was asked for {words}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((FileNotFoundError, WeightsError)) as caught:
+        exec(compile(code, "block", "exec"), {})
+    said = str(caught.value)
+    assert "examples" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
+def test_what_names_the_checkout_says_that_it_is_run_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for named in re.finditer(r"python -m (?:bench|pytest)\b|python examples/|\Wexamples/tiny-qwen3", text):
+        paragraph = text[named.end() :].partition("\n\n")[0]
+        assert "checkout" in text[: named.start()] + paragraph, f"{page.name}: {named[0]}"
 
 
 def test_pages_with_python_blocks() -> None:

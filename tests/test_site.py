@@ -42,7 +42,7 @@ def test_every_public_name_is_on_an_api_page(module: ModuleType) -> None:
 )
 def test_it_is_built_without_a_network(tmp_path: Path) -> None:
     nowhere = "http://127.0.0.1:9"
-    variables = environment(http_proxy=nowhere, https_proxy=nowhere, HTTPS_PROXY=nowhere, NO_MKDOCS_2_WARNING="1")
+    variables = environment(http_proxy=nowhere, https_proxy=nowhere, HTTPS_PROXY=nowhere)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,8 +27,10 @@ class ModelFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.realpath(path))
         if not self.root.is_dir():
+            problem = "is no folder" if self.root.exists() else "does not exist"
             raise WeightsError(
-                f"model must be a local folder in Hugging Face format, got {os.fspath(path)!r}; a model of the Hub: "
+                f"model must be a local folder in Hugging Face format, got {os.fspath(path)!r} ({self.root} "
+                f"{problem}); run in the checkout what names examples/, and for a model of the Hub: "
                 "hf download NAME --local-dir FOLDER"
             )
         is_snapshot = self.root.parent.name == "snapshots"
