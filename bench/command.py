@@ -31,12 +31,12 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
         InvalidInputError: an unknown suite or contender, a workload of another grammar, a file that cannot be written,
             or no matplotlib for `plot`.
     """
+    if suite not in SUITES:
+        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
     if suite == "engine":
         from . import engine_bench
 
         return engine_bench.run(backends, workloads, json)
-    if suite not in SUITES:
-        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}, engine", repr(suite))
     if plot and find_spec("matplotlib") is None:
         raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()

@@ -110,14 +110,17 @@ _SMALL = {
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
-SUITES = (*ATTENTION, "cache", "sweep", "shared", "speculative", "append", "all")
+SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "engine")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
-    """The table of a suite of attention; `all` is decode, prefill and mixed. Without a GPU, tiny ones in float32."""
+    """The table of a suite of attention; `all` is decode, prefill and mixed. Without a GPU, tiny ones in float32.
+
+    Suites of other things than attention layers have none here.
+    """
     if suite == "all":
         return [case for one in ATTENTION for case in cases(one, gpu)]
-    if suite == "cache":
+    if suite in ("cache", "engine"):
         return []
     if gpu:
         return _GPU[suite]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pagedattn.bench import command as bench_command
 from pagedattn.bench import timing
 from pagedattn.bench.measure import FIELDS, empty_row
 from pagedattn.bench.report import header
-from pagedattn.bench.table import cases
+from pagedattn.bench.table import SUITES, cases
 from pagedattn.cli import command
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
@@ -68,6 +69,13 @@ def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
         assert command.main(argv) == 2
         err = capsys.readouterr().err
         assert text in err and err.count("\n") == 1
+
+
+def test_the_help_names_every_suite(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["bench", "--help"])
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*SUITES} <= words and "engine" in SUITES
 
 
 @pytest.mark.parametrize(

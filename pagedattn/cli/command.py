@@ -112,12 +112,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "suite",
-        nargs="?",
-        default="all",
-        help="decode, prefill, mixed, cache, all (default: those four), sweep, shared, speculative, engine",
-    )
+    suites = ", ".join(import_module("pagedattn.bench.table").SUITES)
+    add("suite", nargs="?", default="all", help=f"one of {suites} (default: all, which is the four before it)")
     add("--backends", metavar="NAMES", help="TRITON,auto,FA3 and so on; all whose library is here where not given")
     add(
         "--workload",
