@@ -20,7 +20,7 @@ from .timing import ceilings
 
 
 def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path | None, plot: bool) -> int:
-    """Measure and report.
+    """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
 
     Returns:
         0; 1 where kernels of this library computed something wrong, or nobody could be timed. A wrong result of
@@ -43,7 +43,7 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
     chosen = contenders(backends)
     todo = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
     with_cache = not workloads and suite in ("cache", "all")
-    progress = Progress(len(todo) + with_cache * len(cache_ops.OPS))
+    progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
     result = ResultFile(json, {}, chosen)
     progress.tell("ceilings of this machine")
     limits = ceilings()
@@ -71,6 +71,7 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
         folder = (json.parent if json is not None else Path()) / "plots"
         for path in draw_all(Result(result.meta, result.rows), folder):
             progress.say(str(path))
+    result.print_json()
     wrong = any(str(row["refused"]).startswith("wrong") and by_own_kernels(row) for row in result.rows)
     return int(wrong or not any(row["us"] for row in result.rows))
 

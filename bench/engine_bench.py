@@ -40,7 +40,7 @@ def run(backend: str | None, names: Sequence[str], json: Path | None) -> int:
         expected = f"one of {', '.join(dict.fromkeys(case.name for case in known))}"
         raise InvalidInputError("--workload", expected, sorted(unknown))
     todo = [case for case in known if not names or case.name in names]
-    progress, result = Progress(len(todo)), ResultFile(json, {}, [])
+    progress, result = Progress(len(todo), json), ResultFile(json, {}, [])
     for case in todo:
         progress.tell(f"{case.model} {case.name}")
         row = measure(case, backend)
@@ -48,6 +48,7 @@ def run(backend: str | None, names: Sequence[str], json: Path | None) -> int:
         progress.done += 1
         for text in lines(row):
             progress.say(text)
+    result.print_json()
     return int(any(row["refused"] for row in result.rows))
 
 

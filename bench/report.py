@@ -24,20 +24,26 @@ from .ratios import Row, library, summarise
 _COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "error", "plan us", "host us")
 _WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 9, 8, 8)
 _CASE, _BACKEND = 44, 24
+STDOUT = Path("-")  # as a result file's name: what it would hold is printed at the end
 _DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python"}
 
 
 class ResultFile:
     """`meta` and `rows`, written again with every case: what ends a run early leaves what was measured.
 
+    Args:
+        path: None keeps the rows only, STDOUT has `print_json` print them.
+
     Raises:
         InvalidInputError: no file can be written there; found before anything is measured.
     """
 
     def __init__(self, path: Path | None, ceilings: Mapping[str, float], contenders: Sequence[Contender]) -> None:
-        if path is not None:
-            _check_writable(path)
-        self.path, self.rows = path, list[Row]()
+        self.printed = path == STDOUT
+        self.path = None if self.printed else path
+        if self.path is not None:
+            _check_writable(self.path)
+        self.rows = list[Row]()
         self.meta = meta([one.name for one in contenders if one.peer]) | dict(ceilings)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -54,8 +60,16 @@ class ResultFile:
     def _write(self) -> None:
         if self.path is not None:
             partial = _partial(self.path)
-            partial.write_text(json.dumps({"meta": self.meta, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+            partial.write_text(self._text() + "\n", encoding="utf-8")
             partial.replace(self.path)
+
+    def print_json(self) -> None:
+        """Print the object, where that was asked for and not a file."""
+        if self.printed:
+            print(self._text())
+
+    def _text(self) -> str:
+        return json.dumps({"meta": self.meta, "rows": self.rows}, indent=1)
 
 
 def _check_writable(path: Path) -> None:
@@ -145,17 +159,19 @@ def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 class Progress:
-    """A bar on the terminal's last line, and nothing where the output goes to a file or a pipe."""
+    """Lines, and a bar below them where they go to a terminal; on standard error where standard output is for JSON."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.shown = total, 0, sys.stdout.isatty()
+    def __init__(self, total: int, json: Path | None = None) -> None:
+        self.stream = sys.stderr if json == STDOUT else sys.stdout
+        self.total, self.done, self.shown = total, 0, self.stream.isatty()
 
     def tell(self, text: str) -> None:
         """Draw the bar again, with what is under way."""
         if self.shown:
             filled = 30 * self.done // max(self.total, 1)
-            print(f"\r\x1b[K[{'#' * filled:.<30}] {self.done}/{self.total} {text[:60]}", end="", flush=True)
+            line = f"\r\x1b[K[{'#' * filled:.<30}] {self.done}/{self.total} {text[:60]}"
+            print(line, end="", flush=True, file=self.stream)
 
     def say(self, text: str) -> None:
         """Print a line where the bar was."""
-        print(("\r\x1b[K" if self.shown else "") + text, flush=True)
+        print(("\r\x1b[K" if self.shown else "") + text, flush=True, file=self.stream)

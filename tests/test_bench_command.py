@@ -71,6 +71,22 @@ def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
         assert text in err and err.count("\n") == 1
 
 
+@CPU_ONLY
+def test_json_without_a_name_is_all_that_standard_output_has(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_command, "measure", lambda *args: [empty_row("decode", "1q1s5", "TORCH") | {"us": 9.0}])
+    monkeypatch.setattr(bench_command, "ceilings", dict)
+    assert command.main(["bench", "--workload", "1q1s5", "--json"]) == 0
+    out, err = capsys.readouterr()
+    content = json.loads(out)
+    assert {*content} == {"meta", "rows"} and [row["backend"] for row in content["rows"]] == ["TORCH"]
+    assert err.startswith(header()) and not [*tmp_path.iterdir()]
+    assert command.main(["bench", "--json", "decode"]) == 2
+    assert "bench decode --json" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
 def test_the_help_names_every_suite(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         command.main(["bench", "--help"])

@@ -122,10 +122,19 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="such as 2q2k_64q1s4k, in place of a suite; of engine, one by name",
     )
-    add("--json", type=Path, metavar="FILE", help="write meta and rows to FILE, after every workload")
+    add(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="write meta and rows to FILE, after every workload; without a name, print them at the end",
+    )
     add("--plot", action="store_true", help="draw into the folder plots beside FILE; needs matplotlib")
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if str(args.json) in import_module("pagedattn.bench.table").SUITES:
+        raise UsageError(f"--json must be a file, got the suite {args.json}; put it first: bench {args.json} --json")
     run = import_module("pagedattn.bench.command").run
     return run(args.suite, args.backends, args.workload, args.json, args.plot)
