@@ -17,6 +17,7 @@ from processes import environment
 from pagedattn import AttentionSpec, AttentionType, env
 from pagedattn.backends import registry, selector
 from pagedattn.backends.base import Availability
+from pagedattn.backends.flash_attn import versions
 from pagedattn.backends.registry import register_backend
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.cli import command as cli
@@ -131,6 +132,27 @@ def test_backends_as_json_has_every_capability(capsys: pytest.CaptureFixture[str
     assert (serves["dtypes"], serves["min_capability"]) == (["float16", "bfloat16"], [7, 5])
     assert serves["block_sizes"] == {"low": 256, "high": 4096, "multiple_of": 256, "values": None}
     assert (serves["graph_level"], serves["attn_types"]) == ("uniform_single_token_decode", ["cross"])
+
+
+@pytest.mark.parametrize("installed", [(), (2,), (2, 3)])
+def test_flash_attention_2_and_3_are_shown_apart_whichever_are_installed(
+    installed: tuple[int, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._backends, "FLASH_ATTN", "pagedattn.backends.flash_attn:FlashAttnBackend")
+    monkeypatch.setattr(versions, "release_of", lambda distribution: None)
+    probes = {probe for one in versions.VERSIONS if one.number in installed for probe in one.probes}
+    monkeypatch.setattr(versions, "_installed", lambda module: module in probes)
+    lines = run(capsys, "backends").splitlines()
+    header = next(line for line in lines if line.split()[:1] == ["TORCH"] and "(" in line)
+    assert header.split() == ["TORCH", "FLASH_ATTN", "(FA2)", "FLASH_ATTN", "(FA3)"]
+    capability = next(line.split() for line in lines if line.startswith("min_capability"))
+    assert capability == ["min_capability", "any", "8.0", "9.0"]
+    found = json.loads(run(capsys, "backends", "--json"))["FLASH_ATTN"]
+    for number, hint in ((2, "pip install 'flash-attn"), (3, "hopper folder")):
+        told = " ".join(line for line in lines if line.startswith(f"FLASH_ATTN (FA{number})"))
+        assert ("no: not installed" in told) == (number not in installed) and (hint in told) == ("no:" in told)
+        assert found["versions"][f"FA{number}"]["here"]["ok"] == (number in installed)
+        assert found["versions"][f"FA{number}"]["capabilities"]["default_block_size"] == {2: 256, 3: 16}[number]
 
 
 def test_a_backend_that_cannot_be_loaded_is_listed_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from . import display
 from .spec_options import spec_of
 from .terminal import show_matrix, show_rows
 
+Probed = tuple[Availability, Capabilities | None]  # whether it can run here, and what it serves
+
 
 def add_backends_options(parser: argparse.ArgumentParser) -> None:
     """Options of `pagedattn backends`."""
@@ -25,12 +27,14 @@ def add_backends_options(parser: argparse.ArgumentParser) -> None:
 
 def backends(args: argparse.Namespace) -> int:
     """What every known backend serves, and whether it can run here."""
-    found = {name: probe(name) for name in backend_names()}
-    serving = {name: serves for name, (_, serves) in found.items() if serves is not None}
+    names = backend_names()
     if args.json:
-        display.print_json({name: {"here": state, "capabilities": serves} for name, (state, serves) in found.items()})
-    elif args.matrix:
-        print(display.markdown_matrix(_all_versions(serving)))
+        display.print_json({name: _facts(probe(name)) | _versions_of(name) for name in names})
+        return 0
+    found = {label: one for name in names for label, one in _by_version(name).items()}
+    serving = {label: serves for label, (_, serves) in found.items() if serves is not None}
+    if args.matrix:
+        print(display.markdown_matrix(serving))
     else:
         show_rows((name, state_of(state)) for name, (state, _) in found.items())
         print()
@@ -39,16 +43,26 @@ def backends(args: argparse.Namespace) -> int:
     return 0
 
 
-def _all_versions(serving: dict[str, Capabilities]) -> dict[str, Capabilities]:
-    """Backends with what they declare; FLASH_ATTN as each version of its library, whichever is installed."""
-    out: dict[str, Capabilities] = {}
-    for name, serves in serving.items():
-        versions = sorted(VERSIONS, key=lambda one: one.number) if name == "FLASH_ATTN" else ()
-        out |= {f"{name} ({one.label})": one.capabilities for one in versions} or {name: serves}
-    return out
+def _by_version(name: str) -> dict[str, Probed]:
+    """A backend; FLASH_ATTN as each version of its library, whichever is installed."""
+    return {f"{name} ({label})": one for label, one in _versions(name).items()} or {name: probe(name)}
 
 
-def probe(name: str) -> tuple[Availability, Capabilities | None]:
+def _versions(name: str) -> dict[str, Probed]:
+    versions = sorted(VERSIONS, key=lambda one: one.number) if name == "FLASH_ATTN" else ()
+    return {one.label: (one.availability(), one.capabilities) for one in versions}
+
+
+def _versions_of(name: str) -> dict[str, object]:
+    versions = {label: _facts(one) for label, one in _versions(name).items()}
+    return {"versions": versions} if versions else {}
+
+
+def _facts(probed: Probed) -> dict[str, object]:
+    return {"here": probed[0], "capabilities": probed[1]}
+
+
+def probe(name: str) -> Probed:
     """Whether a backend can run here, and what it serves; one that cannot be loaded says why."""
     try:
         backend = get_backend(name)

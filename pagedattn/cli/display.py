@@ -14,7 +14,7 @@ from ..spec import GraphLevel
 from ..spec.capabilities import Capabilities
 
 WIDTH = 120
-MIN_COLUMN = 18
+MIN_COLUMN = 17  # five backends side by side
 
 
 def text(name: str, value: object) -> str:

@@ -16,6 +16,7 @@ from ... import env
 from ...errors import UnsupportedError
 from ...spec import AttentionSpec, AttentionType, GraphLevel
 from ...spec.capabilities import Capabilities, IntRange, Rejection
+from ..base import Availability
 from ..releases import Releases
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -62,6 +63,12 @@ class FlashAttnVersion:
         """Why the release that is installed is not served; empty where it is, and where none is installed."""
         found = release_of(self.releases.distribution)
         return self.releases.refusal(found) if found is not None and self._found_module() else ""
+
+    def availability(self) -> Availability:
+        """Whether it is installed here, in a release that is served."""
+        if self.module() is not None:
+            return Availability(ok=True, version=self.describe_release())
+        return Availability(ok=False, reason=self.refusal() or "not installed", hint=self.install)
 
     def describe_release(self) -> str:
         """Label, the installed release, and those that are served."""
