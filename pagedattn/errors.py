@@ -45,3 +45,9 @@ class SecurityError(PagedAttnError, ValueError):
 
 class EngineDeadError(PagedAttnError, RuntimeError):
     """The engine cannot go on (a worker died, the device failed); every pending request ends with this."""
+
+
+def describe_error(error: BaseException) -> str:
+    """The class of an error that another library raised, and what it says; the class alone where it says nothing."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -16,7 +16,7 @@ from pagedattn.backends.triton import TritonBackend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.runtime import triton_versions
-from pagedattn.spec import Capabilities, ContextParallel, IntRange
+from pagedattn.spec import Capabilities, ContextParallel, IntRange, Rejection
 from pagedattn.testing import interpreted
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32)
@@ -282,3 +282,12 @@ def test_registering_takes_a_free_name_and_a_class() -> None:
         with pytest.raises(InvalidInputError, match='target must be "module:Class"'):
             register_backend("OTHER", target)
     assert "OTHER" not in registry.backend_names()
+
+
+def test_an_error_without_a_text_is_told_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rejections(spec: AttentionSpec) -> list[Rejection]:
+        raise MemoryError
+
+    monkeypatch.setattr(registry.get_backend("TORCH"), "rejections", rejections)
+    with pytest.raises(UnsupportedError, match=r"not available: MemoryError$"):
+        select_backend(SPEC, "TORCH")

@@ -89,9 +89,16 @@ def _reply(line: bytes, render: Callable[..., str] = _render) -> dict[str, Any]:
     try:
         return {"text": render(**json.loads(line))}
     except (SecurityError, MemoryError, OverflowError, RecursionError) as error:
-        return {"unsafe": True, "message": f"{type(error).__name__}: {str(error)[:1000]}"}
+        return {"unsafe": True, "message": _describe(error)}
     except Exception as error:
-        return {"unsafe": False, "message": f"{type(error).__name__}: {str(error)[:1000]}"}
+        return {"unsafe": False, "message": _describe(error)}
+
+
+def _describe(error: Exception) -> str:
+    text = str(error)[:1000]
+    if isinstance(error, MemoryError) and not text:
+        text = f"rendering it takes more than {_MEMORY_BYTES >> 30} GiB"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _limit(kind: int, value: int) -> None:

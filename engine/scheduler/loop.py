@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagedattn.errors import CapacityError, PagedAttnError
+from pagedattn.errors import CapacityError, PagedAttnError, describe_error
 
 from ..runner_protocol import Launches, Runner
 from ..scheduler_output import SampledToken, SchedulerOutput
@@ -104,7 +104,7 @@ def _explained(error: BaseException, step: SchedulerOutput) -> BaseException:
     if not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return error
     explained = CapacityError(
-        f"out of memory in a step of {step.num_tokens} tokens, which was taken back ({error}); "
+        f"out of memory in a step of {step.num_tokens} tokens, which was taken back ({describe_error(error)}); "
         "lower max_num_batched_tokens or gpu_memory_utilization, or abort requests"
     )
     explained.__cause__ = error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from .. import env
-from ..errors import InvalidInputError, UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError, describe_error
 from ..spec import AttentionSpec
 from ..spec.capabilities import Rejection
 from .base import AttentionBackend
@@ -199,7 +199,7 @@ def _reasons(name: str, spec: AttentionSpec) -> tuple[Rejection, ...]:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, UnsupportedError) else describe_error(error)
 
 
 def _known(name: str, source: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import env
-from ..errors import InvalidInputError, PagedAttnError
+from ..errors import InvalidInputError, PagedAttnError, describe_error
 from . import backends as cli_backends
 from . import chat, env_report, generate
 from . import conformance as cli_conformance
@@ -64,7 +64,7 @@ def _failure(error: Exception) -> str:
     """What those that raise on purpose say; of others their class too, and how to see where they come from."""
     if isinstance(error, PagedAttnError):
         return str(error)
-    return f"{type(error).__name__}: {one_line(error)} (--traceback shows where)"
+    return f"{' '.join(describe_error(error).split())} (--traceback shows where)"
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:

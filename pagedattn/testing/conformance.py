@@ -10,7 +10,7 @@ import torch
 
 from ..backends.base import AttentionBackend
 from ..backends.registry import get_backend
-from ..errors import InvalidInputError, UnsupportedError
+from ..errors import InvalidInputError, UnsupportedError, describe_error
 from .case import Case
 from .cases import CASES
 from .compare import assert_close, assert_lse_close
@@ -60,7 +60,7 @@ def conformance(
             check(cls, make_problem(variant, where), name)
             report.passed.append(name)
         except Exception as error:
-            report.failed[name] = f"{type(error).__name__}: {error}"
+            report.failed[name] = describe_error(error)
     return report
 
 

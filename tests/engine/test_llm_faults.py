@@ -14,7 +14,7 @@ import pagedattn.cache.block_pool
 import pagedattn.cache.prefix_tree
 import pagedattn.engine
 from pagedattn.engine import KVGroup, SchedulerOutput
-from pagedattn.errors import CapacityError, EngineDeadError, PagedAttnError, RequestError
+from pagedattn.errors import CapacityError, EngineDeadError, PagedAttnError, RequestError, describe_error
 
 BOOKKEEPING = (
     os.path.dirname(pagedattn.engine.__file__),
@@ -78,7 +78,7 @@ def test_an_error_in_generate_leaves_the_engine_empty() -> None:
     ]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("device"), MemoryError("host")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("device"), MemoryError("host"), MemoryError()])
 def test_out_of_memory_is_a_capacity_error(error: Exception) -> None:
     runner = FakeRunner()
     llm = fake_llm(runner)
@@ -88,7 +88,7 @@ def test_out_of_memory_is_a_capacity_error(error: Exception) -> None:
     llm.step()
     with pytest.raises(CapacityError, match="max_num_batched_tokens") as caught:
         llm.step()
-    assert caught.value.__cause__ is error
+    assert caught.value.__cause__ is error and f"taken back ({describe_error(error)})" in str(caught.value)
     assert run_out(llm)[name] == expected([1, 2, 3], greedy(9))
 
 

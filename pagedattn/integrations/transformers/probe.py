@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import PagedAttnError, UnsupportedError
+from ...errors import PagedAttnError, UnsupportedError, describe_error
 from .attention import NAME, PAIR_NAME, PROBE_NAME, AttentionCall
 from .masks import CausalMask, MaskNote
 
@@ -145,7 +145,7 @@ def _saying_why(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"{name} fails on two tokens over the attention interface ({type(error).__name__}: {error}); run it with "
+            f"{name} fails on two tokens over the attention interface ({describe_error(error)}); run it with "
             "transformers itself"
         ) from error
 
