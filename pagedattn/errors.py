@@ -19,6 +19,10 @@ class UnsupportedError(PagedAttnError, NotImplementedError):
     """No backend (or not the one asked for) can do what was asked; the message lists every reason."""
 
 
+class NoBackendError(UnsupportedError):
+    """No backend (or not the one asked for) serves a layer; the message lists why each was refused."""
+
+
 class CapacityError(PagedAttnError, RuntimeError):
     """A pool, a table or a workspace is too small; says how much was needed and how much there is."""
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from pagedattn import Attention, FullAttentionSpec, LayerCache, SlidingWindowSpec, StepMetadata
-from pagedattn.errors import UnsupportedError
+from pagedattn.errors import NoBackendError, UnsupportedError
 
 from ..config import EngineConfig
 from .config import load_model_config
@@ -84,6 +84,8 @@ def make_model(
         return load_transformers_model(config, folder, device)
     try:
         return _native(config, folder, device)
+    except NoBackendError:
+        raise  # transformers' modules attend by the same backends
     except UnsupportedError as native:
         if config.model_impl == "native":
             raise
@@ -91,6 +93,8 @@ def make_model(
     try:
         model = load_transformers_model(config, folder, device)
     except UnsupportedError as error:
+        if str(error) == reason:
+            raise
         raise UnsupportedError(f"the engine's own decoder: {reason}; transformers: {error}") from error
     logger.info("%s runs through transformers, which is slower (%s)", model.name, reason)
     return model

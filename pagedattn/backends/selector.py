@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from .. import env
-from ..errors import InvalidInputError, UnsupportedError, describe_error
+from ..errors import InvalidInputError, NoBackendError, UnsupportedError, describe_error
 from ..spec import AttentionSpec
 from ..spec.capabilities import Rejection
 from .base import AttentionBackend
@@ -131,7 +131,7 @@ def select_backend(spec: AttentionSpec, backend: str | Request | None = None) ->
     """Choose who serves `spec`.
 
     Raises:
-        UnsupportedError: the one asked for cannot (with its reasons), or none can (with those of all).
+        NoBackendError: the one asked for cannot (with its reasons), or none can (with those of all).
         InvalidInputError: an unknown name.
     """
     request = backend if isinstance(backend, Request) else current_request(backend)
@@ -159,7 +159,7 @@ def _pick(
     if asked is not None:
         if rejections[asked]:
             reasons = "\n".join(f"  {reason}" for reason in rejections[asked])
-            raise UnsupportedError(f"backend {asked}, asked for by {request.source}, cannot serve this:\n{reasons}")
+            raise NoBackendError(f"backend {asked}, asked for by {request.source}, cannot serve this:\n{reasons}")
         return get_backend(asked)
     usual = spec.replace(block_size=_USUAL_BLOCK_SIZE)
     for name in _order(phase, spec):
@@ -170,7 +170,7 @@ def _pick(
             why = next(reason for reason in reasons if reason.feature == "block_size")
             _warn_once(f"block size {spec.block_size} excludes {name}, which is faster: {why}")
     everyone = "\n".join(f"  {name}: " + "; ".join(map(str, why)) for name, why in rejections.items())
-    raise UnsupportedError(f"no backend can serve {spec}:\n{everyone}")
+    raise NoBackendError(f"no backend can serve {spec}:\n{everyone}")
 
 
 def _order(phase: str, spec: AttentionSpec) -> list[str]:
@@ -185,7 +185,7 @@ def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBack
         for one in (prefill, decode):
             refused = [str(r) for r in one.rejections(spec.replace(block_size=size)) if r.feature == "block_size"]
             if refused:
-                raise UnsupportedError(
+                raise NoBackendError(
                     f"prefill={prefill.name} and decode={decode.name} need one block size that both take, but "
                     f"{one.name} refuses {refused[0]}; name a block_size"
                 )

@@ -13,11 +13,13 @@ import torch
 from hf_models import MODELS, VOCAB, hf_model, prompts
 
 from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.models import factory
 from pagedattn.engine.models.decoder import Decoder
 from pagedattn.engine.models.transformers import TransformersModel
 from pagedattn.errors import (
     CapacityError,
     InvalidInputError,
+    NoBackendError,
     PagedAttnError,
     SecurityError,
     UnsupportedError,
@@ -116,6 +118,18 @@ def test_without_transformers_only_the_engines_own_decoder_runs(folders: Any, mo
     assert isinstance(make_llm(own).runner.model, Decoder)
     with pytest.raises(UnsupportedError, match=r"own decoder.*'gemma2'.*transformers >= 5.*pagedattn\[hf\]"):
         make_llm(other)
+
+
+def test_what_stops_both_implementations_is_told_once(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised = altered(folders("llama"), tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedError, match=r"^quantised weights .*; use the original model$"):
+        make_llm(quantised)
+    monkeypatch.setattr(factory, "load_transformers_model", lambda *args: pytest.fail("read for the same backends"))
+    with pytest.raises(NoBackendError, match=r"^backend FLASH_ATTN, asked for by argument, ") as told:
+        make_llm(folders("llama"), backend="FLASH_ATTN")
+    assert str(told.value).count("cannot serve") == 1
 
 
 @pytest.mark.parametrize("name", NATIVE)
