@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
@@ -22,6 +23,7 @@ SAMPLING = ("temperature", "top_p", "n", "stop", "seed", "max_tokens", "presence
 BEYOND = ("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")
 COMMON = {*SAMPLING, *BEYOND, "model", "stream", "stream_options", "logprobs", "user"}
 COMPLETION, CHAT = {*COMMON, "prompt"}, {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}
+ROLES = ("system", "developer", "user", "assistant")
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 # The first that fits. A SecurityError is a chat template that broke its limits.
 STATUS = {
@@ -70,8 +72,8 @@ def messages(body: Json) -> list[Json]:
         raise errors.RequestError("messages must be a list of messages, one at least")
     for message in given:
         refuse_others(message, ("role", "content"))
-        if not isinstance(message.get("role"), str):
-            raise errors.RequestError("a message must have a role")
+        if message.get("role") not in ROLES:
+            raise errors.RequestError(f"role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.100}")
     return [{"role": message["role"], "content": text_of(message.get("content"))} for message in given]
 
 
@@ -120,11 +122,28 @@ def error_object(error: Exception) -> tuple[int, Json]:
     return status, {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
+class TextOffsets:
+    """Where a completion's tokens begin in its text, in characters; parts of one character begin where it does."""
+
+    def __init__(self, detokenizer: Any) -> None:
+        self.detokenizer, self.length = detokenizer, 0
+
+    def push(self, token_ids: Iterable[int]) -> list[int]:
+        """Of the next tokens."""
+        found = []
+        for token_id in token_ids:
+            found.append(self.length)
+            self.length += len(self.detokenizer.push([token_id]))
+        return found
+
+
 class Answer:
     """What one request is answered with, in the form of its endpoint."""
 
-    def __init__(self, body: Json, decode: Callable[..., str], chat: bool) -> None:
-        self.decode, self.chat = decode, chat
+    def __init__(self, body: Json, runner: Any, chat: bool) -> None:
+        self.decode, self.chat = runner.tokenizer.decode, chat
+        self.new_offsets: Callable[[], TextOffsets] = lambda: TextOffsets(runner.make_detokenizer())
+        self.streamed: defaultdict[tuple[int, int], TextOffsets] = defaultdict(self.new_offsets)  # by prompt and index
         name, form = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
         self.head: Json = {"id": f"{name}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body["model"]}
         self.head["object"] = f"{form}.chunk" if chat and body.get("stream") else form
@@ -135,7 +154,8 @@ class Answer:
             text = {"message": {"role": "assistant", "content": one.text}} if self.chat else {"text": one.text}
             logprobs = None
             if one.logprobs is not None and one.top_logprobs is not None:
-                logprobs = self.logprobs(one.token_ids, one.logprobs, one.top_logprobs)
+                offsets = self.new_offsets().push(one.token_ids)
+                logprobs = self.logprobs(one.token_ids, one.logprobs, one.top_logprobs, offsets)
             choices.append({"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason(one)})
         return {**self.head, "choices": choices, "usage": usage(prompts, completions)}
 
@@ -161,14 +181,17 @@ class Answer:
         text = {"delta": {"content": delta.text} if delta.text else {}} if self.chat else {"text": delta.text}
         logprobs = None
         if delta.logprob is not None:
-            logprobs = self.logprobs(delta.token_ids[-1:], [delta.logprob], [delta.top_logprobs or {}])
+            offsets = self.streamed[delta.prompt_index, delta.index].push(delta.token_ids)
+            logprobs = self.logprobs(delta.token_ids[-1:], [delta.logprob], [delta.top_logprobs or {}], offsets[-1:])
         reason = None if delta.completion is None else finish_reason(delta.completion)
         return {"index": delta.prompt_index * n + delta.index, **text, "logprobs": logprobs, "finish_reason": reason}
 
     def event(self, choices: list[Json], **more: Json) -> str:
         return f"data: {json.dumps({**self.head, 'choices': choices, **more})}\n\n"
 
-    def logprobs(self, ids: Sequence[int], own: Sequence[float], best: Sequence[dict[int, float]]) -> Json:
+    def logprobs(
+        self, ids: Sequence[int], own: Sequence[float], best: Sequence[dict[int, float]], offsets: Sequence[int]
+    ) -> Json:
         tokens = [self.token(*pair) for pair in zip(ids, own, strict=True)]
         tops = [[self.token(*pair) for pair in row.items()] for row in best]
         if self.chat:
@@ -179,6 +202,7 @@ class Answer:
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": named if any(named) else None,
+            "text_offset": offsets,
         }
 
     def token(self, token_id: int, logprob: float) -> Json:

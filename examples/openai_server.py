@@ -40,7 +40,7 @@ class Server:
     engine: AsyncLLM
 
     def __init__(self, llm: LLM, name: str) -> None:
-        self.llm, self.name, self.decode = llm, name, llm.runner.tokenizer.decode
+        self.llm, self.name = llm, name
         self.app = FastAPI(title="pagedattn", lifespan=self.lifespan)
         self.app.add_api_route("/health", self.health)
         self.app.add_api_route("/metrics", self.metrics)
@@ -79,7 +79,7 @@ class Server:
             raise HTTPException(404, f"model must be {self.name!r}, got {body.get('model')!r:.100}")
         protocol.refuse_others(body, protocol.CHAT if chat else protocol.COMPLETION)
         params, include_usage = protocol.sampling_params(body, chat), protocol.wants_usage(body)
-        answer = protocol.Answer(body, self.decode, chat)
+        answer = protocol.Answer(body, self.llm.runner, chat)
 
         async def work() -> Response:
             given = [await self.engine.encode_chat(protocol.messages(body))] if chat else protocol.prompts(body)

@@ -36,7 +36,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages must be a list of messages"),
-    ({"messages": [{"content": "x"}]}, "a message must have a role"),
+    ({"messages": [{"content": "x"}]}, "role must be one of system, developer, user, assistant, got None"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "role must be one of system, developer, user, assistant, got"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "role must be one of"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls is not supported"),
     ({"tools": [{"type": "function"}]}, "tools is not supported"),

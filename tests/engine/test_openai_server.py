@@ -62,10 +62,32 @@ def test_a_completion_is_what_generate_gives(served: Served) -> None:
         assert counts == (len(truth.prompt_token_ids), 24, len(truth.prompt_token_ids) + 24)
         assert choice.logprobs.tokens == spelled(served.llm, truth)
         assert choice.logprobs.token_logprobs == pytest.approx(truth.outputs[0].logprobs, abs=1e-4)
+        words = choice.logprobs.tokens
+        assert choice.logprobs.text_offset == [len("".join(words[:at])) for at in range(24)]
         tops = truth.outputs[0].top_logprobs
         assert choice.logprobs.top_logprobs is not None and tops is not None
         for row, top in zip(choice.logprobs.top_logprobs, tops, strict=True):
             assert list(row.values()) == pytest.approx(sorted(top.values()), abs=1e-3) and len(row) == 2
+
+
+def test_streamed_offsets_are_those_of_the_whole(served: Served) -> None:
+    given: dict[str, Any] = {"model": NAME, "prompt": PROMPTS[:2], "n": 2, "logprobs": 0, **GREEDY}
+    whole = served.client.completions.create(**given)
+    offsets: list[list[int]] = [[], [], [], []]
+    for chunk in served.client.completions.create(**given, stream=True):
+        (choice,) = chunk.choices
+        if choice.logprobs is not None and choice.logprobs.text_offset is not None:
+            offsets[choice.index] += choice.logprobs.text_offset
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices if choice.logprobs is not None]
+    assert [len(one) for one in offsets] == [24] * 4
+
+
+def test_parts_of_a_character_have_its_offset(served: Served) -> None:
+    tokenizer: Any = served.llm.runner.tokenizer
+    ids = tokenizer.encode("a\u2192b")
+    assert len(ids) == 5
+    offsets = openai_server.protocol.TextOffsets(served.llm.runner.make_detokenizer())
+    assert offsets.push(ids[:3]) + offsets.push(ids[3:]) == [0, 1, 1, 1, 2]
 
 
 def test_many_prompts_and_completions_in_one_request(served: Served) -> None:
