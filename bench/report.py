@@ -81,7 +81,8 @@ def _check_writable(path: Path) -> None:
         _partial(path).touch()
         _partial(path).unlink()
     except OSError as error:
-        raise InvalidInputError("--json", "a file that can be written", f"{path}: {error.strerror}") from error
+        got = f"{path.absolute()}: {error.strerror}"
+        raise InvalidInputError("--json", "a file that can be written", got) from error
 
 
 def _partial(path: Path) -> Path:

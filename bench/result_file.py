@@ -95,7 +95,7 @@ def _read(path: Path) -> Result:
         rows = [row for row in content["rows"] if row["suite"] in suites]
         result = Result(content["meta"], [{**row, "backend": row.get("backend") or OWN} for row in rows])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result file ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path.absolute()} is no result file ({type(error).__name__}: {error})") from error
     if not rows:
         raise ValueError(f"{path} has no row of {', '.join(sorted(suites))}: nothing to draw")
     return result

@@ -171,7 +171,8 @@ def main() -> None:
         sock = socket.create_server((args.host, args.port), family=family)
         llm = LLM(args.model, **engine_options(args.set))
         if llm.runner.tokenizer is None:
-            raise UnsupportedError(f"{args.model} has no tokenizer.json, and this server speaks text")
+            missing = args.model.absolute() / "tokenizer.json"
+            raise UnsupportedError(f"{missing} is missing, and this server speaks text")
     except (OSError, PagedAttnError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     name = args.name or args.model.resolve().name

@@ -255,6 +255,16 @@ def test_a_model_that_is_not_there(
         assert err.endswith("hf download NAME --local-dir FOLDER\n")
 
 
+def test_a_relative_name_is_told_as_the_file_that_was_looked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"got '{tmp_path / 'absent'}'" in run(capsys, "generate", "absent", "x", status=1)[1]
+    missing = f"--file {tmp_path / 'absent.txt'} cannot be read: "
+    assert run(capsys, "generate", MODEL, "--file", "absent.txt", status=2)[1].count(str(tmp_path)) == 1
+    assert missing in run(capsys, "generate", MODEL, "--file", "absent.txt", status=2)[1]
+
+
 def test_tracebacks_only_where_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(args: object) -> int:
         raise KeyError("seven")

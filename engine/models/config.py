@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagedattn.errors import InvalidInputError, SecurityError, UnsupportedError, WeightsError
+from pagedattn.errors import InvalidInputError, SecurityError, UnsupportedError
 
 from .folder import ModelFolder
 from .rope import RopeConfig
@@ -73,9 +73,7 @@ def load_model_config(folder: ModelFolder) -> ModelConfig:
         UnsupportedError: a model type, activation, rope, or quantisation that this engine does not have.
         InvalidInputError: a value of the wrong type or out of range.
     """
-    raw = folder.read_json("config.json")
-    if raw is None:
-        raise WeightsError(f"config.json is missing in the model folder {folder.root}")
+    raw = folder.require_json("config.json")
     generation = folder.read_json("generation_config.json") or {}
     return parse_model_config(raw, generation)
 

@@ -61,5 +61,5 @@ class Detokenizer:
 def detokenizer_of(tokenizer: Tokenizer | None, folder: ModelFolder) -> Detokenizer:
     """A detokenizer for one request; UnsupportedError for a folder without a tokenizer."""
     if tokenizer is None:
-        raise UnsupportedError(f"{folder.root} has no tokenizer.json; use token ids")
+        raise UnsupportedError(f"{folder.root / 'tokenizer.json'} is missing; use token ids")
     return Detokenizer(tokenizer)

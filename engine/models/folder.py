@@ -29,8 +29,8 @@ class ModelFolder:
         if not self.root.is_dir():
             problem = "is no folder" if self.root.exists() else "does not exist"
             raise WeightsError(
-                f"model must be a local folder in Hugging Face format, got {os.fspath(path)!r} ({self.root} "
-                f"{problem}); run in the checkout what names examples/, and for a model of the Hub: "
+                f"model must be a local folder in Hugging Face format, got {os.path.abspath(path)!r}, which {problem}; "
+                "run in the checkout what names examples/, and for a model of the Hub: "
                 "hf download NAME --local-dir FOLDER"
             )
         is_snapshot = self.root.parent.name == "snapshots"
@@ -53,15 +53,25 @@ class ModelFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not stat.S_ISREG(mode):
-            raise UnsafePathError(f"{name!r} in {self.root} must be a regular file, it is a {_kind(mode)}")
+            raise UnsafePathError(f"{self.root / name} must be a regular file, it is a {_kind(mode)}")
         return real
 
     def require(self, name: str) -> Path:
         """As `find`, but a missing file is a WeightsError."""
         real = self.find(name)
         if real is None:
-            raise WeightsError(f"{name!r} is missing in the model folder {self.root}; download the whole repository")
+            raise self._missing(name)
         return real
+
+    def require_json(self, name: str) -> dict[str, Any]:
+        """As `read_json`, but a missing file is a WeightsError."""
+        value = self.read_json(name)
+        if value is None:
+            raise self._missing(name)
+        return value
+
+    def _missing(self, name: str) -> WeightsError:
+        return WeightsError(f"{self.root / name} is missing; download the whole repository")
 
     def read_text(self, name: str, max_bytes: int = _MAX_JSON_BYTES) -> str | None:
         """The text of a file, None where it does not exist.
@@ -76,14 +86,14 @@ class ModelFolder:
         # the file may have been swapped since it was looked at: follow no link, wait for no writer
         with os.fdopen(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UnsafePathError(f"{name!r} in {self.root} must be a regular file")
+                raise UnsafePathError(f"{self.root / name} must be a regular file")
             raw = file.read(max_bytes + 1)
         if len(raw) > max_bytes:
-            raise UnsafePathError(f"{name!r} in {self.root} must hold at most {max_bytes} bytes")
+            raise UnsafePathError(f"{self.root / name} must hold at most {max_bytes} bytes")
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise WeightsError(f"{name!r} in {self.root} must be UTF-8 text: {error}") from None
+            raise WeightsError(f"{self.root / name} must be UTF-8 text: {error}") from None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """The JSON object in a file, None where the file does not exist; WeightsError where it is no JSON object."""
@@ -93,9 +103,9 @@ class ModelFolder:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise WeightsError(f"{name!r} in {self.root} must be JSON: {error}") from None
+            raise WeightsError(f"{self.root / name} must be JSON: {error}") from None
         if not isinstance(value, dict):
-            raise WeightsError(f"{name!r} in {self.root} must hold a JSON object, got {type(value).__name__}")
+            raise WeightsError(f"{self.root / name} must hold a JSON object, got {type(value).__name__}")
         return value
 
 

@@ -85,7 +85,7 @@ def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, from `model.safetensors` or from the shards of the index."""
     single = folder.find(_SINGLE)
     if single is not None:
-        return _read_header(single)
+        return _read_header(single, folder.root / _SINGLE)
     index = folder.read_json(_INDEX)
     if index is None:
         others = sorted(name for name in os.listdir(folder.root) if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
@@ -97,7 +97,7 @@ def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
     shards = {name: _shard(folder, name) for name in dict.fromkeys(weight_map.values())}
     stored: dict[str, StoredTensor] = {}
     for name, path in shards.items():
-        for key, tensor in _read_header(path).items():
+        for key, tensor in _read_header(path, folder.root / name).items():
             if key in stored:
                 raise WeightsError(f"tensor {key!r} is twice in the checkpoint: {stored[key].file.name} and {name}")
             stored[key] = tensor
@@ -113,19 +113,19 @@ def _shard(folder: ModelFolder, name: str) -> Path:
     return folder.require(name)
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """The header of one safetensors file: 8 bytes of length, then JSON."""
+def _read_header(path: Path, named: Path) -> dict[str, StoredTensor]:
+    """The header of one safetensors file: 8 bytes of length, then JSON. Errors say `named`, not a link's target."""
     with path.open("rb") as file:
         prefix = file.read(9)
         length = int.from_bytes(prefix[:8], "little")
         if prefix[8:] != b"{" or length > min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
-            raise WeightsError(f"{path} is not a safetensors file: {_describe(prefix)}")
+            raise WeightsError(f"{named} is not a safetensors file: {_describe(prefix)}")
         try:
             header = json.loads(prefix[8:] + file.read(length - 1), object_pairs_hook=_unique)
             with safe_open(path, framework="pt"):  # proves that offsets are in order, disjoint and inside the file
                 pass
         except (ValueError, RecursionError, SafetensorError) as error:
-            raise WeightsError(f"{path} has a broken header or is cut short: {error}") from None
+            raise WeightsError(f"{named} has a broken header or is cut short: {error}") from None
     header.pop("__metadata__", None)
     return {key: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
 

@@ -47,7 +47,7 @@ class Tokenizer:
         try:
             backend = Backend.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise WeightsError(f"tokenizer.json in {folder.root} cannot be read: {error}") from None
+            raise WeightsError(f"{folder.root / 'tokenizer.json'} cannot be read: {error}") from None
         return cls(backend, _named_tokens(folder.read_json("tokenizer_config.json") or {}))
 
     @property

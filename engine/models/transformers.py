@@ -130,9 +130,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
 
 
 def _read_config(folder: ModelFolder) -> dict[str, Any]:
-    raw = folder.read_json("config.json")
-    if raw is None:
-        raise WeightsError(f"config.json is missing in the model folder {folder.root}")
+    raw = folder.require_json("config.json")
     if raw.get("auto_map"):
         raise SecurityError("config.json has `auto_map`, which imports code of the model folder; remove it to load")
     if raw.pop("quantization_config", None):  # transformers would stumble over an empty one

@@ -127,7 +127,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         try:
             prompts += [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--file {args.file} cannot be read: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"--file {args.file.absolute()} cannot be read: {reason}") from error
     if not prompts:
         raise UsageError("a PROMPT is needed: text, - for standard input, or --file FILE")
     return prompts

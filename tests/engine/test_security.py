@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -122,6 +123,10 @@ class TestPaths:
             (blobs / str(index)).write_bytes(file.read_bytes())
             (snapshot / file.name).symlink_to(Path("..") / ".." / "blobs" / str(index))
         load(snapshot)
+        weights = snapshot / "model.safetensors"
+        weights.resolve().write_bytes(b"GGUF" + bytes(100))
+        with pytest.raises(WeightsError, match=f"^{re.escape(str(weights))} is not a safetensors file"):
+            load(snapshot)
         other = tmp_path / "models--c--d" / "blobs"
         other.mkdir(parents=True)
         (other / "0").write_bytes((folder / "config.json").read_bytes())
