@@ -2,7 +2,8 @@
 
 `python setup.py build_ext --inplace` compiles csrc/ against the torch that it can import: the GPU kernels too where
 that torch has CUDA and nvcc is found, else the CPU twins only. Whatever is missing or fails, the installation goes on
-without; pagedattn/_csrc.txt keeps the reason. TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX and MAX_JOBS are honoured.
+without, and a wheel is pure (py3-none-any); pagedattn/_csrc.txt keeps the reason. TORCH_CUDA_ARCH_LIST, CUDA_HOME, CXX
+and MAX_JOBS are honoured.
 """
 
 from __future__ import annotations
@@ -181,6 +182,8 @@ class BuildCsrc(build_ext):
             text = f"not built: {error}"
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding))  # what a compiler says may be in any language
+        if not self.inplace and not target.exists():
+            self._make_wheel_pure()
         # An editable installation in isolation sees no torch, and must not spoil what was built in place before.
         if text.startswith("built") or not target.exists():
             try:
@@ -188,6 +191,13 @@ class BuildCsrc(build_ext):
                 target.with_suffix(".txt").write_text(f"{text}\n", encoding="utf-8", errors="replace")
             except OSError as error:
                 print(f"the note could not be written: {error!a}")
+
+    def _make_wheel_pure(self) -> None:
+        """Without the extension a wheel is for every platform, which its tag and the place of its files must say."""
+        self.distribution.ext_modules = []
+        wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
+        if wheel is not None:
+            wheel.root_is_pure = True
 
     def get_outputs(self) -> list[str]:
         target = Path(self.get_ext_fullpath(self.extensions[0].name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -24,7 +25,7 @@ from pagedattn.cli import command as cli
 from pagedattn.cli import env_report as cli_env
 from pagedattn.cli.display import WIDTH
 from pagedattn.spec import Capabilities, GraphLevel, IntRange
-from pagedattn.testing import csrc_status
+from pagedattn.testing import csrc_status, path_of
 
 ROOT = Path(__file__).parent.parent
 LAYER = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--device", "cpu")
@@ -278,6 +279,7 @@ def test_env_shows_the_variables_and_no_other(
     assert facts["variables"]["PAGEDATTN_LOG"]["value"] is None
     assert facts["torch"] == torch.__version__ and facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert facts["extension"] == csrc_status() != ""
+    assert facts["cache_writes"].startswith(f"{path_of('reshape_and_cache', 'cpu')} on cpu") and "block_copies" in out
     assert facts["backends"]["ODD"]["hint"] == "pip install odd-lib" and facts["backends"]["TORCH"]["ok"]
     assert "ODD    no: odd_lib is not installed (pip install odd-lib)" in out
 
@@ -289,7 +291,9 @@ def test_env_shows_gpus_and_driver(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    assert json.loads(run(capsys, "env", "--json"))["gpus"] == ["NVIDIA H200 (9.0)"] * 2
+    facts = json.loads(run(capsys, "env", "--json"))
+    assert facts["gpus"] == ["NVIDIA H200 (9.0)"] * 2
+    assert re.fullmatch(r"(csrc|torch) on cpu, (csrc|triton|torch) on cuda", facts["block_copies"])
     file = tmp_path / "version"
     for kind, driver in (("x86_64 Kernel Module", "570.86.15"), ("Open Kernel Module for x86_64", "580.95")):
         file.write_text(f"NVRM version: NVIDIA UNIX {kind}  {driver}  Thu Jan 23\nGCC 12.3.0\n", encoding="utf-8")

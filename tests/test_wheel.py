@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email.message import Message
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,30 +23,65 @@ MODEL = ROOT / "examples" / "tiny-qwen3"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
+# In place of a C++ compiler: it answers and leaves an empty file, for the extension has tests of its own.
+COMPILER = """#!{python}
+import sys
+from pathlib import Path
+if "-o" in sys.argv:
+    Path(sys.argv[sys.argv.index("-o") + 1]).touch()
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built where no compiler is found, which takes seconds: the extension has tests of its own."""
+    """Built where no compiler is found."""
+    return build(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel"), CXX="none")
+
+
+def build(source: Path, out: Path, **variables: str) -> Path:
+    """The wheel of a copy of the checkout, which `source` becomes, in the empty folder `out`."""
     for name in ("pip", "setuptools"):
         if find_spec(name) is None:
             pytest.skip(f"{name} is not here to build with")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     left_out = shutil.ignore_patterns("__pycache__", "_csrc.*", "build", "*.egg-info", "results")
     for name in ("pagedattn", "engine", "bench", "csrc"):
         shutil.copytree(ROOT / name, source / name, ignore=left_out)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
-    variables = {**os.environ, "PATH": str(out), "CXX": "none"}
-    build = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out), str(source)]
-    subprocess.run(build, env=variables, check=True, capture_output=True, timeout=300)
+    # No architecture: where there is CUDA, its half is left out.
+    variables = {**os.environ, "PATH": str(out), "TORCH_CUDA_ARCH_LIST": "none", **variables}
+    command = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(out), str(source)]
+    subprocess.run(command, env=variables, check=True, capture_output=True, timeout=300)
     (found,) = out.glob("*.whl")
     return found
 
 
-def test_what_is_in_it(wheel: Path) -> None:
-    assert re.fullmatch(r"pagedattn-[\d.]+-cp310-abi3-\w+\.whl", wheel.name)
+def contents(wheel: Path) -> tuple[list[str], Message, Message]:
+    """What a wheel has: names, METADATA and WHEEL."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (metadata,) = [email.message_from_bytes(archive.read(name)) for name in names if name.endswith("/METADATA")]
+        found = [next(name for name in names if name.endswith(f".dist-info/{one}")) for one in ("METADATA", "WHEEL")]
+        metadata, tags = (email.message_from_bytes(archive.read(name)) for name in found)
+    return names, metadata, tags
+
+
+def test_one_with_the_extension_is_for_this_platform(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(COMPILER.format(python=sys.executable), encoding="utf-8")
+    compiler.chmod(0o755)
+    for name in ("source", "out"):
+        (tmp_path / name).mkdir()
+    wheel = build(tmp_path / "source", tmp_path / "out", CXX=str(compiler))
+    names, _, tags = contents(wheel)
+    assert re.fullmatch(r"pagedattn-[\d.]+-cp310-abi3-(?!any)\w+\.whl", wheel.name)
+    assert tags["Root-Is-Purelib"] == "false" and f"-{tags['Tag']}.whl" in wheel.name
+    assert {"pagedattn/_csrc.so", "pagedattn/_csrc.txt", "pagedattn/engine/api/llm.py"} <= {*names}
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    assert re.fullmatch(r"pagedattn-[\d.]+-py3-none-any\.whl", wheel.name)
+    names, metadata, tags = contents(wheel)
+    assert (tags["Root-Is-Purelib"], tags["Tag"]) == ("true", "py3-none-any") and "pagedattn/_csrc.so" not in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"pagedattn"}
     parts = {name.split("/")[1] for name in names}
     assert {

@@ -56,7 +56,15 @@ def _machine() -> dict[str, object]:
         ],
         "nvidia_driver": _driver(),
         "extension": op_registry.csrc_status(),
+        "cache_writes": _paths_of("reshape_and_cache"),
+        "block_copies": _paths_of("copy_blocks"),
     }
+
+
+def _paths_of(op: str) -> str:
+    """Who does the work of an op on the devices that are here: `csrc on cpu, triton on cuda`."""
+    devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+    return ", ".join(f"{op_registry.path_of(op, device)} on {device.type}" for device in devices)
 
 
 def package_version(package: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -27,6 +28,7 @@ _PATHS_OF = {
     "gather_kv": PATHS[1:],
     "decode_attention": ("csrc", "torch"),
 }
+_log = logging.getLogger("pagedattn")
 _WITHOUT_CSRC = ("triton", "torch")
 _REVISION = 2  # as in csrc/registration.cpp
 _EXTENSION = Path(__file__).parent.parent / "_csrc.so"
@@ -92,6 +94,8 @@ def interpreted() -> bool:
 def choose(path: str, device: torch.device, op: str = "", needs: str = "") -> str:
     """The path that a call of `op` on `device` takes: `path`, or where that is auto, the op's first that can serve.
 
+    A GPU whose calls could have the extension and have it not is worth a warning, once.
+
     Args:
         needs: what the compiled paths want of this call's tensors, where these are otherwise; torch serves any.
 
@@ -107,6 +111,12 @@ def choose(path: str, device: torch.device, op: str = "", needs: str = "") -> st
         if reason:
             raise UnsupportedError(f"path={path!r}{f' of {op}' if op else ''}: {reason}")
         return path
+    if "csrc" in paths and device.type == "cuda":
+        _warn_without_csrc(device)
+    return _first_able(device, paths, needs)
+
+
+def _first_able(device: torch.device, paths: tuple[str, ...], needs: str = "") -> str:
     for one in paths:
         # The interpreter is for tests: slow, and wrong for some dtypes.
         if not (one == "triton" and device.type != "cuda") and not _refusal(one, device, paths, needs):
@@ -124,7 +134,7 @@ def path_of(op: str, device: torch.device | str) -> str:
     """
     if not hasattr(torch.ops.pagedattn, op):
         raise InvalidInputError("op", "the name of an op", repr(op))
-    return choose("auto", torch.device(device), op)
+    return _first_able(torch.device(device), _PATHS_OF.get(op, _WITHOUT_CSRC))
 
 
 def _refusal(path: str, device: torch.device, paths: tuple[str, ...], needs: str) -> str:
@@ -146,6 +156,14 @@ def _refusal(path: str, device: torch.device, paths: tuple[str, ...], needs: str
     if device.type == "cpu" or (device.type == "cuda" and _cuda_ready(device)):
         return ""
     return f"the extension ({text}) has no kernels for {device}; build it there: {_BUILD}, and nvcc"
+
+
+@cache
+def _warn_without_csrc(device: torch.device) -> None:
+    if reason := _refusal("csrc", device, PATHS, ""):
+        _log.warning(
+            "cache writes and copies on %s run by Triton or torch: %s; `pagedattn env` says more", device.type, reason
+        )
 
 
 def csrc_status() -> str:

@@ -105,6 +105,21 @@ def test_a_gpu_prefers_csrc_then_triton_then_torch(monkeypatch: pytest.MonkeyPat
     assert op_registry.path_of("copy_blocks", gpu) == "torch"
 
 
+def test_a_gpu_without_the_extension_is_told_once(extension: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gpu = torch.device("cuda", 7)  # of no other test: the warning is given once for a device
+    op_registry.choose("auto", CPU, "copy_blocks")
+    op_registry.choose("triton" if op_registry.has_triton() else "torch", gpu, "copy_blocks")
+    op_registry.choose("auto", gpu, "merge_attn_states")  # has none on any machine
+    op_registry.path_of("copy_blocks", gpu)
+    assert not caplog.records
+    for op in CSRC:
+        op_registry.choose("auto", gpu, op)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("pagedattn", "WARNING")
+    for text in ("on cuda run by Triton or torch", "not built: python setup.py build_ext", "pagedattn env"):
+        assert text in record.getMessage()
+
+
 def test_ops_without_csrc_say_so() -> None:
     with pytest.raises(UnsupportedError, match="this op has none; use one of auto, triton, torch"):
         ops.merge_attn_states(torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 4), path="csrc")
