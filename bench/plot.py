@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-from matplotlib.lines import Line2D  # pyright: ignore[reportMissingImports]
+from matplotlib.layout_engine import ConstrainedLayoutEngine  # pyright: ignore[reportMissingImports]
 from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports]
+from matplotlib.transforms import blended_transform_factory  # pyright: ignore[reportMissingImports]
 
 from .curves import grid, panels
-from .plot_curves import ceiling_note, ratio_figure, sweep_figure
+from .plot_curves import ceiling_lines, draw_ceiling, ratio_figure, sweep_figure
 from .result_file import (
-    CEILINGS,
     FAMILIES,
     SWEEP,
     Family,
@@ -35,6 +35,10 @@ from .result_file import (
 
 _LOOK: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
 _HATCHES = ("", "////", "....", "xxxx")
+# Inches: a column of bars with its labels, an entry of the legend, a bar; then columns of the table.
+_COLUMN, _LEGEND_COLUMN, _BAR, _TABLE_COLUMNS = 4.2, 2.2, 0.15, (0.0, 2.2, 4.2)
+_GAP = 0.7  # between groups, in bars
+_MOST_COLUMNS = 3
 
 
 def draw_all(result: Result, folder: Path) -> list[Path]:
@@ -45,7 +49,7 @@ def draw_all(result: Result, folder: Path) -> list[Path]:
         if found := panels(result.rows):
             head, note = title(result.meta, SWEEP, result.rows)
             figure = sweep_figure(found, result)
-            paths += _save(figure, folder / SWEEP, head, "\n".join(filter(None, (note, ceiling_note(result)))))
+            paths += _save(figure, folder / SWEEP, head, note)
         if (ratios := grid(result.rows)).cases:
             rated = [row for row in result.rows if row.get("ratio") is not None]
             head, note = title(result.meta, "ratios", [{**row, "suite": "ratios"} for row in rated])
@@ -67,58 +71,105 @@ def draw(result: Result, family: Family, folder: Path) -> list[Path]:
     drawn = groups(result.rows, family)
     if not drawn:
         return []
-    bars = sum(len(group.bars) for group in drawn)
     table = host_table(result.rows) if family.suite == "decode" else []
-    heights = [0.8 + 0.17 * bars + 0.12 * len(drawn), 0.25 + 0.17 * (len(table) + 1)][: 2 if table else 1]
     with rc_context(_LOOK):
-        figure = Figure(figsize=(6.8, sum(heights) + 0.7), layout="constrained")
-        axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False).flat
-        _draw_bars(axes[0], drawn, family, result)
-        if table:
-            _draw_table(axes[1], table)
+        figure = bar_figure(drawn, family, result, table)
         return _save(figure, folder / family.suite, *title(result.meta, family.suite, result.rows))
 
 
-def _draw_bars(axes: Any, drawn: Sequence[Group], family: Family, result: Result) -> None:
+def bar_figure(
+    drawn: Sequence[Group], family: Family, result: Result, table: Sequence[tuple[str, str, str]] = ()
+) -> Figure:
+    """The legend, the bars in columns side by side, and below them the table of times on the host."""
+    columns = _columns(drawn)
     names = series({"backend": name} for group in drawn for name, _, _ in group.bars)
+    handles = [Patch(**look, linewidth=0, label=name) for name, look in _looks(names).items()]
+    handles += ceiling_lines(family.ceilings, result)
+    width = max(6.8, _COLUMN * len(columns))
+    per_line = int(width / _LEGEND_COLUMN)
+    bars = max(sum(len(group.bars) for group in column) + _GAP * len(column) for column in columns)
+    heights = [0.2 * -(-len(handles) // per_line), 0.3 + _BAR * bars, *([_BAR * (len(table) + 2)] if table else [])]
+    figure = Figure(figsize=(width, sum(heights) + 1.2), layout=ConstrainedLayoutEngine(w_pad=0.1))
+    grid = figure.add_gridspec(len(heights), len(columns), height_ratios=heights)
+    above = figure.add_subplot(grid[0, :])
+    above.set_axis_off()
+    # From the figure's left edge on: the axes begin right of the bars' labels.
+    place = blended_transform_factory(figure.transFigure, above.transAxes)
+    legend = above.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.01, 1),
+        bbox_transform=place,
+        ncols=per_line,
+        frameon=False,
+        borderaxespad=0,
+    )
+    legend.set_in_layout(False)
+    highest = _highest(drawn, family, result)
+    for at, column in enumerate(columns):
+        axes = figure.add_subplot(grid[1, at])
+        _draw_bars(axes, column, _looks(names))
+        axes.set(xlim=(0, highest), ylim=(bars - _GAP - 0.4, -0.6), xlabel=family.unit)
+        for ceiling in family.ceilings:
+            draw_ceiling(axes.axvline, ceiling, result)
+    if table:
+        _draw_table(figure.add_subplot(grid[2, :]), table, width)
+    return figure
+
+
+def _columns(drawn: Sequence[Group]) -> list[list[Group]]:
+    """The groups in order, in as many columns of nearly the same number of bars as make the picture wide, not tall."""
+    total = sum(len(group.bars) for group in drawn)
+    count = min(len(drawn), _MOST_COLUMNS, max(1, round((total / 22) ** 0.5 + 0.4)))
+    out: list[list[Group]] = [[] for _ in range(count)]
+    before = 0
+    for group in drawn:
+        out[count * before // total].append(group)
+        before += len(group.bars)
+    return [column for column in out if column]
+
+
+def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Bars of one backend, of other versions or files, have its colour, hatched."""
     colour = colours(names)
-    # Bars of the same backend, of another version or another file, have its colour, hatched.
-    hatch = {name: _HATCHES[sum(base(one) == base(name) for one in names[:i]) % 4] for i, name in enumerate(names)}
-    look: dict[str, dict[str, Any]] = {
-        name: {"facecolor": colour[name], "hatch": hatch[name], "edgecolor": "white"} for name in names
+    return {
+        name: {
+            "facecolor": colour[name],
+            "hatch": _HATCHES[sum(base(one) == base(name) for one in names[:i]) % len(_HATCHES)],
+            "edgecolor": "white",
+        }
+        for i, name in enumerate(names)
     }
+
+
+def _highest(drawn: Sequence[Group], family: Family, result: Result) -> float:
+    """The end of the axis: a little past all bars and ceilings."""
+    values = [value for group in drawn for _, value, _ in group.bars]
+    return 1.02 * max(*values, *(result.meta.get(ceiling) or 0.0 for ceiling in family.ceilings))
+
+
+def _draw_bars(axes: Any, drawn: Sequence[Group], looks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Bars downwards, their values in a column right of the axes, where no ceiling's line runs through them."""
     y, ticks = 0.0, []
     for group in drawn:
         ticks.append(y + (len(group.bars) - 1) / 2)
         for name, value, us in group.bars:
-            axes.barh(y, value, height=0.84, **look[name], linewidth=0)
+            axes.barh(y, value, height=0.84, **looks[name], linewidth=0)
             note = f"{short(value)}  ({time_text(us)})"
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # a ceiling's line must not cross digits
-            axes.annotate(note, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7, bbox=behind)
+            axes.annotate(note, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=6.5)
             y += 1
-        y += 0.7
-    legend: list[Any] = [Patch(**look[name], linewidth=0, label=name) for name in names]
-    highest = max(value for group in drawn for _, value, _ in group.bars)
-    for ceiling in family.ceilings:
-        limit = result.meta.get(ceiling)
-        if limit:
-            text, style = CEILINGS[ceiling]
-            axes.axvline(limit, color="black", linestyle=style, linewidth=0.8, zorder=0)
-            legend.append(Line2D([], [], color="black", linestyle=style, linewidth=0.8, label=f"{text} {short(limit)}"))
-            highest = max(highest, limit)
-    axes.set(xlim=(0, highest * 1.2), ylim=(y - 1.1, -0.7), xlabel=family.unit)
+        y += _GAP
     axes.set_yticks(ticks, [group.label for group in drawn])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(handles=legend, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderaxespad=0.2)
 
 
-def _draw_table(axes: Any, table: Sequence[tuple[str, str, str]]) -> None:
-    header = ("median (low to high)", "host µs per layer call", "plan µs per step")
+def _draw_table(axes: Any, table: Sequence[tuple[str, str, str]], width: float) -> None:
+    header = ("decode: median (low to high)", "host µs per layer call", "plan µs per step")
     axes.set_axis_off()
-    axes.set(ylim=(len(table) + 0.5, -0.5), xlim=(0, 1))
+    axes.set(ylim=(len(table) + 0.5, -0.5), xlim=(0, width))
     for y, row in enumerate((header, *table)):
-        for x, text in zip((0.0, 0.25, 0.6), row, strict=True):
+        for x, text in zip(_TABLE_COLUMNS, row, strict=True):
             axes.text(x, y, text, va="center", weight="normal" if y else "bold", fontsize=7)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
@@ -13,6 +14,7 @@ from .result_file import CEILINGS, LineStyle, Result, base, colours, series, sho
 _STYLES: tuple[LineStyle, ...] = ("-", "--", ":", "-.")
 _UNITS = {"gb_s": ("GB/s", "copy_gb_s"), "tflops": ("TFLOP/s", "matmul_tflops")}
 _COLUMNS = 3
+_CEILING: dict[str, Any] = {"color": "black", "linewidth": 0.8}
 
 
 def sweep_figure(panels: list[Panel], result: Result) -> Figure:
@@ -32,6 +34,7 @@ def sweep_figure(panels: list[Panel], result: Result) -> Figure:
     for one in axes[len(panels) :]:
         one.set_axis_off()
     legend = [Line2D([], [], color=colour[name], linestyle=style[name], marker=".", label=name) for name in names]
+    legend += ceiling_lines(list(dict.fromkeys(_UNITS[panel.value][1] for panel in panels)), result)
     below = axes[lines * _COLUMNS].legend(handles=legend, loc="upper left", ncols=4, frameon=False, borderaxespad=0)
     below.set_in_layout(False)  # it is wider than the column that it begins in
     return figure
@@ -44,9 +47,7 @@ def _dress(axes: Any, panel: Panel, result: Result) -> None:
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], minor=False)
     axes.minorticks_off()
     axes.set(title=panel.title, ylabel=unit, xlabel="keys per sequence")
-    limit = result.meta.get(ceiling)
-    if limit:
-        axes.axhline(limit, color="black", linestyle=CEILINGS[ceiling][1], linewidth=0.8, zorder=0)
+    draw_ceiling(axes.axhline, ceiling, result)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -70,7 +71,16 @@ def ratio_figure(grid: Grid) -> Figure:
     return figure
 
 
-def ceiling_note(result: Result) -> str:
-    """The ceilings that the black lines stand for."""
-    found = [(text, result.meta.get(name)) for name, (text, _) in CEILINGS.items()]
-    return ", ".join(f"{text} {short(value)}" for text, value in found if value)
+def ceiling_lines(names: Sequence[str], result: Result) -> list[Line2D]:
+    """Entries of a legend, for the ceilings of these names that were measured."""
+    found = [(*CEILINGS[name], result.meta[name]) for name in names if result.meta.get(name)]
+    return [
+        Line2D([], [], **_CEILING, linestyle=style, label=f"ceiling: {text} {short(limit)} {unit}")
+        for text, unit, style, limit in found
+    ]
+
+
+def draw_ceiling(line: Callable[..., object], name: str, result: Result) -> None:
+    """By `axhline` or `axvline`, where it was measured."""
+    if limit := result.meta.get(name):
+        line(limit, **_CEILING, linestyle=CEILINGS[name][2], zorder=0)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 LineStyle = Literal["-", "--", ":", "-."]
-CEILINGS: dict[str, tuple[str, LineStyle]] = {
-    "copy_gb_s": ("copy", "--"),
-    "read_gb_s": ("read", ":"),
-    "matmul_tflops": ("matrix product", "--"),
+CEILINGS: dict[str, tuple[str, str, LineStyle]] = {  # what reaches it, its unit, and the line that is drawn
+    "copy_gb_s": ("copy", "GB/s", "--"),
+    "read_gb_s": ("read", "GB/s", ":"),
+    "matmul_tflops": ("matrix product", "TFLOP/s", "-."),
 }
 BANDWIDTH, COMPUTE = ("copy_gb_s", "read_gb_s"), ("matmul_tflops",)
 # Okabe and Ito's colours differ under every kind of colour blindness; their black is left for lines and text.
@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 
 def load(paths: Sequence[Path]) -> Result:
-    """Read result files and join them; a backend that several of them measured is told apart by commit.
+    """Read result files and join them; a backend that several of them measured in one suite is told apart by commit.
 
     Raises:
         ValueError: no result file, files of different GPUs, or one workload measured twice under one name.
@@ -71,15 +71,15 @@ def load(paths: Sequence[Path]) -> Result:
     gpus = {meta.get("gpu") for meta, _ in files}
     if len(gpus) != 1:
         raise ValueError(f"all files must be of one GPU, got {', '.join(sorted(map(str, gpus)))}; draw them apart")
-    owners: dict[str, set[int]] = {}
+    owners: dict[tuple[str, str], set[int]] = {}
     for i, (_, rows) in enumerate(files):
         for row in rows:
-            owners.setdefault(row["backend"], set()).add(i)
+            owners.setdefault((row["suite"], row["backend"]), set()).add(i)
     joined, seen = [], set()
     for meta, rows in files:
         for row in rows:
             name = row["backend"]
-            label = name if len(owners[name]) == 1 else f"{name} @{meta.get('commit')}"
+            label = name if len(owners[row["suite"], name]) == 1 else f"{name} @{meta.get('commit')}"
             key = (label, row["suite"], _key(row))
             if key in seen:
                 raise ValueError(f"{row['suite']} {row['workload']} of {label} is in these files more than once")

@@ -159,6 +159,52 @@ def test_numbers_are_printed_short() -> None:
     assert [result_file.time_text(us) for us in (2.46, 7761.0, 604681.9)] == ["2.5 µs", "7761 µs", "605 ms"]
 
 
+def test_files_that_measured_other_suites_need_no_commits_in_labels(tmp_path: Path) -> None:
+    rows = load([COMMITTED, COMMITTED.with_name("sweep.json")]).rows
+    assert {row["suite"] for row in rows} >= {"decode", "sweep"} and not [r for r in rows if "@" in r["backend"]]
+
+
+def test_the_committed_pictures_name_their_ceilings_and_no_commit_but_in_the_note() -> None:
+    folder = COMMITTED.parent / "plots"
+    for name in ("decode", "prefill", "mixed", "cache", "sweep"):
+        text = (folder / f"{name}.svg").read_text(encoding="utf-8")
+        assert "ceiling: " in text and "@" not in text and text.count("ace3788") == 1, name
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.suite)
+def test_nothing_is_cut_or_printed_over_something_else(family: result_file.Family) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from pagedattn.bench import plot
+
+    result = load([COMMITTED])
+    table = host_table(result.rows) if family is DECODE else []
+    with rc_context(plot._LOOK):
+        figure = plot.bar_figure(groups(result.rows, family), family, result, table)
+        FigureCanvasAgg(figure).draw()
+    width, height = figure.get_size_inches()
+    assert height < 1.3 * width < 20
+    above, *others = figure.axes
+    bars, tables = (others[: len(others) - bool(table)], others[len(others) - bool(table) :])
+    legend = above.get_legend()
+    ceilings = {line.get_linestyle() for axes in bars for line in axes.get_lines()}
+    assert ceilings == {line.get_linestyle() for line in legend.get_lines()} and len(ceilings) == len(family.ceilings)
+    notes = [(axes, text) for axes in bars for text in axes.texts]
+    assert len(notes) == sum(len(group.bars) for group in groups(result.rows, family))
+    for axes, text in notes:
+        lines = [axes.transData.transform((line.get_xdata()[0], 0))[0] for line in axes.get_lines()]
+        assert text.get_window_extent().x0 > max(lines)
+    boxes = [text.get_window_extent() for axes in tables for text in axes.texts]
+    assert len(boxes) == 3 * (len(table) + bool(table))
+    boxes += [text.get_window_extent() for _, text in notes] + [legend.get_window_extent()]
+    boxes += [label.get_window_extent() for axes in bars for label in axes.get_yticklabels()]
+    for i, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and figure.bbox.y0 <= box.y0 < figure.bbox.y1
+        assert not [other for other in boxes[:i] if box.overlaps(other)]
+
+
 def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
     from pagedattn.bench import plot
@@ -184,7 +230,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     curves, ratios = (tmp_path / f"{name}.svg" for name in ("sweep", "ratios"))
     assert all(
         text in curves.read_text(encoding="utf-8")
-        for text in ("decode, batch 4", "prefill, one prompt", "copy 4000", "TRITON")
+        for text in ("decode, batch 4", "prefill, one prompt", "ceiling: copy 4000", "matrix product 700", "TRITON")
     )
     assert all(
         text in ratios.read_text(encoding="utf-8")
