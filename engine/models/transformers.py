@@ -101,9 +101,9 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
     transformers = import_transformers()
     hf_config, model_class = _classes(transformers, raw)
     positions = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
+    refuse(model_class, hf_config, positions and config.longest_sequence(positions))
     if positions is None:
         raise InvalidInputError("max_model_len", "given for a model whose config has no max_position_embeddings", None)
-    refuse(model_class, hf_config, config.longest_sequence(positions))
     generation = folder.read_json("generation_config.json") or {}
     eos = read_eos_token_ids(generation) or read_eos_token_ids(raw)
     shape = TransformersShape(hf_config.vocab_size, positions, read_dtype(raw), eos)

@@ -69,6 +69,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # get_decoder gives its head.
     "modernbert-decoder": ("ModernBertDecoderConfig", {"local_attention": 16}),
+    # They call the attention interface without the flag for it.
+    "biogpt": ("BioGptConfig", {}),
+    "stablelm": ("StableLmConfig", {"qk_layernorm": True, "use_qkv_bias": True}),
+    "nemotron": ("NemotronConfig", {"head_dim": 16}),  # its layers, as those of stablelm, hand no keywords on
     "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "logits_scaling": 3.0}),
     "deepseek_v3": (
         "DeepseekV3Config",

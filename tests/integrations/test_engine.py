@@ -192,6 +192,13 @@ def test_bad_folders_are_refused(
         make_llm(altered(folders("gemma2"), tmp_path, **changes))
 
 
+def test_a_model_is_refused_before_more_is_asked_for_it(tmp_path: Path) -> None:
+    """Mamba's config has no max_position_embeddings, which is of no use to know."""
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    with pytest.raises(UnsupportedError, match=r"MambaForCausalLM \(mamba\) cannot run.*it is stateful"):
+        make_llm(tmp_path, max_model_len=None)
+
+
 def test_keys_that_choose_code_are_not_followed(folders: Any, tmp_path: Path) -> None:
     """A config may name kernels of the Hub, pickles, or patches; none of these is a model's shape."""
     keys = ("_attn_implementation", "attn_implementation", "_experts_implementation", "transformers_weights")

@@ -251,8 +251,9 @@ def test_loaded_by_name(tmp_path: Any) -> None:
     assert type(again.past_key_values).__name__ == "DynamicCache"
 
 
-def test_a_copied_model_is_enabled_too() -> None:
-    model, inputs = model_of("gpt_oss"), batch(*RAGGED)
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron"])
+def test_a_copied_model_is_enabled_too(name: str) -> None:
+    model, inputs = model_of(name), batch(*RAGGED)
     wanted = generate(model, inputs)
     hf.enable(model, block_size=4)
     twin = copy.deepcopy(model)
@@ -260,7 +261,9 @@ def test_a_copied_model_is_enabled_too() -> None:
     assert torch.equal(generate(twin, inputs), wanted)
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "aot_eager"), ("gemma2", "eager"), ("granite_swa", "eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("llama", "aot_eager"), ("gemma2", "eager"), ("granite_swa", "eager"), ("nemotron", "eager")]
+)
 def test_torch_compile(name: str, backend: str) -> None:
     """One graph for prompts and one for decodes, and none more as sequences grow. aot: writes can be traced too."""
     from torch._dynamo.utils import counters

@@ -33,12 +33,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2},
         "Gemma4.*num_kv_shared_layers",
     ),
-    "state space": ("JambaConfig", {}, "Jamba.*stateful.*linear_attention"),
-    "state space beside attention": ("FalconH1Config", {}, "FalconH1.*stateful.*hybrid"),
+    "state space": ("JambaConfig", {}, "Jamba.*: it is stateful.*linear_attention"),
+    "state space and nothing else": ("MambaConfig", {}, "Mamba.*: it is stateful"),
+    "state space, then attention": ("BambaConfig", {"mamba_n_heads": 4}, "Bamba.*: it is stateful"),
+    "state space beside attention": ("FalconH1Config", {}, "FalconH1.*: it is stateful.*hybrid"),
     "convolution": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "Lfm2.*conv"),
-    "linear attention": ("Qwen3NextConfig", {}, "Qwen3Next.*linear_attention"),
+    "linear attention": ("Qwen3NextConfig", {}, "Qwen3Next.*: it is stateful.*linear_attention"),
     "sparse attention": ("GlmMoeDsaConfig", {}, "GlmMoeDsa.*layer_types has"),
-    "encoder-decoder": ("BartConfig", {}, "Bart.*encoder-decoder"),
+    "encoder-decoder": (
+        "BartConfig",
+        {},
+        r"Bart.*: it is an encoder-decoder, whose [a-z ]*here\. Run",
+    ),
     "attention weights": ("LlamaConfig", {"output_attentions": True}, "Llama.*output_attentions"),
     "longrope": (
         "Phi3Config",
@@ -53,6 +59,12 @@ def test_refused_by_name_before_weights_are_read(kind: str, options: dict[str, A
     config = getattr(transformers, kind)(**{**_BASE, **options})
     with pytest.raises(UnsupportedError, match=message):
         refuse(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def test_a_bias_by_relative_position_is_refused() -> None:
+    reason = r"cache: it is an encoder-decoder.*; it adds a bias by relative position.*attention_num_buckets\)\. Run"
+    with pytest.raises(UnsupportedError, match=reason):
+        refuse(transformers.T5ForConditionalGeneration, transformers.T5Config())
 
 
 def test_multimodal_models_are_refused() -> None:
@@ -153,6 +165,28 @@ def test_masks_that_are_not_known_are_refused(
 def test_two_attentions_in_a_layer_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="layer 0 calls attention twice"):
         PackedModel(build(transformers.DiffLlamaConfig(**_BASE)))
+
+
+def test_attention_that_is_given_no_keywords_is_refused() -> None:
+    """Nemotron's attention gets the step from a hook on its layer, which cannot tell that the wrapper is attention."""
+    model = hf_model("nemotron")
+    for layer in model.model.layers:
+        layer.self_attn = _WithoutKeywords(layer.self_attn)
+    with pytest.raises(UnsupportedError, match="NemotronForCausalLM does not hand the keywords of its forward on"):
+        PackedModel(model)
+    assert model.config._attn_implementation == "eager"
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+class _WithoutKeywords(torch.nn.Module):
+    """Attention behind a module without a layer_idx, which drops the step."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, paged_step: Any = None, **given: Any) -> Any:
+        return self.inner(**given)
 
 
 class _Shift(torch.nn.Module):

@@ -27,6 +27,10 @@ _IGNORED = {"cache_position", "position_ids", "return_dict", "use_cache", *_OUTP
 _KNOWN = {"is_causal", "sliding_window", "softcap", *_IGNORED}
 
 
+class MissingStepError(UnsupportedError):
+    """Attention was called without the keyword `paged_step`."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What one layer asks of attention, all of it from the call itself and nothing from the config.
@@ -109,10 +113,9 @@ def attention_forward(
     where = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)}"
     step: Attends | None = options.pop("paged_step", None)
     if step is None:
-        raise UnsupportedError(
+        raise MissingStepError(
             f"{where} got no paged step: call pagedattn.integrations.transformers.enable(model), and then the model "
-            "itself and not a part of it, or use PackedModel; if that was done, its layers do not hand keywords on to "
-            "attention, or this one is a tower that should be on sdpa"
+            "itself and not a part of it, or use PackedModel"
         )
     sinks = options.pop("s_aux", None)
     call = _read_call(module, where, query, key, value, scaling, dropout, sinks, options)

@@ -18,8 +18,9 @@ from ...errors import InvalidInputError, UnsupportedError
 from .attention import NAME, import_transformers, register
 from .batch import BatchStep
 from .dense import sequences
+from .hand_on import probe_handing_on
 from .layers import make_attention
-from .probe import packs_rows, probe
+from .probe import packs_rows
 from .refusals import check_model, check_signature, refuse
 from .rows import MOST_TOKENS, BlockStore
 
@@ -117,7 +118,7 @@ class Paged:
     def __init__(self, model: Any, before: str, block_size: int, backend: str | None, num_blocks: int | None) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-            learnt = probe(model)
+            learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
         options = {"block_size": block_size, "backend": backend}
         self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
@@ -136,6 +137,7 @@ class Paged:
         self.names = list(inspect.signature(model.forward).parameters)
         self.pool = None if num_blocks is None else BlockStore(self.specs, num_blocks, model.device)
         self.hooks = (
+            *handing_on,
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
             model.register_forward_hook(_after_forward, with_kwargs=True),
         )

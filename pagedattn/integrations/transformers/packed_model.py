@@ -10,9 +10,10 @@ import torch
 from ... import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
 from .attention import PackedStep
 from .attention import register as register_attention
+from .hand_on import probe_handing_on
 from .head import decoder_of, without_decoder
 from .layers import make_attention
-from .probe import ProbedLayer, Recorder, probe
+from .probe import ProbedLayer, Recorder
 from .refusals import check_model, check_signature, refuse
 
 
@@ -60,7 +61,7 @@ class PackedModel:
         before = model.config._attn_implementation
         try:
             with torch.inference_mode():
-                self._learnt = probe(model, self._split)
+                self._learnt, _ = probe_handing_on(model, self._split)
         except Exception:
             model.set_attn_implementation(before)
             raise

@@ -14,7 +14,7 @@ _OTHER_LAYERS = {
     "linear_attention": "linear attention keeps a state per sequence, not keys and values",
     "conv": "convolutions keep a state per sequence, not keys and values",
     "mamba": "state space layers keep a state per sequence, not keys and values",
-    "hybrid": "state space layers keep a state per sequence, not keys and values",
+    "hybrid": "a state space or a convolution beside attention keeps a state per sequence",
 }
 _KNOWN_LENGTHS = ("dynamic", "longrope")
 
@@ -41,11 +41,13 @@ def _of_architecture(model_class: Any, config: Any) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder, whose cross attention is not paged here")
+    if getattr(config, "relative_attention_num_buckets", None):
+        reasons.append("it adds a bias by relative position to attention scores (relative_attention_num_buckets)")
     if config.get_text_config() is not config:
         reasons.append(
             "it is multimodal: image, audio or prefix tokens attend both ways, and only its mask knows where"
         )
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not _calls_interface(model_class):
         reasons.append("it has no attention interface (it does not call attention through ALL_ATTENTION_FUNCTIONS)")
     if getattr(model_class, "_is_stateful", False):
         reasons.append("it is stateful: some layers keep a state per sequence, not keys and values")
@@ -59,6 +61,11 @@ def _of_architecture(model_class: Any, config: Any) -> list[str]:
     if getattr(config, "output_attentions", False):
         reasons.append("output_attentions is set, and paged attention keeps no weights")
     return reasons
+
+
+def _calls_interface(model_class: Any) -> bool:
+    """Whether attention goes through ALL_ATTENTION_FUNCTIONS; not every family that does so sets the flag for it."""
+    return model_class._supports_attention_backend or model_class._can_set_attn_implementation()
 
 
 def _of_layers(config: Any) -> list[str]:
