@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import _BASE, build, hf_config
+from hf_models import _BASE, build
 from hf_more_models import batch, generate, model_of
 
 import pagedattn.integrations.transformers as hf
@@ -42,18 +42,6 @@ def test_models_are_refused_and_left_as_they_were(kind: str, options: dict[str, 
     with pytest.raises(UnsupportedError, match=message):
         hf.enable(model)
     assert model.config._attn_implementation == before and not model._forward_pre_hooks
-
-
-def test_multimodal_models_are_refused() -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 8, "patch_size": 4}
-    config = transformers.Gemma3Config(text_config=hf_config("gemma3").to_dict(), vision_config=vision)
-    config.mm_tokens_per_image = 4
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    with pytest.raises(
-        UnsupportedError, match=r"Gemma3ForConditionalGeneration.*multimodal.*only its mask knows where"
-    ):
-        hf.enable(model)
 
 
 def test_a_refused_model_that_was_loaded_by_name() -> None:

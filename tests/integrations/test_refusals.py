@@ -67,12 +67,6 @@ def test_a_bias_by_relative_position_is_refused() -> None:
         refuse(transformers.T5ForConditionalGeneration, transformers.T5Config())
 
 
-def test_multimodal_models_are_refused() -> None:
-    config = transformers.Gemma3Config()
-    with pytest.raises(UnsupportedError, match=r"Gemma3ForConditionalGeneration.*multimodal"):
-        refuse(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-
-
 def test_longrope_is_served_where_no_sequence_leaves_the_short_range() -> None:
     config = transformers.Phi3Config(**{**_BASE, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 64})
     refuse(transformers.Phi3ForCausalLM, config, 64)

@@ -20,6 +20,7 @@ from .batch import BatchStep
 from .dense import sequences
 from .hand_on import probe_handing_on
 from .layers import make_attention
+from .modalities import attention_of, refuse_other_inputs
 from .probe import packs_rows
 from .refusals import check_model, check_signature, refuse
 from .rows import MOST_TOKENS, BlockStore
@@ -52,7 +53,7 @@ def enable(model: Any, *, block_size: int = 16, backend: str | None = None, num_
     refuse(type(model), model.config, 0)
     check_signature(model)
     _check_one_device(model)
-    before = model.config._attn_implementation
+    before = attention_of(model)
     try:
         model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks)
     except Exception:
@@ -115,7 +116,9 @@ def refuse_training(model: Any) -> None:
 class Paged:
     """What an enabled model has: the attention of its layers, and a hook before each forward."""
 
-    def __init__(self, model: Any, before: str, block_size: int, backend: str | None, num_blocks: int | None) -> None:
+    def __init__(
+        self, model: Any, before: dict[str, str], block_size: int, backend: str | None, num_blocks: int | None
+    ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
@@ -159,12 +162,13 @@ class Paged:
             return None
         options = {**dict(zip(self.names, args, strict=False)), **given}
         refuse_training(model)
+        refuse_other_inputs(model, self.names, options)
         self._check_call(model, options)
         inputs = options.get("input_ids")
         shape = (options["inputs_embeds"] if inputs is None else inputs).shape
         past, use_cache = options.get("past_key_values"), options.get("use_cache")
-        if past is None and not (model.config.use_cache if use_cache is None else use_cache):
-            positions = options.get("position_ids") if self.packs else None
+        if past is None and not (model.config.get_text_config().use_cache if use_cache is None else use_cache):
+            positions = self._beginnings(options.get("position_ids"))
             options["paged_step"] = self._without_cache(shape, options.get("attention_mask"), positions)
             return (), options
         if past is None:
@@ -175,6 +179,12 @@ class Paged:
         seen = None if mask is None or skipped else _on_host(mask)
         options["paged_step"] = past.begin(shape[0], shape[1], seen, unread=skipped)
         return (), options
+
+    def _beginnings(self, positions: torch.Tensor | None) -> torch.Tensor | None:
+        """The positions that say where sequences of a row begin, [B, S]; None where none do."""
+        if positions is not None and positions.ndim == 3:  # Qwen-VL: time, height, width, and text in front of them
+            return positions[0] if len(positions) == 4 else None
+        return positions if self.packs else None
 
     def _without_cache(self, shape: torch.Size, mask: torch.Tensor | None, positions: torch.Tensor | None) -> BatchStep:
         seen = None if mask is None else _on_host(mask)

@@ -13,6 +13,7 @@ from .attention import register as register_attention
 from .hand_on import probe_handing_on
 from .head import decoder_of, without_decoder
 from .layers import make_attention
+from .modalities import attention_of
 from .probe import ProbedLayer, Recorder
 from .refusals import check_model, check_signature, refuse
 
@@ -58,7 +59,7 @@ class PackedModel:
         self._body = decoder_of(model)
         check_signature(self._body)
         self._head = without_decoder(model, self._body)
-        before = model.config._attn_implementation
+        before = attention_of(model)
         try:
             with torch.inference_mode():
                 self._learnt, _ = probe_handing_on(model, self._split)
@@ -116,7 +117,7 @@ class PackedModel:
 
     @property
     def vocab_size(self) -> int:
-        return self.model.config.vocab_size
+        return self.model.config.get_text_config().vocab_size
 
 
 def _cache_spec(layer: ProbedLayer, dtype: torch.dtype, block_size: int) -> FullAttentionSpec | SlidingWindowSpec:

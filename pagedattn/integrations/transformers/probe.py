@@ -17,6 +17,7 @@ import torch
 from ...errors import PagedAttnError, UnsupportedError, describe_error
 from .attention import NAME, PAIR_NAME, PROBE_NAME, AttentionCall
 from .masks import CausalMask, MaskNote
+from .modalities import set_attention
 
 # Rounding of one row may depend on the rows beside it; what another token leaks is far larger.
 _ROUNDING = {8: 1e-6, 4: 1e-3, 2: 6e-2}
@@ -80,15 +81,16 @@ def probe(
             elsewhere than in attention, or do not follow the positions given; its code fails.
     """
     device, name = model.device, type(model).__name__
-    first, second, third = (torch.tensor(i, device=device) % model.config.vocab_size for i in (11, 23, 37))
+    text = model.config.get_text_config()
+    first, second, third = (torch.tensor(i, device=device) % text.vocab_size for i in (11, 23, 37))
     one, other, pair = Recorder(), Recorder(), torch.stack((first, second))
-    model.set_attn_implementation(PROBE_NAME)
+    set_attention(model, PROBE_NAME)
     try:
         logits = _whole(model, pair, torch.tensor((0, 1), device=device), one)
     finally:
-        model.set_attn_implementation(NAME)
+        set_attention(model, NAME)
     layers = [one.layers[index] for index in sorted(one.layers)]
-    _check_layers(name, layers, model.config.num_hidden_layers)
+    _check_layers(name, layers, text.num_hidden_layers)
     tokens, positions = torch.stack((second, third)), torch.tensor((1, 7), device=device)
     if split is None:
         again = _whole(model, tokens, positions, other)
@@ -118,11 +120,11 @@ def probe(
 def packs_rows(model: Any) -> bool:
     """Whether positions that begin anew begin another sequence in a probed model, where there is no mask or cache."""
     recorder, pair = Recorder(), torch.zeros(2, dtype=torch.long, device=model.device)
-    model.set_attn_implementation(PAIR_NAME)
+    set_attention(model, PAIR_NAME)
     try:
         _whole(model, pair, pair, recorder)
     finally:
-        model.set_attn_implementation(NAME)
+        set_attention(model, NAME)
     return any(layer.mask is not None and layer.mask.window == 1 for layer in recorder.layers.values())
 
 

@@ -26,8 +26,9 @@ def refuse(model_class: Any, config: Any, max_model_len: int | None = None) -> N
         model_class, config: of transformers.
         max_model_len: longest sequence that will be run; None is the model's own limit.
     """
+    text = config.get_text_config()  # of a multimodal model, which runs without its other inputs
     try:
-        reasons = [*_of_architecture(model_class, config), *_of_layers(config), *_of_rope(config, max_model_len)]
+        reasons = [*_of_architecture(model_class, config), *_of_layers(text), *_of_rope(text, max_model_len)]
     except RuntimeError as error:  # of transformers, for what per_layer_config says of single layers
         reasons = [f"its config differs from layer to layer in what is read of it as a whole ({error})"]
     if reasons:
@@ -37,16 +38,12 @@ def refuse(model_class: Any, config: Any, max_model_len: int | None = None) -> N
         )
 
 
-def _of_architecture(model_class: Any, config: Any) -> list[str]:
-    reasons = []
-    if getattr(config, "is_encoder_decoder", False):
+def _of_architecture(model_class: Any, whole: Any) -> list[str]:
+    reasons, config = [], whole.get_text_config()
+    if getattr(whole, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder, whose cross attention is not paged here")
     if getattr(config, "relative_attention_num_buckets", None):
         reasons.append("it adds a bias by relative position to attention scores (relative_attention_num_buckets)")
-    if config.get_text_config() is not config:
-        reasons.append(
-            "it is multimodal: image, audio or prefix tokens attend both ways, and only its mask knows where"
-        )
     if not _calls_interface(model_class):
         reasons.append("it has no attention interface (it does not call attention through ALL_ATTENTION_FUNCTIONS)")
     if getattr(model_class, "_is_stateful", False):
@@ -58,7 +55,7 @@ def _of_architecture(model_class: Any, config: Any) -> list[str]:
         "all",
     ):
         reasons.append("it attends both ways")
-    if getattr(config, "output_attentions", False):
+    if getattr(whole, "output_attentions", False):
         reasons.append("output_attentions is set, and paged attention keeps no weights")
     return reasons
 
