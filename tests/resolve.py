@@ -77,13 +77,14 @@ def newest_pip(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def resolve(pip: list[str], options: list[str], python: Path) -> subprocess.CompletedProcess[str]:
-    """Pip's dry run of what `make demo` installs, for another Python than its own."""
+    """Pip's dry run of what `make demo` and `make chat` install, for another Python than its own."""
+    wanted = [*requirements("dev"), *requirements("chat")]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     own = {
         name: os.environ[name] for name in ("PIP_CERT", "PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT") if name in os.environ
     }
     return subprocess.run(
-        [*pip, "--python", str(python), "install", *options, "-c", "constraints.txt", *requirements("dev")],
+        [*pip, "--python", str(python), "install", *options, "-c", "constraints.txt", *wanted],
         cwd=ROOT,
         env={**inherited, **own, "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,

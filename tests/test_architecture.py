@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "layers": (*_BACKENDS, "layers"),
     "testing": (*_BACKENDS, "layers", "testing"),
     "integrations": ("", "errors", "ops", "integrations"),  # "" is the public names
-    "cli": (*_BACKENDS, "layers", "testing", "engine", "bench", "cli"),
+    "cli": (*_BACKENDS, "layers", "testing", "integrations", "engine", "bench", "cli"),
     "__main__": ("cli",),
 }
 # Folders whose members are apart: `kernels/decode` imports what lies in `kernels/` itself, never `kernels/prefill`.

