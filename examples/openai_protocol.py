@@ -82,7 +82,11 @@ def text_of(content: Any) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise errors.RequestError("content must be text, or a list of parts of type text")
+        bad = (
+            content if not isinstance(content, list) else parts[[isinstance(text, str) for text in texts].index(False)]
+        )
+        got = repr(bad.get("type")) if isinstance(bad, dict) else type(bad).__name__
+        raise errors.RequestError(f"content must be text, or a list of parts of type text, got {got}")
     return "".join(map(str, texts))
 
 

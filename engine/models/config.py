@@ -12,6 +12,7 @@ from pagedattn.errors import InvalidInputError, SecurityError, UnsupportedError
 
 from .folder import ModelFolder
 from .rope import RopeConfig
+from .text_part import text_config
 
 _MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 24
@@ -75,7 +76,7 @@ def load_model_config(folder: ModelFolder) -> ModelConfig:
     """
     raw = folder.require_json("config.json")
     generation = folder.read_json("generation_config.json") or {}
-    return parse_model_config(raw, generation)
+    return parse_model_config(text_config(raw), generation)
 
 
 def parse_model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

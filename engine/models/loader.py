@@ -19,6 +19,7 @@ from pagedattn.errors import CapacityError, WeightsError
 from .decoder import Decoder
 from .folder import ModelFolder
 from .tensor_slice import TensorSlice
+from .text_part import is_multimodal, text_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F16", "BF16", "F32", "F64")
@@ -32,6 +33,7 @@ class StoredTensor:
     """Where a checkpoint keeps one tensor, by its header."""
 
     file: Path
+    name: str  # there
     dtype: str
     shape: tuple[int, ...]
 
@@ -77,11 +79,26 @@ def read_tensors(folder: ModelFolder) -> dict[str, torch.Tensor]:
     stored, tensors = _inventory(folder), {}
     for path in dict.fromkeys(tensor.file for tensor in stored.values()):
         with safe_open(path, framework="pt") as file:
-            tensors.update({key: file.get_tensor(key) for key, tensor in stored.items() if tensor.file == path})
+            tensors.update({key: file.get_tensor(tensor.name) for key, tensor in stored.items() if tensor.file == path})
     return tensors
 
 
 def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, or of its text part where it has others, by name in a model of text."""
+    stored = _whole_inventory(folder)
+    if not is_multimodal(folder.read_json("config.json") or {}):
+        return stored
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        key = text_name(name)
+        if key in found:
+            raise WeightsError(f"tensor {key!r} is twice in the checkpoint: as {found[key].name!r} and as {name!r}")
+        if key is not None:
+            found[key] = tensor
+    return found
+
+
+def _whole_inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, from `model.safetensors` or from the shards of the index."""
     single = folder.find(_SINGLE)
     if single is not None:
@@ -127,7 +144,7 @@ def _read_header(path: Path, named: Path) -> dict[str, StoredTensor]:
         except (ValueError, RecursionError, SafetensorError) as error:
             raise WeightsError(f"{named} has a broken header or is cut short: {error}") from None
     header.pop("__metadata__", None)
-    return {key: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
+    return {key: StoredTensor(path, key, entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
 
 
 def _describe(prefix: bytes) -> str:
@@ -176,16 +193,17 @@ def _stream(
         for path in dict.fromkeys(tensor.file for tensor in stored.values()):
             with safe_open(path, framework="pt") as file:
                 for key in (key for key, tensor in stored.items() if tensor.file == path and key in views):
-                    part = file.get_slice(key)[cuts[key].where] if key in cuts else file.get_tensor(key)
+                    name = stored[key].name
+                    part = file.get_slice(name)[cuts[key].where] if key in cuts else file.get_tensor(name)
                     views[key].copy_(part)
                     bar.update()
     if tied and "lm_head.weight" in stored:
-        _check_tied(stored["lm_head.weight"].file, views["model.embed_tokens.weight"])
+        _check_tied(stored["lm_head.weight"], views["model.embed_tokens.weight"])
 
 
-def _check_tied(path: Path, embedding: torch.Tensor) -> None:
-    with safe_open(path, framework="pt") as file:
-        head = file.get_tensor("lm_head.weight").to(embedding)
+def _check_tied(stored: StoredTensor, embedding: torch.Tensor) -> None:
+    with safe_open(stored.file, framework="pt") as file:
+        head = file.get_tensor(stored.name).to(embedding)
     if not torch.equal(head, embedding):
         raise WeightsError(
             "tensor 'lm_head.weight' must equal 'model.embed_tokens.weight' in a model with tie_word_embeddings, they "

@@ -20,6 +20,7 @@ from ..config import EngineConfig
 from .config import read_dtype, read_eos_token_ids
 from .folder import ModelFolder
 from .loader import read_tensors
+from .text_part import text_config
 
 if TYPE_CHECKING:
     from pagedattn.integrations.transformers import PackedModel
@@ -130,7 +131,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
 
 
 def _read_config(folder: ModelFolder) -> dict[str, Any]:
-    raw = folder.require_json("config.json")
+    raw = text_config(folder.require_json("config.json"))
     if raw.get("auto_map"):
         raise SecurityError("config.json has `auto_map`, which imports code of the model folder; remove it to load")
     if raw.pop("quantization_config", None):  # transformers would stumble over an empty one

@@ -39,7 +39,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "role must be one of system, developer, user, assistant, got None"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "role must be one of system, developer, user, assistant, got"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "role must be one of"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text, got 'image_url'"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "tool_calls is not supported"),
     ({"tools": [{"type": "function"}]}, "tools is not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
