@@ -96,7 +96,7 @@ def _resident() -> int:
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, which counts bytes
 
 
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:

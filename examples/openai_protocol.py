@@ -79,15 +79,17 @@ def messages(body: Json) -> list[Json]:
 
 def text_of(content: Any) -> str:
     """Content is text, or a list of parts, which must be text too."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        bad = (
-            content if not isinstance(content, list) else parts[[isinstance(text, str) for text in texts].index(False)]
-        )
-        got = repr(bad.get("type")) if isinstance(bad, dict) else type(bad).__name__
+    if isinstance(content, str):
+        return content
+    bad = [part for part in content if not _is_text(part)] if isinstance(content, list) else [content]
+    if bad:
+        got = repr(bad[0].get("type")) if isinstance(bad[0], dict) else type(bad[0]).__name__
         raise errors.RequestError(f"content must be text, or a list of parts of type text, got {got}")
-    return "".join(map(str, texts))
+    return "".join(part["text"] for part in content)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def wants_usage(body: Json) -> bool:

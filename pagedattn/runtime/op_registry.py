@@ -111,9 +111,10 @@ def choose(path: str, device: torch.device, op: str = "", needs: str = "") -> st
         if reason:
             raise UnsupportedError(f"path={path!r}{f' of {op}' if op else ''}: {reason}")
         return path
-    if "csrc" in paths and device.type == "cuda":
+    able = _first_able(device, paths, needs)
+    if able != "csrc" and "csrc" in paths and device.type == "cuda":
         _warn_without_csrc(device)
-    return _first_able(device, paths, needs)
+    return able
 
 
 def _first_able(device: torch.device, paths: tuple[str, ...], needs: str = "") -> str:
