@@ -4,7 +4,8 @@
 
 A 0.6B-shaped Qwen3 with random weights on a GPU, a tiny one without. Prompts are ragged, padded on the left. Both run
 in turns. Greedy tokens of random weights in half precision part where two logits are all but equal, so that logits are
-compared under the same tokens too.
+compared under the same tokens too. A second row has the tokens per second of whole calls, prompts included, with
+transformers' continuous batching and the engine beside both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 
 import pagedattn.integrations.transformers as hf
 
+from .hf_throughput import lines as throughput_lines
+from .hf_throughput import throughput
 from .ratios import Row
 from .report import ResultFile
 
@@ -56,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result.meta["transformers"] = hf.import_transformers().__version__
     result.add_plain(row)
     print("\n".join(lines(row)))
+    if not given.compile:
+        total: Row = {key: row[key] for key in ("workload", "shape", "dtype")} | {"suite": "hf_throughput"}
+        total |= throughput(models, inputs, given.tokens, given.runs)
+        result.add_plain(total)
+        print("\n".join(throughput_lines(total)))
     return int(row["logits_difference"] > row["logits_tolerance"])
 
 
