@@ -64,7 +64,7 @@ def throughput(models: Mapping[str, Any], inputs: Mapping[str, torch.Tensor], to
 
 def paged_names() -> list[str]:
     """Attention implementations that `generate_batch` runs on this machine, by transformers' names."""
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils.import_utils import is_flash_attn_2_available
 
     flash = torch.cuda.is_available() and is_flash_attn_2_available()
     return ["paged|sdpa", *(["paged|flash_attention_2"] if flash else [])]
