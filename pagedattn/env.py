@@ -14,6 +14,7 @@ VARIABLES = {
     "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 to 3.9), 0 through it",
     "PAGEDATTN_TRACEBACK": "1: the command line shows tracebacks, as with `--traceback`; 0 (default) does not",
     "PAGEDATTN_PLUGINS": "1 (default) lists backends of installed packages (entry points), 0 ignores them",
+    "PAGEDATTN_VLLM_DEFAULT": "1: inside vLLM, in the place of FLASH_ATTN; 0 (default): where `CUSTOM` is asked for",
 }
 
 
@@ -52,6 +53,11 @@ def replay() -> bool:
 def traceback() -> bool:
     """Whether the command line shows tracebacks."""
     return _one_of("PAGEDATTN_TRACEBACK", ("0", "1"), "0") == "1"
+
+
+def vllm_default() -> bool:
+    """Whether vLLM's usual backend is to be this library's."""
+    return _one_of("PAGEDATTN_VLLM_DEFAULT", ("0", "1"), "0") == "1"
 
 
 def _one_of(name: str, allowed: tuple[str, ...], default: str) -> str:

@@ -179,6 +179,7 @@ def train(model: Qwen3ForCausalLM, windows: Windows, steps: int) -> None:
     for step, batch in enumerate(progress):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
+        batch = batch.to(model.device)
         logits = model(batch[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()

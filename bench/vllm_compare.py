@@ -1,0 +1,264 @@
+"""The library's backend inside vLLM beside vLLM's own: the same greedy tokens, and output tokens per second.
+
+    python -m bench.vllm_compare [--json FILE] [--suite tokens] [--suite speed] [--suite two-gpus] [--only WORD]
+
+Each backend has an engine, in a process of its own. Tokens are compared on models that were trained, since those of
+random weights are near ties; their log-probabilities are compared too. Speed is measured in turns, round by round, with
+both engines alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import takewhile
+from pathlib import Path
+from random import Random
+from threading import Lock
+from typing import IO, Any
+
+from .ratios import Row
+from .report import ResultFile
+from .vllm_models import model_folder, prompts
+
+ROOT = Path(__file__).parent.parent
+OURS, PEER = "CUSTOM", "FLASH_ATTN"
+_AT_ONCE = 5  # engines that start side by side
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of `LLM` and variables under which both backends run a model."""
+
+    suite: str
+    name: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    requests: tuple[int, ...] = ()  # of random tokens, a workload each; none: what the model was trained on
+
+
+_EAGER, _V1 = {"enforce_eager": True}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+_TIGHT = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 120, "max_num_seqs": 32}
+TOKENS = [
+    *(
+        Case("tokens", f"{model}, {mode}, {runner}", model, options, variables)
+        for model in ("tiny-qwen3", "tiny-gemma2", "tiny-gpt-oss")
+        for mode, options in (("eager", _EAGER), ("graphs", {}))
+        for runner, variables in (("runner by default", {}), ("first runner", _V1))
+    ),
+    Case("tokens", "blocks of 64", "tiny-qwen3", {"block_size": 64}),
+    Case("tokens", "blocks of 64, first runner", "tiny-qwen3", {"block_size": 64}, _V1),
+    Case("tokens", "HND", "tiny-qwen3", {}, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
+    Case("tokens", "fp8 cache", "tiny-qwen3", {"kv_cache_dtype": "fp8"}),
+    Case("tokens", "n-gram speculation", "tiny-qwen3", {"speculative_config": _NGRAM}),
+    Case("tokens", "chunked prefill, preemption", "tiny-qwen3", _TIGHT),
+    Case("tokens", "prefix cache", "tiny-qwen3", {"enable_prefix_caching": True}),
+    Case("tokens", "batch invariance", "tiny-qwen3", {}, {"VLLM_BATCH_INVARIANT": "1"}),
+]
+_LONG = {"load_format": "dummy", "max_model_len": 8192}
+SPEED = [Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1))]
+_TP, _PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+TWO_GPUS = [
+    Case("two-gpus", "tensor parallel", "tiny-qwen3", _TP),
+    Case("two-gpus", "pipeline parallel", "tiny-qwen3", _PP),
+    Case("two-gpus", "tensor parallel, random weights", "llama-8b", _LONG | _TP, requests=(256, 1)),
+]
+CASES = [*TOKENS, *SPEED, *TWO_GPUS]
+
+
+class Engine:
+    """A vLLM engine in a process; what it prints goes to a log. It starts in the background until the first question.
+
+    Args:
+        cache: bytes of the KV cache. Measured by vLLM they would depend on whoever starts beside it.
+    """
+
+    def __init__(self, case: Case, backend: str, folder: Path, cache: int) -> None:
+        options = {"kv_cache_memory_bytes": cache, "max_model_len": 2048, "enable_prefix_caching": False}
+        options["gpu_memory_utilization"] = 0.1  # must be free at the start, and is not used otherwise
+        options |= {"model": str(model_folder(case.model, folder)), "attention_backend": backend, "seed": 0}
+        read, write = os.pipe()
+        self.log = folder / f"{backend}-{case.name.replace(' ', '_')}.log"
+        environment = {**os.environ, **case.variables, "RESULTS": str(write), "VLLM_NO_USAGE_STATS": "1"}
+        if case.suite == "tokens":  # starts in half the time
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            options["max_num_seqs"] = 64
+        command = [sys.executable, "-m", "bench.vllm_engine", json.dumps(options | case.options)]
+        with self.log.open("w", encoding="utf-8") as log:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": [write]}
+            self.process = subprocess.Popen(command, **pipes, env=environment, cwd=ROOT, text=True)
+        os.close(write)
+        self._answers: IO[str] = os.fdopen(read, encoding="utf-8")
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """Generate, see `vllm_engine.generate`."""
+        if self.process.stdin is None:
+            raise RuntimeError("the engine has no standard input")
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return self._receive()
+
+    def wait_until_ready(self) -> None:
+        """Raise RuntimeError with the end of the log where it does not start."""
+        self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            said = self.log.read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"the engine ended with {self.process.wait()}:\n{said[-3000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Let it end; it has nothing left to do."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+@contextmanager
+def engines(case: Case, folder: Path, cache: int) -> Iterator[dict[str, Engine]]:
+    """Both backends' engines, each with a KV cache of so many bytes."""
+    made: dict[str, Engine] = {}
+    try:
+        for backend in (OURS, PEER):
+            made[backend] = Engine(case, backend, folder, cache)
+        for engine in made.values():
+            engine.wait_until_ready()
+        yield made
+    finally:
+        for engine in made.values():
+            engine.close()
+
+
+def compare_tokens(case: Case, folder: Path) -> Iterator[Row]:
+    """Greedy tokens and their log-probabilities on what the model was trained on, and whether it was remembered."""
+    given = prompts()
+    asked = {"prompts": [ids for ids, _ in given], "max_tokens": [len(rest) for _, rest in given], "logprobs": 1}
+    with engines(case, folder, 1 << 30) as both:
+        found = {name: engine.ask(**asked) for name, engine in both.items()}
+    ours, peers = (found[name] for name in (OURS, PEER))
+    pairs = [*zip(ours["tokens"], peers["tokens"], strict=True)]
+    equal = [one == other for one, other in pairs]
+    gaps = [
+        abs(x - y)
+        for same, one, other in zip(equal, ours["logprobs"], peers["logprobs"], strict=True)
+        for x, y in zip(one, other, strict=True)
+        if same
+    ]
+    remembered = [one == rest for one, (_, rest) in zip(ours["tokens"], given, strict=True)]
+    yield {
+        "requests": len(given),
+        "tokens": sum(asked["max_tokens"]),
+        "equal_requests": sum(equal),
+        "remembered_requests": sum(remembered),
+        "largest_logprob_difference": round(max(gaps, default=0.0), 5),
+    }
+
+
+def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
+    """Output tokens per second of both, round by round in turns, after one round of each that is not counted."""
+    with engines(case, folder, 40 << 30) as both:
+        for count in case.requests:
+            asked = workload(count)
+            total = sum(asked["max_tokens"])
+            first = {name: engine.ask(**asked)["tokens"] for name, engine in both.items()}
+            if any([len(row) for row in rows] != asked["max_tokens"] for rows in first.values()):
+                raise RuntimeError(f"{case.name}: an engine gave another number of tokens than asked for")
+            speeds: dict[str, list[float]] = {OURS: [], PEER: []}
+            for _ in range(rounds):
+                for name, engine in both.items():
+                    speeds[name].append(round(total / engine.ask(**asked)["seconds"], 1))
+            same = [
+                sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+                for one, other in zip(first[OURS], first[PEER], strict=True)
+            ]
+            median = {name: statistics.median(values) for name, values in speeds.items()}
+            yield {
+                "requests": count,
+                "tokens": total,
+                "tok_s": speeds,
+                "median_tok_s": median,
+                "ratio": round(median[OURS] / median[PEER], 3),
+                "same_prefix": round(sum(same) / total, 3),
+            }
+
+
+def workload(count: int) -> dict[str, Any]:
+    """Prompts of random tokens and how many to generate for each: 100 to 1,024 of both, of one alone 512 and 256."""
+    draw = Random(0)
+    lens = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(count)] if count > 1 else [(512, 256)]
+    prompts = [[draw.randrange(10, 9000) for _ in range(length)] for length, _ in lens]
+    return {"prompts": prompts, "max_tokens": [new for _, new in lens]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases and print a line each; 1 where tokens differ or an engine failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--suite", action="append", choices=["tokens", "speed", "two-gpus"], help="default: all")
+    parser.add_argument("--only", help="cases whose name holds this")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", type=Path, help="folder to keep models and logs in")
+    given = parser.parse_args(arguments)
+    cases = [case for case in CASES if not given.suite or case.suite in given.suite]
+    cases = [case for case in cases if not given.only or given.only in case.name]
+    result = ResultFile(given.json, {}, [])
+    result.meta["vllm"] = version("vllm")
+    failed, lock = 0, Lock()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.models or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare({case.model for case in cases}, folder)
+
+        def run(case: Case) -> None:
+            nonlocal failed
+            about: Row = {"suite": case.suite, "case": case.name, "model": case.model, "options": case.options}
+            about["variables"] = case.variables
+            measured = compare_speed(case, folder, given.rounds) if case.requests else compare_tokens(case, folder)
+            try:
+                for row in measured:
+                    with lock:
+                        result.add_plain(about | row)
+                        failed += row.get("equal_requests", row["requests"]) != row["requests"]
+                        print(json.dumps({"case": case.name, "model": case.model} | row), flush=True)
+            except RuntimeError as error:
+                with lock:
+                    result.add_plain(about | {"failed": str(error)})
+                    failed += 1
+                    print(f"{case.name}: {error}", flush=True)
+
+        side_by_side = [case for case in cases if case.suite == "tokens"]
+        for case in cases:
+            if case not in side_by_side:
+                run(case)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(run, side_by_side))
+    return int(failed > 0)
+
+
+def prepare(models: set[str], folder: Path) -> None:
+    """Train or write what is not there, side by side."""
+    commands = [[sys.executable, "-m", "bench.vllm_models", name, str(folder)] for name in sorted(models)]
+    running = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    if any([process.wait() for process in running]):
+        raise RuntimeError("a model could not be made")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

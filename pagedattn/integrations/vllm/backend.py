@@ -1,0 +1,96 @@
+"""What vLLM asks of an attention backend before it builds a model: facts, and reasons against."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+
+from .builder import PagedAttentionBuilder
+from .impl import PagedAttentionImpl
+from .kernels import FP8, TYPES, serving_backend, why_not
+
+
+class PagedAttentionBackend(AttentionBackend):
+    """vLLM's `CUSTOM`. Head dimensions, compute capabilities and the like are refused by `supports_combination`, with
+    the reasons that the library's own selection gives."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8]
+    # In one op, which cuts the compiled graph once per layer.
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedAttentionImpl]:
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedAttentionBuilder]:
+        return PagedAttentionBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        # Powers of two, which the Hopper kernel wants: vLLM cuts its blocks (784 tokens of a hybrid model) into these.
+        return [16, 32, 64, 128, 256]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """For releases that ask; later ones have one shape for all backends."""
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Blocks outermost, so that vLLM may pad pages and interleave layers: strides are followed."""
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout  # type: ignore[attr-defined]
+
+        nhd = get_kv_cache_layout() == "NHD"
+        if include_num_layers_dimension:
+            return (1, 0, 2, 3, 4, 5) if nhd else (1, 4, 0, 2, 3, 5)
+        return (0, 1, 2, 3, 4) if nhd else (0, 1, 3, 2, 4)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        if use_mla:  # has been said
+            return None
+        capability = None if device_capability is None else (device_capability.major, device_capability.minor)
+        on_gpu = torch.cuda.is_available()
+        return why_not(head_size, dtype, kv_cache_dtype, has_sink, capability if on_gpu else None)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return serving_backend() == "TRITON"
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in TYPES
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Which sequences decode is counted on the host.
+        return False

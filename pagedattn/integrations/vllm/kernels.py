@@ -1,0 +1,63 @@
+"""Which of the library's backends serves inside vLLM, and why it refuses a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import AttentionSpec, AttentionType, env, select_backend
+from ...errors import InvalidInputError, NoBackendError
+
+TYPES = {
+    "decoder": AttentionType.DECODER,
+    "encoder_only": AttentionType.ENCODER_ONLY,
+    "encoder_decoder": AttentionType.CROSS,
+}
+# Names of vLLM for caches of eight bits, and how it keeps them: as bytes.
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_SAME_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_SERVING = ("TRITON", "TORCH")
+
+
+def serving_backend() -> str:
+    """TRITON, or TORCH where there is no GPU or PAGEDATTN_BACKEND asks for it.
+
+    Raises:
+        InvalidInputError: PAGEDATTN_BACKEND names another one. Those plan on the host, with lengths that vLLM does not
+            tell, or cannot be captured over its tensors.
+    """
+    asked = env.backend()
+    if asked is None:
+        return "TRITON" if torch.cuda.is_available() else "TORCH"
+    if asked.upper() not in _SERVING:
+        remedy = "unset it, or let vLLM run its own backend of that name"
+        raise InvalidInputError("PAGEDATTN_BACKEND", "TRITON or TORCH inside vLLM", asked, remedy)
+    return asked.upper()
+
+
+def stored_as(kv_cache_dtype: str) -> dict[str, Any]:
+    """Of a spec or layer whose cache vLLM calls so; scales of 8 bits come with each call."""
+    return {"kv_cache_dtype": kv_cache_dtype, "kv_scale": "tensor"} if kv_cache_dtype in FP8 else {}
+
+
+def why_not(
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None,
+    has_sink: bool,
+    capability: tuple[int, int] | None,
+) -> str | None:
+    """Every reason why a model of such layers is refused; None where it is not."""
+    stored = kv_cache_dtype or "auto"
+    if _SAME_DTYPE.get(stored, dtype) != dtype:
+        return f"a {stored} cache needs queries of {stored}, not {str(dtype).removeprefix('torch.')}"
+    place: dict[str, Any] = {"device_type": "cuda", "capability": capability} if capability else {"device_type": "cpu"}
+    try:
+        spec = AttentionSpec(
+            num_heads=1, head_dim=head_size, dtype=dtype, has_sinks=has_sink, **stored_as(stored), **place
+        )
+        select_backend(spec, serving_backend())
+    except (InvalidInputError, NoBackendError) as error:
+        return str(error)
+    return None
