@@ -243,6 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     failed += 1
                     print(f"{case.name}: {error}", flush=True)
 
+        if any(not case.requests for case in cases):
+            prompts()  # transformers cannot be imported by several threads at once
         side_by_side = [case for case in cases if case.suite == "tokens"]
         for case in cases:
             if case not in side_by_side:

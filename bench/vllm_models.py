@@ -91,6 +91,7 @@ def train(name: str, out: Path, steps: int) -> None:
     tiny.save(model, tokenizer, out)
 
 
+@cache
 def prompts() -> list[tuple[list[int], list[int]]]:
     """(prompt, what follows in the corpus) in tokens."""
     tiny = recipe()
