@@ -22,8 +22,12 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tiny-gpt-oss": (
         "GptOss",
+        # vLLM insists on yarn there; this one is the plain embedding.
         {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        | {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "beta_fast": 32.0}
+            | {"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 2048}
+        },
     ),
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

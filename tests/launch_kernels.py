@@ -331,6 +331,8 @@ def lines_of(call: Callable[[], object], once: bool = False) -> list[list[Any]]:
 
 def main() -> None:
     fake_gpu.install()
+    hooked = set[str]()
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: hooked.add(fn.name)  # which Triton writes JSON for
     writers = ("csrc", "triton") if op_registry.path_of("reshape_and_cache", "cpu") == "csrc" else ("triton",)
     steps = {"decodes": [1] * SEQS, "mixed": [1, 1, 5, 20]}
     found = {
@@ -351,6 +353,7 @@ def main() -> None:
         "wrong": wrong(),
         "unkept": unkept(),
         "ways": ways(),
+        "hooked": sorted(hooked),
     }
     print(json.dumps({**parts, "layers": found}))
 

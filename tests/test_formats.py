@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,9 +66,20 @@ def test_triton_tells_formats_apart_by_their_source() -> None:
     """A compiled kernel on disk is found by this: by names alone, it would be one of an older source."""
     keys = set()
     for changed in range(5):
-        functions = [SimpleNamespace(cache_key=f"{at}{'!' if at == changed else ''}") for at in range(4)]
+        functions = [SimpleNamespace(cache_key=f"{at}{'!' if at == changed else ''}", fn=set_up) for at in range(4)]
         keys.add(RowKernels(*functions).cache_key)
     assert len(keys) == 5 and RowKernels(*functions[:2]).cache_key not in keys
+
+
+def set_up() -> None:
+    """In place of what a format's jitted functions are made of."""
+
+
+def test_constants_of_kernels_can_be_written_as_json() -> None:
+    """As Triton does for a hook on compilation, which vLLM sets once it serves."""
+    for form in FORMATS.values():
+        for side in (form.key, form.value):
+            assert "write_" in json.loads(json.dumps(side.kernels)) and side.kernels.load_tile is not None
 
 
 def test_a_cache_of_other_planes_has_another_layout() -> None:

@@ -81,6 +81,11 @@ def test_few_files_lie_between_a_layer_and_a_launch() -> None:
     assert all("layers/attention.py" in way and "runtime/launcher.py" in way for way in ways["first"] + ways["later"])
 
 
+def test_a_hook_on_compilation_sees_kernels_of_every_format() -> None:
+    """Triton writes their constants as JSON for it; vLLM sets one once it serves."""
+    assert {"_decode_kernel", "_paged_attention_kernel", "_reshape_and_cache_kernel"} <= set(found()["hooked"])
+
+
 def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:
     wrong = found()["wrong"]
     assert len(wrong) == 18

@@ -41,11 +41,11 @@ def check_scales(name: str, planes: Sequence[Plane], scales: torch.Tensor | None
     raise InvalidInputError(name, expected, "None" if scales is None else f"{scales.dtype} {list(scales.shape)}")
 
 
-@dataclass(frozen=True, eq=False)
-class RowKernels:
+class RowKernels(str):
     """The device half of a RowFormat, a constant of the kernels that call it: jitted functions.
 
-    What they are given and return is said once, at those of the native format (`native/device.py`).
+    What they are given and return is said once, at those of the native format (`native/device.py`). A string of their
+    names, since Triton hands constants to hooks on compilation (vLLM's, profilers') as JSON.
 
     write_row: store one token's rows in their slot.
     load_tile: a tile of rows, of any dtype that converts to the query's.
@@ -54,10 +54,18 @@ class RowKernels:
     rotate: of K, what queries go through; of V, what the output goes through. None: rows are stored as they are.
     """
 
+    __slots__ = ("load_tile", "rotate", "row_scale", "write_row")
     write_row: Any
     load_tile: Any
-    row_scale: Any = None
-    rotate: Any = None
+    row_scale: Any
+    rotate: Any
+
+    def __new__(cls, write_row: Any, load_tile: Any, row_scale: Any = None, rotate: Any = None) -> RowKernels:
+        functions = (write_row, load_tile, row_scale, rotate)
+        text = ", ".join("None" if one is None else f"{one.fn.__module__}.{one.fn.__qualname__}" for one in functions)
+        self = super().__new__(cls, text)
+        self.write_row, self.load_tile, self.row_scale, self.rotate = functions
+        return self
 
     @property
     def cache_key(self) -> str:

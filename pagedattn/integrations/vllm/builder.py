@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from ... import LayerCache, plan_step
+from ... import CommonAttentionMetadata, LayerCache, plan_step
 from .kernels import serving_backend
 from .step import StepPlans, convert, graph_key
+
+_PROMPT = 256  # tokens
 
 
 class PagedAttentionBuilder(AttentionMetadataBuilder[Any]):
@@ -45,9 +47,10 @@ class PagedAttentionBuilder(AttentionMetadataBuilder[Any]):
             return known
         # Not by `capture=True`, which would clone what vLLM rewrites. For a graph max_seq_len is max_model_len.
         common = convert(common_attn_metadata, self.block_size, common_prefix_len)
-        step = plan_step(self._attention, common)
-        plans = StepPlans(step, common.num_tokens, common.slot_mapping, self._caches)
+        plans = self._plan(common)
         if self._capturing:
+            if not self._captured:  # once: else the first request would wait for compilers
+                self._launch_once(self._plan(self._mixed_step()))
             self._launch_once(plans)
             self._captured[key] = plans
         return plans
@@ -60,8 +63,28 @@ class PagedAttentionBuilder(AttentionMetadataBuilder[Any]):
         finally:
             self._capturing = False
 
+    def _plan(self, common: CommonAttentionMetadata) -> StepPlans:
+        step = plan_step(self._attention, common)
+        return StepPlans(step, common.num_tokens, common.slot_mapping, self._caches)
+
+    def _mixed_step(self) -> CommonAttentionMetadata:
+        """A decode and a prompt over the null block, written nowhere."""
+        integers = {"dtype": torch.int32, "device": self.device}
+        return CommonAttentionMetadata(
+            query_start_loc=torch.tensor([0, 1, 1 + _PROMPT], **integers),
+            seq_lens=torch.tensor([_PROMPT, _PROMPT], **integers),
+            block_table=torch.zeros(2, -(-_PROMPT // self.block_size), **integers),
+            slot_mapping=torch.full((1 + _PROMPT,), -1, device=self.device),
+            num_seqs=2,
+            num_tokens=1 + _PROMPT,
+            max_query_len=_PROMPT,
+            max_seq_len=_PROMPT,
+            num_decodes=1,
+            block_size=self.block_size,
+        )
+
     def _launch_once(self, plans: StepPlans) -> None:
-        """Compile and load what a graph is about to record; warm-ups of the first model runner plan for less."""
+        """Compile and load what a graph is about to record, or what prompts need; vLLM's warm-ups plan for less."""
         for layer in self._layers.values():
             spec, cache = layer.impl.attention.spec, layer.kv_cache
             if cache.is_cuda and cache.numel():
