@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from .kv_group import KVGroup, SwapConfig
@@ -35,6 +35,14 @@ class Closes(Protocol):
     """A runner that holds what must be given back, such as processes."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class HasPlaceholders(Protocol):
+    """A runner that knows which token ids stand for other inputs than text, and for what ("an image")."""
+
+    @property
+    def placeholder_tokens(self) -> Mapping[int, str]: ...
 
 
 class Runner(Protocol):

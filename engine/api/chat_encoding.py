@@ -11,10 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagedattn.errors import RequestError
+
 from ..models.tokenizer import Tokenizer
 from .chat_template import ChatTemplate, to_json
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_INPUTS = ("image", "video", "audio")
 
 
 def encode_chat(
@@ -31,8 +34,11 @@ def encode_chat(
     encoded whole, as transformers does.
 
     Raises:
-        RequestError, SecurityError: as `ChatTemplate.render`.
+        RequestError: a part of a message brings an image, video or sound; else, with SecurityError, as
+            `ChatTemplate.render`.
     """
+    for message in messages:
+        _refuse_other_parts(message)
     if allow_special_in_content or not tokenizer.control_tokens:
         return tokenizer.encode(template.render(messages, **variables), add_special_tokens=False)
     data = to_json({**variables, "messages": messages})
@@ -43,6 +49,15 @@ def encode_chat(
     if begin not in text and end not in text:
         return tokenizer.encode(text, add_special_tokens=False)
     return _encode_marked(text, tokenizer, begin, end)
+
+
+def _refuse_other_parts(message: object) -> None:
+    """RequestError for a part such as image, image_url or input_audio, which some templates render as text."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    for part in content if isinstance(content, list | tuple) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and any(name in kind for name in _INPUTS):
+            raise RequestError(f"content must be text, or parts of type text, got one of type {kind!r}; leave it out")
 
 
 def _unused_characters(data: object, source: str) -> tuple[str, str]:

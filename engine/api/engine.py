@@ -15,13 +15,13 @@ from pagedattn.errors import EngineDeadError, PagedAttnError, QueueFullError, Re
 from ..config import EngineConfig
 from ..kv.manager import KVCacheManager
 from ..request import RequestStatus
-from ..runner_protocol import Launches, Runner
+from ..runner_protocol import HasPlaceholders, Launches, Runner
 from ..sampling_params import SamplingParams
 from ..scheduler.loop import StepLoop
 from ..scheduler.scheduler import Advanced, Scheduler
 from .admission import CheckedRequest, OutputQueue, TrackedRequest, check_name, check_request, sequence_names
 from .outputs import RequestOutput, SequenceOutput, TokenDelta
-from .prompts import Prompt
+from .prompts import Prompt, refuse_placeholders
 from .stats import EngineStats, Metrics
 
 
@@ -47,6 +47,7 @@ class Engine:
             tokens_per_swapped_block=0.0 if config.preemption == "swap" else runner.swap_config.tokens_per_block,
         )
         self._loop = StepLoop(self._scheduler, runner, overlaps)
+        self._placeholders = runner.placeholder_tokens if isinstance(runner, HasPlaceholders) else {}
         self._metrics = Metrics(config.log_interval)
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
@@ -146,7 +147,9 @@ class Engine:
         self, prompt: Prompt, sampling: SamplingParams | None, cache_salt: str | None, skip_reads: bool
     ) -> CheckedRequest:
         """Check one request without queueing it; RequestError where it cannot be served."""
-        return check_request(prompt, sampling, cache_salt, skip_reads, self.runner, self._scheduler)
+        checked = check_request(prompt, sampling, cache_salt, skip_reads, self.runner, self._scheduler)
+        refuse_placeholders(checked.token_ids, self._placeholders)
+        return checked
 
     def _queue(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from pagedattn.errors import RequestError
@@ -45,6 +45,17 @@ def encode_prompt(
     if low < 0 or high >= vocab_size:
         raise RequestError(f"token ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}")
     return text, tokens
+
+
+def refuse_placeholders(token_ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
+    """Raise RequestError for a prompt with one of the ids that stand for other inputs, which `placeholders` names."""
+    if not placeholders or placeholders.keys().isdisjoint(token_ids):
+        return
+    index, token = next((index, token) for index, token in enumerate(token_ids) if token in placeholders)
+    raise RequestError(
+        f"prompt must be text alone, since the engine runs this model as a text model; got token {token} at index "
+        f"{index}, which stands for {placeholders[token]}; leave it out"
+    )
 
 
 def _is_sequence(value: object) -> bool:

@@ -15,19 +15,24 @@ from pagedattn.errors import InvalidInputError, UnsupportedError
 _TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")
 _OF_THE_WHOLE = ("auto_map", "quantization_config", "eos_token_id", "dtype", "torch_dtype")
 _PREFIXES = ("model.language_model.", "language_model.model.")
+_INPUTS = {"image": "an image", "video": "a video", "audio": "sound"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Multimodal:
-    """A released class, the decoder that its text part is (None: as the config says), and defaults of the text part."""
+    """A released class, the decoder that its text part is (None: as the config says), and what a config may leave out:
+    the token that stands for each other input, and keys of the text part.
+    """
 
     architecture: str
+    placeholders: Mapping[str, int]
     text_type: str | None = None
     tied: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+_QWEN_INPUTS = {"image": 151655, "video": 151656}
 _QWEN2_VL = {"num_key_value_heads": 8, "rope_theta": 1e6, "max_window_layers": 80}
 _DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**_LLAMA, "intermediate_size": 11008, "max_position_embeddings": 2048}),
@@ -37,13 +42,13 @@ _DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", {}),
 }
 _MULTIMODAL: Mapping[str, _Multimodal] = {
-    "gemma3": _Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
-    "llava": _Multimodal("LlavaForConditionalGeneration"),
-    "llava_next": _Multimodal("LlavaNextForConditionalGeneration"),
-    "mistral3": _Multimodal("Mistral3ForConditionalGeneration"),
-    "qwen2_vl": _Multimodal("Qwen2VLForConditionalGeneration", "qwen2", defaults=_QWEN2_VL),
-    "qwen2_5_vl": _Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2", defaults=_QWEN2_VL),
-    "qwen3_vl": _Multimodal("Qwen3VLForConditionalGeneration", "qwen3", defaults={"rope_theta": 5e5}),
+    "gemma3": _Multimodal("Gemma3ForConditionalGeneration", {"image": 262144}, "gemma3_text", tied=True),
+    "llava": _Multimodal("LlavaForConditionalGeneration", {"image": 32000}),
+    "llava_next": _Multimodal("LlavaNextForConditionalGeneration", {"image": 32000}),
+    "mistral3": _Multimodal("Mistral3ForConditionalGeneration", {"image": 10}),
+    "qwen2_vl": _Multimodal("Qwen2VLForConditionalGeneration", _QWEN_INPUTS, "qwen2", defaults=_QWEN2_VL),
+    "qwen2_5_vl": _Multimodal("Qwen2_5_VLForConditionalGeneration", _QWEN_INPUTS, "qwen2", defaults=_QWEN2_VL),
+    "qwen3_vl": _Multimodal("Qwen3VLForConditionalGeneration", _QWEN_INPUTS, "qwen3", defaults={"rope_theta": 5e5}),
 }
 
 
@@ -79,6 +84,25 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     tied = raw.get("tie_word_embeddings", inner.get("tie_word_embeddings", kind.tied))
     own = {"model_type": model_type, "architectures": [architecture], "tie_word_embeddings": tied}
     return _without_axes({**defaults, **kind.defaults, **inner, **whole, **own})
+
+
+def placeholder_tokens(raw: Mapping[str, Any]) -> dict[int, str]:
+    """The token ids that stand for other inputs of a model, and what each stands for; none for a text model.
+
+    Raises:
+        InvalidInputError: an id in config.json is no integer.
+    """
+    found = {}
+    defaults = _MULTIMODAL[raw["model_type"]].placeholders if is_multimodal(raw) else {}
+    for what, phrase in _INPUTS.items():
+        key = next((key for key in (f"{what}_token_id", f"{what}_token_index") if raw.get(key) is not None), None)
+        token = defaults.get(what) if key is None else raw[key]
+        if token is None:
+            continue
+        if type(token) is not int:
+            raise InvalidInputError(f"{key} in config.json", "an integer", repr(token))
+        found[token] = phrase
+    return found
 
 
 def text_name(name: str) -> str | None:

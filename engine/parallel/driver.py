@@ -23,6 +23,7 @@ from ..models.config import load_model_config
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.folder import ModelFolder
 from ..models.sharding import ShardSpec
+from ..models.text_part import placeholder_tokens
 from ..models.tokenizer import Tokenizer
 from ..scheduler_output import SampledToken, SchedulerOutput
 from ..worker.host_batch import HostBatchBuilder
@@ -53,6 +54,7 @@ class ParallelRunner:
         ShardSpec.of(load_model_config(self.folder), 0, size)
         devices = _devices(config.device, size)
         self.prefers_overlap = devices[0] != "cpu"
+        self.placeholder_tokens = placeholder_tokens(self.folder.require_json("config.json"))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._limits = Limits(config.heartbeat_timeout, config.step_timeout)
         self._in_doubt = False

@@ -15,6 +15,7 @@ from ..kv_group import KVGroup
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.factory import make_model
 from ..models.folder import ModelFolder
+from ..models.text_part import placeholder_tokens
 from ..models.tokenizer import Tokenizer
 from ..models.tp_group import TPGroup
 from ..sampling.sampler import AsyncTokens, BatchState, Sampler
@@ -34,6 +35,7 @@ class ModelRunner:
     Attributes:
         model_config: the shape of the model.
         tokenizer: of the folder, None where it has none.
+        placeholder_tokens: ids that stand for images, video or sound, which this engine does not read.
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
         swap_config: host memory for blocks of preempted requests.
@@ -55,6 +57,7 @@ class ModelRunner:
         folder = ModelFolder(config.model)
         self.folder = folder
         self.device = _device(config.device)
+        self.placeholder_tokens = placeholder_tokens(folder.require_json("config.json"))
         self.model = make_model(config, folder, self.device, ranks)
         self.model_config = self.model.config
         self.max_model_len = config.longest_sequence(self.model_config.max_position_embeddings)

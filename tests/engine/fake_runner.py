@@ -8,7 +8,7 @@ overwritten block, or a position that was never computed fails the step with Ass
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +54,11 @@ class FakeRunner:
         eos_token_ids: Sequence[int] = (),
         swap_blocks: int = 0,
         keeps_prefixes: bool = False,
+        placeholder_tokens: Mapping[int, str] | None = None,
     ) -> None:
         self.num_kv_blocks = num_kv_blocks
+        if placeholder_tokens is not None:
+            self.placeholder_tokens = placeholder_tokens
         self.kv_groups = tuple(groups)
         self.swap_config = SwapConfig(swap_blocks, tokens_per_block=1.0, keeps_prefixes=keeps_prefixes)
         self.vocab_size = VOCAB

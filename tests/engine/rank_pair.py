@@ -21,8 +21,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 LIMIT = 5.0  # seconds until a lost rank is noticed
 # A model, changes of it, and options of its engines.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # Two KV heads, one for each rank.
-    "qwen3": ("qwen3", {}, {"preemption": "recompute"}),
+    # Two KV heads, one for each rank; a token that no prompt here has stands for an image.
+    "qwen3": ("qwen3", {"image_token_id": 500}, {"preemption": "recompute"}),
     # One KV head, which both ranks have; the embedding is the head, and the last rank has fewer rows of it.
     "llama": (
         "llama3",

@@ -200,6 +200,15 @@ class TestChatTemplate:
         with pytest.raises(RequestError, match="JSON"):
             ChatTemplate("x").render(nested)
 
+    @pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+    def test_parts_that_are_no_text_are_refused(self, kind: str) -> None:
+        source, tokenizer = "{% for m in messages %}{{ m.content }}{% endfor %}", Tokenizer(byte_level())
+        messages = [{"content": "a"}, {"content": [{"type": "text", "text": "image"}, {"type": kind}]}]
+        with pytest.raises(RequestError, match=f"got one of type '{kind}'; leave it out"):
+            encode_chat(ChatTemplate(source), tokenizer, messages)
+        messages[1]["content"] = messages[1]["content"][:1]
+        assert "image" in tokenizer.decode(encode_chat(ChatTemplate(source), tokenizer, messages))
+
     def test_the_process_ends_with_the_template(self) -> None:
         template = ChatTemplate("x")
         template.render([])

@@ -79,6 +79,17 @@ def test_what_cannot_be_done_is_refused(llm: LLM, client: openai.OpenAI) -> None
     assert client.completions.create(model=NAME, prompt="The", **nothing).choices[0].text
 
 
+def test_placeholders_of_images_are_refused() -> None:
+    llm = fake_llm(FakeRunner(tokenizer=SpellingTokenizer(), placeholder_tokens={7: "an image"}))
+    with serve(llm) as url, connect(url) as client:
+        for prompt in ([1, 7], [[1], [1, 7]]):
+            for stream in (False, True):
+                with pytest.raises(openai.BadRequestError, match="token 7 at index 1, which stands for an image"):
+                    client.completions.create(model=NAME, prompt=prompt, stream=stream)
+        assert client.completions.create(model=NAME, prompt=[1, 6], max_tokens=3).choices[0].finish_reason == "length"
+    check_idle(llm)
+
+
 def test_unknown_models_and_paths_full_queues_and_no_json(
     llm: LLM, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,16 @@ def test_errors_name_the_request_the_value_and_the_remedy() -> None:
     assert len(llm.generate(list(range(15)), greedy(2))[0].token_ids) == 2
 
 
+def test_placeholders_of_other_inputs_are_refused() -> None:
+    llm = fake_llm(FakeRunner(tokenizer=FakeTokenizer(), placeholder_tokens={7: "an image", 65: "sound"}))
+    with pytest.raises(RequestError, match=r"request mine: .*token 7 at index 2, which stands for an image; leave it"):
+        llm.add_request([1, 2, 7, 7], request_id="mine")
+    with pytest.raises(RequestError, match=r"prompt 1: .*token 65 at index 3, which stands for sound"):
+        llm.stream([[1], "aaaA"])
+    check_idle(llm)
+    assert list(llm.generate([6, 8], greedy(3))[0].token_ids) == expected([6, 8], greedy(3))
+
+
 def test_prompts_are_measured_by_what_their_windows_need() -> None:
     llm = fake_llm(FakeRunner(6, [KVGroup(4, 8)]), max_num_batched_tokens=100)
     output = llm.generate(list(range(60)), greedy(30))[0]

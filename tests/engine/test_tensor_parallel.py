@@ -20,7 +20,7 @@ from tiny_models import hf_model, save
 
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.parallel import launcher
-from pagedattn.errors import EngineDeadError, UnsupportedError
+from pagedattn.errors import EngineDeadError, RequestError, UnsupportedError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +66,13 @@ def test_tokens_are_those_of_one_rank(name: str, pair: Callable[[str], Pair]) ->
     assert (two.counters.swapped_in_blocks > 0) == (name == "llama")
     assert both.two._loop.overlap == (name == "llama")
     assert two.counters.steps > 2 * 40 // 12 and two.num_free_blocks == two.num_blocks
+
+
+def test_images_are_refused_as_by_one_rank(pair: Callable[[str], Pair]) -> None:
+    both = pair("qwen3")
+    for llm in (both.one, both.two):
+        with pytest.raises(RequestError, match="token 500 at index 1, which stands for an image"):
+            llm.generate([5, 500])
 
 
 def test_sampled_tokens_and_their_probabilities(pair: Callable[[str], Pair]) -> None:

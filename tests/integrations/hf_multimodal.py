@@ -42,6 +42,7 @@ def multimodal_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     text_config = getattr(transformers, text_kind)(**{**_BASE, **text}).to_dict()
     config = getattr(transformers, kind)(text_config=text_config, vision_config=vision, tie_word_embeddings=False)
     config.mm_tokens_per_image = 4  # of Gemma-3
+    config.image_token_id = 32_000  # no token of these small vocabularies, as Mistral-3's is
     torch.manual_seed(0)
     attention = {"": "exact", "text_config": "exact", "vision_config": "eager"}
     model = transformers.AutoModelForImageTextToText.from_config(

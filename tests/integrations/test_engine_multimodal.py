@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.models import text_part
 from pagedattn.engine.models.decoder import Decoder
-from pagedattn.engine.models.text_part import text_config
-from pagedattn.errors import InvalidInputError, UnsupportedError, WeightsError
+from pagedattn.engine.models.text_part import placeholder_tokens, text_config
+from pagedattn.errors import InvalidInputError, RequestError, UnsupportedError, WeightsError
 
 LENGTHS = (17, 3, 30)
 
@@ -72,6 +72,36 @@ def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
     rename(model, tmp_path)
     assert tokens_of(make_llm(tmp_path)) == wanted
     assert len({token for row in wanted for token in row}) > 15
+
+
+def test_images_in_a_prompt_are_refused(tmp_path: Path) -> None:
+    saved("llava", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "image_token_index": 7}), encoding="utf-8")
+    llm = make_llm(tmp_path)
+    with pytest.raises(RequestError, match=r"prompt 1: .*as a text model; got token 7 at index 1.*an image"):
+        llm.generate([[5, 6], [5, 7, 6]])
+    assert len(llm.generate([5, 6, 8], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_placeholders_are_those_of_transformers(name: str) -> None:
+    config = transformers.CONFIG_MAPPING[name]()
+    wanted = {config.image_token_id: "an image"}
+    if hasattr(config, "video_token_id"):
+        wanted[config.video_token_id] = "a video"
+    assert placeholder_tokens(config.to_dict()) == placeholder_tokens({"model_type": name}) == wanted
+
+
+def test_placeholders_of_other_configs() -> None:
+    assert placeholder_tokens({"model_type": "qwen3", "audio_token_id": None}) == {}
+    assert placeholder_tokens({"model_type": "gemma3n", "image_token_id": 5, "audio_token_id": 6}) == {
+        5: "an image",
+        6: "sound",
+    }
+    assert placeholder_tokens({"model_type": "gemma3", "image_token_id": 5}) == {5: "an image"}
+    with pytest.raises(InvalidInputError, match=r"image_token_index in config\.json must be an integer, got '5'"):
+        placeholder_tokens({"model_type": "llava", "image_token_index": "5"})
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])

@@ -64,6 +64,17 @@ def test_images_are_refused_by_name(name: str) -> None:
     assert generate(model, {"input_ids": ids}).shape == (1, 21)
 
 
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_placeholders_without_an_image_are_tokens_as_elsewhere(name: str) -> None:
+    """transformers, too, looks up their rows of the embedding where no image is given."""
+    model, inputs = multimodal_model(name), batch(17, 3, 30)
+    model.config.image_token_id = 7
+    inputs["input_ids"][0, -6:-2] = inputs["input_ids"][2, -9:-2] = 7
+    wanted = generate(model, inputs)
+    hf.enable(model, block_size=4)
+    assert torch.equal(generate(model, inputs), wanted)
+
+
 @torch.no_grad()
 def test_kinds_of_tokens() -> None:
     """Gemma-3 lets tokens of kind 1 attend both ways."""
