@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,33 @@ def test_text_gives_the_tokens_of_eager_attention(name: str) -> None:
     hf.disable(model)
     assert before == {part: getattr(model.config, part)._attn_implementation for part in model.config.sub_configs}
     assert model.config._attn_implementation == "exact" and before["vision_config"] == "eager"
+
+
+def features(model: Any) -> torch.Tensor:
+    """What the tower makes of an image of 8 x 8."""
+    generator = torch.Generator().manual_seed(1)
+    if "qwen" in model.config.model_type:  # patches of two frames, and how many there are
+        patches, grid = torch.randn(4, 3 * 2 * 4 * 4, generator=generator), torch.tensor([[1, 2, 2]])
+        return model.model.get_image_features(patches, image_grid_thw=grid).pooler_output[0]
+    return model.model.get_image_features(torch.randn(1, 3, 8, 8, generator=generator)).pooler_output[0]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_loaded_by_name(name: str, tmp_path: Path) -> None:
+    """The name goes to the tower too, which cannot attend by it, until the first generate enables the model."""
+    transformers.utils.logging.disable_progress_bar()
+    multimodal_model(name, torch.float32).save_pretrained(tmp_path)
+    hf.register()
+    load = partial(transformers.AutoModelForImageTextToText.from_pretrained, tmp_path, dtype=torch.float32)
+    plain, model, inputs = load(attn_implementation="eager"), load(attn_implementation=hf.NAME), batch(17, 3, 30)
+    with pytest.raises(UnsupportedError, match=r"no layer_idx .* runs as a text model; .* or call enable"):
+        features(model)
+    assert torch.equal(generate(model, inputs), generate(plain, inputs))
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    torch.testing.assert_close(features(model), features(plain))
+    hf.disable(model)
+    assert model.config.vision_config._attn_implementation == hf.NAME
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)

@@ -112,6 +112,12 @@ def attention_forward(
     """
     where = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)}"
     step: Attends | None = options.pop("paged_step", None)
+    if type(getattr(module, "layer_idx", None)) is not int:
+        raise UnsupportedError(
+            f"{where} has no layer_idx and so no place in the KV cache (a tower for images or sound?): over a paged "
+            "cache a model runs as a text model; leave other inputs out, or call enable(model), which leaves towers to "
+            "transformers"
+        )
     if step is None:
         raise MissingStepError(
             f"{where} got no paged step: call pagedattn.integrations.transformers.enable(model), and then the model "
@@ -133,9 +139,6 @@ def _read_call(
     sinks: torch.Tensor | None,
     options: Mapping[str, Any],
 ) -> AttentionCall:
-    layer = getattr(module, "layer_idx", None)
-    if type(layer) is not int:
-        raise UnsupportedError(f"{where} has no layer_idx and so no place in the KV cache (a vision or audio tower?)")
     if module.training or dropout:
         raise UnsupportedError(f"{where} is in training, or wants dropout; call model.eval(): the cache is inference")
     if getattr(module, "is_causal", True) is False or options.get("is_causal", True) in (False, 0):
@@ -155,7 +158,7 @@ def _read_call(
         )
     window = options.get("sliding_window")
     return AttentionCall(
-        layer=layer,
+        layer=module.layer_idx,  # type: ignore[arg-type]
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],

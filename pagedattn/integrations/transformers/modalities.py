@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from .attention import NAME, PAIR_NAME, PROBE_NAME
 
 _TEXT = {
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache"),
@@ -48,8 +49,18 @@ def attention_of(model: Any) -> dict[str, str]:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Let a model and its text part attend by `name`; towers keep the attention that they have."""
-    config = model.config
-    text = config.get_text_config()
-    of_text = {part: name for part in config.sub_configs if getattr(config, part, None) is text}
-    model.set_attn_implementation({**attention_of(model), "": name, **of_text})
+    """Let a model and its text part attend by `name`; towers keep the attention that they have, unless it is paged."""
+    config, wanted = model.config, {**attention_of(model), "": name}
+    for part in config.sub_configs:
+        own = getattr(config, part, None)
+        if own is config.get_text_config():
+            wanted[part] = name
+        elif wanted.get(part) in (NAME, PROBE_NAME, PAIR_NAME):  # the whole was loaded by that name
+            wanted[part] = _default_attention(model, own)
+    model.set_attn_implementation(wanted)
+
+
+def _default_attention(model: Any, part: Any) -> str:
+    """What transformers chooses for the module with this config where nobody chooses."""
+    module = next((module for module in model.modules() if getattr(module, "config", None) is part), None)
+    return "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
