@@ -9,11 +9,13 @@ it finds and the shape of the tile, so that a row alone can have other bits than
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Step = Callable[[Any, Any], Any]  # of a semantic and an operand: the operand that an operation takes
 
 
 def product(a: Array, b: Array, dtype: np.dtype[Any]) -> Array:
@@ -58,6 +60,7 @@ def make_fast() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
     patch, launch, dtype_of = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+    patch_attr, checks = interpreter._patch_attr, tl.core.add.__code__  # what checks in each builtin for _semantic
     patched: set[Any] = set()
     modules_of: dict[int, set[Any]] = {}  # by the names that a function sees
     dtypes: dict[Any, np.dtype[Any]] = {}
@@ -79,6 +82,18 @@ def make_fast() -> None:
         finally:
             patched.clear()  # the launch took its replacements back
 
+    def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Call a builtin itself, not what checks for a semantic that it is given here."""
+        if getattr(member, "__code__", None) is not checks:
+            patch_attr(obj, name, member, builder, scope)
+            return
+        builtin, semantic = member.__wrapped__, interpreter.interpreter_semantic
+
+        def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return builtin(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
     def known_dtype_of(dtype: Any) -> np.dtype[Any]:
         """Not by a table made anew at each call."""
         name = dtype.element_ty.name if isinstance(dtype, tl.block_type) else dtype.name
@@ -87,8 +102,22 @@ def make_fast() -> None:
         return dtypes[name]
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_others, launch_patched
-    interpreter._get_np_dtype = known_dtype_of
+    interpreter._get_np_dtype, interpreter._patch_attr = known_dtype_of, patch_builtin
+    _unwrap_at_once(tl)
     _remember_shapes(tl)
+    _remember_operands(tl)
+
+
+def _unwrap_at_once(tl: Any) -> None:
+    """A constant is its value, and what is no constant nor a sequence is itself; three classes were asked for first."""
+    unwrap, constant = tl.core._unwrap_if_constexpr, tl.constexpr
+    others = {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+
+    def unwrap_others(x: Any) -> Any:
+        kind = type(x)
+        return x.value if kind is constant else x if kind in others else unwrap(x)
+
+    tl.core._unwrap_if_constexpr = unwrap_others
 
 
 def _remember_shapes(tl: Any) -> None:
@@ -102,7 +131,7 @@ def _remember_shapes(tl: Any) -> None:
         return tuple([one.value if isinstance(one, tl.constexpr) else one for one in values])
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = sizes_of(type.shape) if type.is_block() else ()
+        sizes = type.sizes if type.is_block() else ()
         if sizes not in of_tensors:
             new_tensor(self, handle, type)
             of_tensors[sizes] = {name: vars(self)[name] for name in vars(self).keys() - {"handle", "type", "dtype"}}
@@ -115,6 +144,7 @@ def _remember_shapes(tl: Any) -> None:
         if sizes not in of_types:
             new_type(self, element_ty, shape)
             shared = {name: vars(self)[name] for name in vars(self).keys() - {"element_ty", "name"}}
+            self.sizes = shared["sizes"] = sizes
             of_types[sizes] = shared, str(self.shape)
             return
         shared, text = of_types[sizes]
@@ -122,3 +152,44 @@ def _remember_shapes(tl: Any) -> None:
         vars(self).update(shared)
 
     tl.tensor.__init__, tl.block_type.__init__ = init_tensor, init_type
+
+
+def _remember_operands(tl: Any) -> None:
+    """What an operation makes of two operands first follows from their types, and from the value of a number."""
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_type_checking_impl
+    known: dict[Any, tuple[Step, Step]] = {}
+
+    def step(before: Any, after: Any) -> Step | None:
+        """What makes `after` of an operand like `before`; None where that is more than a splat or a broadcast."""
+        if after is before:
+            return lambda semantic, x: x
+        if not isinstance(before, tl.tensor):
+            after.handle.data.flags.writeable = False
+            return lambda semantic, x: after
+        kind = after.type
+        if before.dtype != after.dtype or not kind.is_block():
+            return None
+        if not before.type.is_block():
+            return lambda semantic, x: semantic.tensor(semantic.builder.create_splat(kind, x.handle), kind)
+        if len(before.shape) == len(after.shape):
+            sizes = list(kind.sizes)
+            return lambda semantic, x: semantic.tensor(semantic.builder.create_broadcast(x.handle, sizes), kind)
+        return None
+
+    def operands(self: Any, *pair: Any, **flags: Any) -> Any:
+        if flags:
+            return check(self, *pair, **flags)
+        # A number by its text, for 1 is 1.0 and True.
+        key = tuple([x.type.name if isinstance(x, tl.tensor) else (type(x), repr(x)) for x in pair])
+        steps = known.get(key)
+        if steps is not None:
+            return steps[0](self, pair[0]), steps[1](self, pair[1])
+        found = check(self, *pair)
+        first, second = (step(before, after) for before, after in zip(pair[:2], found, strict=True))
+        if first is not None and second is not None:
+            known[key] = first, second
+        return found
+
+    TritonSemantic.binary_op_type_checking_impl = operands

@@ -1,4 +1,4 @@
-"""The interpreter's `tl.dot` in these tests: a row's bits do not depend on its tile, its values are numpy's."""
+"""The interpreter of these tests: a row's bits do not depend on its tile, values are numpy's, again and again too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -69,3 +70,48 @@ def test_a_result_in_float16_is_summed_in_float32() -> None:
     a = np.random.default_rng(0).random((1, 1000)).astype(np.float16)
     got = dot(handle(a, tl.float16), handle(a.T, tl.float16), handle(np.zeros((1, 1), np.float16), tl.float16))
     assert got.dtype == np.float16 and got.item() == np.float16((a.astype(np.float64) ** 2).sum())
+
+
+@triton.jit
+def _operands(x, out, N: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
+    at = tl.arange(0, N)
+    row, first = tl.load(x + at), tl.load(x)
+    tl.store(out + at, row + first)  # a scalar and a block
+    tl.store(out + N + at, first - row)
+    tl.store(out + 2 * N + at, at * 1000000007)  # wraps
+    tl.store(out + 3 * N + at, at * 1000000007.0)
+    tl.store(out + 4 * N + at, at + 1)
+    tl.store(out + 5 * N + at, row.to(tl.float16) * 3 + 0.125)
+    tl.store(out + 6 * N + at, at / 2 + at // 2 * 10)  # as floats, as integers
+    tl.store(out + 7 * N + at, tl.sum(row[:, None] * row[None, :], 1))
+    tl.store(out + 8 * N + at, tl.where(at[:, None] == at[None, :], first, 2).to(tl.float32).sum(0))
+
+
+def test_operands_like_those_before_are_made_as_those_were() -> None:
+    """What numbers and types become is remembered: of 7 and 7.0, of one block beside scalars and other blocks."""
+    at, found = torch.arange(16), []
+    for scale in (1.0, 1.0, 3.0):
+        row = (at + 1) * scale
+        out = torch.zeros(9, 16)
+        _operands[(1,)](row, out, N=16)
+        half = (row.half() * 3 + 0.125).float()
+        wanted = [
+            row + row[0],
+            row[0] - row,
+            at.int() * 1000000007,
+            at * 1000000007.0,
+            at + 1.0,
+            half,
+            at / 2 + at // 2 * 10,
+        ]
+        wanted += [row * row.sum(), row[0] + 30.0 + 0 * row]
+        assert torch.allclose(out, torch.stack(wanted), rtol=1e-6)
+        found.append(out)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_a_number_that_is_remembered_cannot_be_changed() -> None:
+    semantic = triton_interpreter.interpreter_semantic
+    one = tl.tensor(handle(np.ones(1, np.float32), tl.float32), tl.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        semantic.binary_op_type_checking_impl(one, 0.625)[1].handle.data[:] = 1
