@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import environment
+from processes import environment, run_python
 
 from pagedattn import AttentionSpec, AttentionType, env
 from pagedattn.backends import registry, selector
@@ -310,8 +310,7 @@ def test_importing_and_starting_is_cheap() -> None:
         "heavy = {'triton', 'flash_attn', 'flashinfer', 'transformers', 'rich', 'tokenizers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    done = run_python("-c", script, env=environment())
     lines = done.stdout.splitlines()
     assert (lines[0], lines[-1], done.stderr) == ("False", "[]", "")
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from processes import environment
+from processes import environment, run_python
 
 from pagedattn.errors import WeightsError
 
@@ -132,8 +130,8 @@ def test_the_support_matrix_is_what_backends_declare() -> None:
     assert match is not None
     # Without the interpreter, in which TRITON serves a CPU too, and without other packages' backends.
     variables = environment(without=["TRITON_INTERPRET"], PAGEDATTN_PLUGINS="0")
-    command = [sys.executable, "-m", "pagedattn", "backends", "--matrix"]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    done = run_python("-m", "pagedattn", "backends", "--matrix", env=variables)
+    done.check_returncode()
     assert match[1] == done.stdout, "write the output of `pagedattn backends --matrix` into docs/support.md"
     header = match[1].splitlines()[0]
     assert all(f"`{name}`" in header for name in ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN (FA2)"))

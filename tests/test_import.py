@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import environment
+from processes import environment, run_python
 
 import pagedattn
 
@@ -30,9 +30,8 @@ print(json.dumps([took, sorted({name.partition(".")[0] for name in sys.modules})
 def runs() -> list[tuple[float, set[str], bool]]:
     out = []
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment(), cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        done = run_python("-c", SCRIPT, env=environment(), cwd=ROOT)
+        done.check_returncode()
         took, modules, touched = json.loads(done.stdout)
         out.append((took, set(modules), touched))
     return out
@@ -52,9 +51,12 @@ def test_no_kernel_library_is_imported_and_no_gpu_touched() -> None:
 
 def imports(code: str, folder: Path, *, stdin: bool = False) -> str:
     """What Python prints that finds `folder` first; or the last line of its error."""
-    words, given = ([sys.executable, "-"], code) if stdin else ([sys.executable, "-c", code], None)
     own = {**environment(folder), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(words, cwd=folder, env=own, input=given, capture_output=True, text=True, check=False)
+    if stdin:
+        command = [sys.executable, "-"]
+        done = subprocess.run(command, cwd=folder, env=own, input=code, capture_output=True, text=True, check=False)
+    else:
+        done = run_python("-c", code, cwd=folder, env=own)
     return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from processes import environment
+from processes import environment, run_python
 
-ROOT = Path(__file__).parent.parent
 LAYER = "import pagedattn; pagedattn.Attention(8, 64, 2, backend='TORCH')"
 
 
 def said(code: str, level: str | None) -> tuple[str, str]:
     variables = environment(without=["PAGEDATTN_"]) | ({} if level is None else {"PAGEDATTN_LOG": level})
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    done = run_python("-c", code, env=variables)
+    done.check_returncode()
     return done.stdout, done.stderr
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import environment
+from processes import environment, run_python
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
@@ -119,16 +119,19 @@ def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     variables = environment(target)
 
     def run(*argv: str) -> str:
-        command = [sys.executable, "-m", "pagedattn", *argv]
-        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+        done = run_python(*argv, cwd=tmp_path, env=variables)
+        done.check_returncode()
         return done.stdout
 
-    facts = json.loads(run("env", "--json"))
+    facts = json.loads(run("-m", "pagedattn", "env", "--json"))
     assert facts["pagedattn"] == wheel.name.split("-")[1] and facts["extension"].startswith(
         "not built: no C++ compiler"
     )
-    told = json.loads(run("generate", str(MODEL), "A block table", "--max-tokens", "4", "--device", "cpu", "--json"))
+    generate = ("generate", str(MODEL), "A block table", "--max-tokens", "4", "--device", "cpu", "--json")
+    command = [sys.executable, "-m", "pagedattn", *generate]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
     assert len(told["outputs"][0]["token_ids"]) == 4
     where = "import pagedattn, pagedattn.engine as e; print(pagedattn.__file__, e.__file__)"
-    done = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert all(Path(file).is_relative_to(target) for file in done.stdout.split()) and done.stdout
+    files = run("-c", where).split()
+    assert len(files) == 2 and all(Path(file).is_relative_to(target) for file in files)

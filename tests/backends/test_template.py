@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import CHECKOUT, environment
+from processes import CHECKOUT, environment, run_python
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "examples" / "backend_template"
@@ -49,8 +49,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, *argv: str, status: int = 0, **variables: str) -> str:
     given = environment(installed, CHECKOUT, without=["PAGEDATTN_"], OMP_NUM_THREADS="1") | variables
-    command = [sys.executable, *(argv if argv[0] == "-c" else ("-m", "pagedattn", *argv))]
-    done = subprocess.run(command, cwd=installed, env=given, capture_output=True, text=True, timeout=300)
+    done = run_python(*(argv if argv[0] == "-c" else ("-m", "pagedattn", *argv)), cwd=installed, env=given)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 

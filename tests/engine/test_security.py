@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import environment
+from processes import environment, run_python
 from safetensors.torch import save_file
 from test_loader import empty_model, load, refused, split_in_two, write_index
 from tiny_models import hf_model, save
@@ -203,8 +203,6 @@ class TestRemoteCode:
             empty_model(folder)
 
     def test_loading_imports_no_transformers(self, folder: Path) -> None:
-        import subprocess
-
         code = (
             "import sys, torch\n"
             "from pagedattn.engine.worker.runner import ModelRunner\n"
@@ -212,8 +210,7 @@ class TestRemoteCode:
             f"ModelRunner(EngineConfig(model={str(folder)!r}, device='cpu', num_kv_blocks=4))\n"
             "print('transformers' in sys.modules)"
         )
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        done = run_python("-c", code, env=environment())
         assert done.stdout.strip() == "False", done.stderr
 
 
