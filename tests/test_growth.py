@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from growth.edits import FORMAT, MASK
+from processes import environment
 
 import pagedattn
 
@@ -50,7 +50,7 @@ def test_they_touch_a_folder_a_row_and_the_masks_two_files(library: Path) -> Non
 
 
 def test_both_are_served_stored_and_moved(library: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(library.parent), "TRITON_INTERPRET": "1"}
+    env = environment(library.parent, HERE, TRITON_INTERPRET="1")
     command = [sys.executable, str(HERE / "growth" / "serve.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", cwd=library.parent)
     assert done.returncode == 0, done.stderr
