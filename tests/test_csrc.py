@@ -116,6 +116,8 @@ def test_a_cuda_build_that_fails_leaves_the_cpu_build(monkeypatch, tmp_path, obj
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(SETUP, "find_nvcc", lambda: shutil.which("false"))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    sources = SETUP.sources
+    monkeypatch.setattr(SETUP, "sources", lambda cuda: [*SETUP.CSRC.glob("*.cu")] if cuda else sources(cuda))
     # The CPU's objects are those of the checkout's own extension, where it has one.
     built = next(ROOT.glob("build/temp.*"), objects)
     text = SETUP.build(tmp_path / "_csrc.so", built if os.access(built, os.W_OK) else objects)
