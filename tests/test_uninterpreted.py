@@ -23,6 +23,12 @@ time.sleep(0.3)
 print("interpreted" if "TRITON_INTERPRET" in os.environ else "compiled", os.environ["TRITON_CACHE_DIR"])
 sys.exit(os.environ.get("REASON", 0))
 """
+# What conftest.py asks of it.
+TORCH = """
+from types import SimpleNamespace
+set_num_threads = print
+cuda = SimpleNamespace(is_available=lambda: True)
+"""
 
 
 @pytest.fixture
@@ -53,12 +59,15 @@ def test_a_failure_is_kept_too(log: Path) -> None:
 def test_the_folder_is_one_for_all_workers(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     shutil.copy(TESTS / "conftest.py", tmp_path)
+    # In place of the real ones, which three processes would take 20 seconds of CPU to import.
+    (tmp_path / "torch.py").write_text(TORCH, encoding="utf-8")
+    (tmp_path / "pagedattn.py").touch()
     test = "import uninterpreted\n\ndef test_it():\n    print('folder:', uninterpreted.folder)\n"
     (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
     options = ["-rP", "-n", "2", "--dist", "each", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'run'}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tmp_path)],
-        env=environment(CHECKOUT, TESTS),
+        env=environment(tmp_path, TESTS, TRITON_INTERPRET="0"),
         capture_output=True,
         text=True,
     )
