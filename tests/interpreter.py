@@ -136,8 +136,7 @@ def _remember_shapes(tl: Any) -> None:
             new_tensor(self, handle, type)
             of_tensors[sizes] = {name: vars(self)[name] for name in vars(self).keys() - {"handle", "type", "dtype"}}
             return
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        vars(self).update(of_tensors[sizes])
+        self.__dict__ = {"handle": handle, "type": type, "dtype": type.scalar, **of_tensors[sizes]}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = sizes_of(shape)
@@ -158,9 +157,6 @@ def _remember_operands(tl: Any) -> None:
     """What an operation makes of two operands first follows from their types, and from the value of a number."""
     from triton.language.semantic import TritonSemantic
 
-    check = TritonSemantic.binary_op_type_checking_impl
-    known: dict[Any, tuple[Step, Step]] = {}
-
     def step(before: Any, after: Any) -> Step | None:
         """What makes `after` of an operand like `before`; None where that is more than a splat or a broadcast."""
         if after is before:
@@ -178,18 +174,24 @@ def _remember_operands(tl: Any) -> None:
             return lambda semantic, x: semantic.tensor(semantic.builder.create_broadcast(x.handle, sizes), kind)
         return None
 
-    def operands(self: Any, *pair: Any, **flags: Any) -> Any:
-        if flags:
-            return check(self, *pair, **flags)
-        # A number by its text, for 1 is 1.0 and True.
-        key = tuple([x.type.name if isinstance(x, tl.tensor) else (type(x), repr(x)) for x in pair])
-        steps = known.get(key)
-        if steps is not None:
-            return steps[0](self, pair[0]), steps[1](self, pair[1])
-        found = check(self, *pair)
-        first, second = (step(before, after) for before, after in zip(pair[:2], found, strict=True))
-        if first is not None and second is not None:
-            known[key] = first, second
-        return found
+    def remembered(make: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+        known: dict[Any, tuple[Step, Step]] = {}
 
-    TritonSemantic.binary_op_type_checking_impl = operands
+        def operands(self: Any, *pair: Any, **flags: Any) -> tuple[Any, Any]:
+            if flags:
+                return make(self, *pair, **flags)
+            # A number by its text, for 1 is 1.0 and True.
+            key = tuple([x.type.name if isinstance(x, tl.tensor) else (type(x), repr(x)) for x in pair])
+            steps = known.get(key)
+            if steps is not None:
+                return steps[0](self, pair[0]), steps[1](self, pair[1])
+            found = make(self, *pair)
+            first, second = (step(before, after) for before, after in zip(pair[:2], found, strict=True))
+            if first is not None and second is not None:
+                known[key] = first, second
+            return found
+
+        return operands
+
+    for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
+        setattr(TritonSemantic, name, remembered(getattr(TritonSemantic, name)))
