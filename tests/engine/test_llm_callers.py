@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -154,6 +155,16 @@ def test_interrupts_at_any_line_leave_the_engine_usable(blocks: int) -> None:
     assert [list(output.token_ids) for output in outputs] == [expected(prompt, greedy(9)) for prompt in PROMPTS]
 
 
+@cache  # millions of lines are asked for
+def is_bookkeeping(file: str) -> bool:
+    return file.startswith(BOOKKEEPING)
+
+
+@cache
+def may_be_interrupted(file: str, number: int) -> bool:
+    return not linecache.getline(file, number).strip().startswith("with ")
+
+
 @contextmanager
 def interrupt_after(lines: int) -> Iterator[list[str]]:
     """Raise KeyboardInterrupt once, before the n-th line of the package that runs; yields where it was.
@@ -162,17 +173,19 @@ def interrupt_after(lines: int) -> Iterator[list[str]]:
     """
     left, where = iter(range(lines)), []
 
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        code = frame.f_code.co_filename
-        if where or not code.startswith(BOOKKEEPING):
-            return None
-        line = linecache.getline(code, frame.f_lineno).strip()
-        if event == "line" and not line.startswith("with ") and next(left, None) is None:
-            where.append(f"{code}:{frame.f_lineno}")
-            raise KeyboardInterrupt
-        return trace
+    def enter(frame: FrameType, event: str, arg: object) -> Any:
+        return each_line if not where and is_bookkeeping(frame.f_code.co_filename) else None
 
-    sys.settrace(trace)
+    def each_line(frame: FrameType, event: str, arg: object) -> Any:
+        if where:
+            return None
+        code, number = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and may_be_interrupted(code, number) and next(left, None) is None:
+            where.append(f"{code}:{number}")
+            raise KeyboardInterrupt
+        return each_line
+
+    sys.settrace(enter)
     try:
         yield where
     finally:
