@@ -64,10 +64,21 @@ def test_the_folder_is_one_for_all_workers(tmp_path: Path) -> None:
     (tmp_path / "pagedattn.py").touch()
     test = "import uninterpreted\n\ndef test_it():\n    print('folder:', uninterpreted.folder)\n"
     (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
-    options = ["-rP", "-n", "2", "--dist", "each", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'run'}"]
+    options = [
+        "-p",
+        "xdist",
+        "-rP",
+        "-n",
+        "2",
+        "--dist",
+        "each",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'run'}",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tmp_path)],
-        env=environment(tmp_path, TESTS, TRITON_INTERPRET="0"),
+        env=environment(tmp_path, TESTS, TRITON_INTERPRET="0", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"),
         capture_output=True,
         text=True,
     )
