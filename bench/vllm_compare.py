@@ -67,7 +67,7 @@ TOKENS = [
     Case("tokens", "prefix cache", "tiny-qwen3", {"enable_prefix_caching": True}),
     Case("tokens", "batch invariance", "tiny-qwen3", {}, {"VLLM_BATCH_INVARIANT": "1"}),
 ]
-_LONG = {"load_format": "dummy", "max_model_len": 8192}
+_LONG = {"load_format": "dummy", "max_model_len": 8192, "skip_tokenizer_init": True}
 SPEED = [Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1))]
 _TP, _PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 TWO_GPUS = [

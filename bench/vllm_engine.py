@@ -9,9 +9,10 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
-from vllm import LLM, SamplingParams
+vllm: Any = import_module("vllm")
 
 
 def main() -> None:
@@ -21,13 +22,13 @@ def main() -> None:
             answers.write(json.dumps(values) + "\n")
             answers.flush()
 
-        llm = LLM(**json.loads(sys.argv[1]))
+        llm = vllm.LLM(**json.loads(sys.argv[1]))
         answer({"ready": True})
         for line in sys.stdin:
             answer(generate(llm, json.loads(line)))
 
 
-def generate(llm: LLM, asked: dict[str, Any]) -> dict[str, Any]:
+def generate(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens of `prompts` (lists of ids), `max_tokens` each, and seconds."""
     options: dict[str, Any] = {
         "temperature": 0,
@@ -35,7 +36,7 @@ def generate(llm: LLM, asked: dict[str, Any]) -> dict[str, Any]:
         "detokenize": False,
         "logprobs": asked.get("logprobs"),
     }
-    params = [SamplingParams(max_tokens=count, **options) for count in asked["max_tokens"]]
+    params = [vllm.SamplingParams(max_tokens=count, **options) for count in asked["max_tokens"]]
     prompts: Any = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -68,6 +68,7 @@ ONLY_IN = {
     "triton": ("formats", "kernels", "runtime.launcher", "runtime.launch_abi", "runtime.interpreter"),
     "transformers": ("integrations",),
     "flashinfer": ("backends.flashinfer.metadata",),
+    "vllm": ("integrations.vllm",),
     "rich": ("cli.terminal",),
 }
 # What the engine may import of the library, by module.
@@ -167,7 +168,7 @@ def test_third_party_packages_stay_where_they_belong() -> None:
                 seen.add(package)
             elif package != "pagedattn" and package not in ANYWHERE:
                 assert package in sys.stdlib_module_names, f"{module} imports {package}"
-    assert {"triton", "transformers", "rich"} <= seen
+    assert {"triton", "transformers", "vllm", "rich"} <= seen
 
 
 def engine_imports(module: str) -> Iterator[str]:

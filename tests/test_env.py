@@ -25,6 +25,7 @@ READERS: dict[str, tuple[Callable[[], object], object, dict[str, object]]] = {
     "PAGEDATTN_LOG": (env.log_level, None, {"debug": "DEBUG", "info": "INFO", "error": "ERROR"}),
     "PAGEDATTN_TRACEBACK": (env.traceback, False, {"0": False, "1": True}),
     "PAGEDATTN_PLUGINS": (env.plugins_enabled, True, {"0": False, "1": True}),
+    "PAGEDATTN_VLLM_DEFAULT": (env.vllm_default, False, {"0": False, "1": True}),
 }
 BAD = {
     "PAGEDATTN_CHECK": ("3", "-1", "yes", ""),
@@ -33,6 +34,7 @@ BAD = {
     "PAGEDATTN_LOG": ("INFO", "trace", ""),
     "PAGEDATTN_TRACEBACK": ("yes", ""),
     "PAGEDATTN_PLUGINS": ("2",),
+    "PAGEDATTN_VLLM_DEFAULT": ("yes", ""),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 
 from .. import env
 from ..backends.registry import backend_names
+from ..integrations.vllm import releases as vllm_releases
 from ..runtime import op_registry
 from . import display
 from .backends import probe, state_of
@@ -26,16 +27,19 @@ def run(args: argparse.Namespace) -> int:
     """What this machine has."""
     facts, extras = _machine(), {name: package_version(name) for name in _EXTRAS}
     backends = {name: probe(name)[0] for name in backend_names()}
+    vllm = vllm_releases.describe()
     values = {name: os.environ.get(name) for name in env.VARIABLES}
     if args.json:
         told = {name: {"value": value, "meaning": env.VARIABLES[name]} for name, value in values.items()}
-        display.print_json({**facts, "packages": extras, "backends": backends, "variables": told})
+        display.print_json({**facts, "packages": extras, "backends": backends, "vllm": vllm, "variables": told})
         return 0
     show_rows((name, display.text(name, value) if value else "none") for name, value in facts.items())
     print()
     show_rows((name, value or "not installed") for name, value in extras.items())
     print()
     show_rows((name, state_of(state)) for name, state in backends.items())
+    print()
+    show_rows([("vllm", "; ".join(vllm))])
     print()
     for name, value in values.items():
         print(f"{name} is not set" if value is None else f"{name}={value}", f"  {env.VARIABLES[name]}", sep="\n")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+if find_spec("vllm") is None:
+    sys.path.insert(0, str(Path(__file__).parent / "vllm_stand_in"))
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 32, 16, 24
 TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-4}

@@ -6,9 +6,12 @@ import os
 import re
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
+from ... import env
+
 OLDEST, NEWEST = (0, 24), (0, 33)  # make vllm-test
 SERVED = "0.24 to 0.33"
 GROUP, NAME = "vllm.general_plugins", "pagedattn"
+_PREFIX = "PAGEDATTN_"
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
@@ -46,8 +49,8 @@ def describe() -> list[str]:
 def copy_variables_to_ray() -> None:
     """Have vLLM hand PAGEDATTN_* variables to Ray's workers, which get none but its own."""
     prefixes = [name for name in os.environ.get(_RAY_PREFIXES, "").split(",") if name]
-    if "PAGEDATTN_" not in prefixes and any(name.startswith("PAGEDATTN_") for name in os.environ):
-        os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "PAGEDATTN_"])
+    if _PREFIX not in prefixes and any(name in os.environ for name in env.VARIABLES):
+        os.environ[_RAY_PREFIXES] = ",".join([*prefixes, _PREFIX])
 
 
 def _text(release: tuple[int, int]) -> str:

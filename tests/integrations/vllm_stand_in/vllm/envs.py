@@ -1,0 +1,3 @@
+"""Variables that the backend reads."""
+
+VLLM_BATCH_INVARIANT = False
