@@ -50,8 +50,8 @@ def graph_key(common: Any) -> tuple[int, ...]:
     """
     uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
     tensors = (common.query_start_loc, common.seq_lens, common.block_table_tensor, common.slot_mapping)
-    longest = common.max_query_len if uniform else -1
-    return (common.num_reqs, common.num_actual_tokens, longest, *(tensor.data_ptr() for tensor in tensors))
+    shape = [common.num_reqs, common.num_actual_tokens, common.max_query_len if uniform else -1]
+    return tuple(shape + [tensor.data_ptr() for tensor in tensors])
 
 
 def convert(common: Any, block_size: int, shared_prefix_len: int = 0) -> CommonAttentionMetadata:
