@@ -23,7 +23,7 @@ FAULTS: tuple[Fault, ...] = (
           "int(others.argmax()) if others.any() else len(others)", "len(others) - int(others.sum())",
           f"{STEPS} in_front"),
     Fault("vLLM: a window forgotten", "PagedAttentionImpl.__init__", "sliding_window=sliding_window",
-          "sliding_window=None", f"{STEPS} window-pair-NHD-0"),
+          "sliding_window=None", f"{STEPS} pair-NHD-0-window"),
     Fault("vLLM: scales of an 8-bit cache forgotten", "PagedAttentionImpl.forward",
           "(layer._k_scale, layer._v_scale)", "(torch.ones(()), torch.ones(()))", f"{STEPS} 8_bits"),
     Fault("vLLM: a cache of another dtype than the queries", "why_not", "if _SAME_DTYPE.get(stored, dtype) != dtype:",
