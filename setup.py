@@ -28,7 +28,7 @@ CSRC = ROOT / "csrc"
 ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # Only what torch 2.10 promised to keep: one binary serves that version and all later ones.
 DEFINES = ("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY")
-CHECKOUT_ONLY = "test_|conftest$|gpu_test$|host_cost$|sanitize$|tune_"  # modules of bench/
+CHECKOUT_ONLY = "test_|conftest$|gpu_test$|host_cost$|sanitize$|tune_|vllm_"  # modules of bench/
 AGAIN = (
     "then build again, not in isolation: pip install --no-build-isolation, "
     "or in a checkout python setup.py build_ext --inplace"

@@ -93,7 +93,10 @@ def test_what_is_in_it(wheel: Path) -> None:
         "integrations",
         "py.typed",
     } <= parts and "tests" not in parts
-    assert not [name for name in names if re.search(r"(^|/)(test_|conftest)|\.json$|\.cu$", name)]
+    assert not [name for name in names if re.search(r"(^|/)(test_|conftest|bench/vllm_)|\.json$|\.cu$", name)]
+    with zipfile.ZipFile(wheel) as archive:
+        points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert "[vllm.general_plugins]\npagedattn = pagedattn.integrations.vllm:register\n" in points
     assert {"cli", "docs", "engine", "hf", "bench", "dev"} <= set(metadata.get_all("Provides-Extra", []))
 
 
