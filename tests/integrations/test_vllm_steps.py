@@ -208,6 +208,12 @@ def test_views_name_the_same_elements_in_both_shapes(layout: str) -> None:
         assert found[0].eq(1).all() and found[1].eq(2).all() and cache.ne(0).sum() == 2 * HEAD_DIM
 
 
+def test_a_layer_may_be_built_under_the_meta_device() -> None:
+    with torch.device("meta"):
+        layer = make_layer()
+    assert layer.impl.attention.spec.device_type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def test_what_is_not_served_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="chunk_lookback"):
         make_layer(chunk_lookback=3)

@@ -17,8 +17,7 @@ from .step import StepPlans
 class PagedAttentionImpl(AttentionImpl[Any]):
     """Writes the new keys and values, then attends.
 
-    Arguments are vLLM's. Its dtype and device are torch's defaults while it builds a model, and heads are those of the
-    rank.
+    Arguments are vLLM's. Its dtype is torch's default while it builds a model, and heads are those of the rank.
 
     Raises:
         UnsupportedError: a layer that cannot be served; lists the reasons.
@@ -57,6 +56,7 @@ class PagedAttentionImpl(AttentionImpl[Any]):
             attn_type=TYPES[str(getattr(attn_type, "value", attn_type))],
             deterministic=bool(envs.VLLM_BATCH_INVARIANT),
             backend=serving_backend(),
+            device="cuda" if torch.cuda.is_available() else "cpu",  # the default may be meta while a model is built
             **stored_as(kv_cache_dtype),
         )
         self._writes = kv_sharing_target_layer_name is None
