@@ -41,6 +41,8 @@ class EngineConfig:
         heartbeat_timeout: seconds without a sign of life, of which each of several processes gives two a second, after
             which it counts as hung. One that ends or fails is noticed at once, whatever this is.
         backend: attention backend by name; None chooses.
+        kv_cache_dtype: format of the KV cache: "auto" is the model's dtype, "int8" a byte per element and a scale of
+            each token and head, "fp8" ("fp8_e4m3") and "fp8_e5m2" a byte per element, without scales.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.
         load_format: "auto" and "safetensors" read the folder, "dummy" draws random weights.
@@ -78,6 +80,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     heartbeat_timeout: float = 60.0
     backend: str | None = None
+    kv_cache_dtype: str = "auto"
     model_impl: str = "auto"
     load_format: str = "auto"
     seed: int = 0
@@ -94,6 +97,8 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
+        if not isinstance(self.kv_cache_dtype, str):
+            raise InvalidInputError("kv_cache_dtype", "the name of a format", repr(self.kv_cache_dtype))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.device is not None:
             object.__setattr__(self, "device", str(self.device))

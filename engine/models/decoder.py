@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -91,10 +91,11 @@ class Decoder(nn.Module):
         block_size: int,
         backend: str | None = None,
         clean_cache: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         super().__init__()
         self.config = config
-        self.dtype = dtype
+        self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         self._attentions = self._build_attentions(block_size, device, backend, clean_cache)
         self.layers = nn.ModuleList(DecoderLayer(config, attention, dtype, "meta") for attention in self._attentions)
@@ -133,15 +134,17 @@ class Decoder(nn.Module):
 
     def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
         """What every layer keeps per token, for blocks of `block_size` tokens."""
-        heads, dim = self.config.num_kv_heads, self.config.head_dim
-        full = FullAttentionSpec(num_kv_heads=heads, head_dim=dim, dtype=self.dtype, block_size=block_size)
-
-        def windowed(window: int) -> SlidingWindowSpec:
-            return SlidingWindowSpec(
-                num_kv_heads=heads, head_dim=dim, dtype=self.dtype, block_size=block_size, sliding_window=window
-            )
-
-        return [full if window is None else windowed(window) for window in self.config.sliding_windows]
+        shape: dict[str, Any] = {
+            "num_kv_heads": self.config.num_kv_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "block_size": block_size,
+        }
+        return [
+            FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(sliding_window=window, **shape)
+            for window in self.config.sliding_windows
+        ]
 
     def checkpoint_views(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors named as the parameters, cut into views named as in a checkpoint."""
@@ -174,6 +177,7 @@ class Decoder(nn.Module):
                 config.num_kv_heads,
                 scale=config.head_dim**-0.5,
                 sliding_window=window,
+                kv_cache_dtype=self.kv_cache_dtype,
                 block_size=layout.groups[layout.group_of(layer)].spec.block_size,
                 backend=backend,
                 dtype=self.dtype,

@@ -112,6 +112,7 @@ def _native(
         block_size=config.block_size,
         backend=config.backend,
         clean_cache=config.clean_cache,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     load_weights(model, folder, device, config.load_format, config.seed)
     return model

@@ -81,19 +81,19 @@ def turn_and_write(
         qkv: [T, (Hq + 2 Hkv) * D], a projection's own output; its queries may be overwritten.
         weights: of the query and of the key norm, each [D], or None.
         cos_sin: [max_positions, D], cosines first. positions: [T] of the tokens.
-        cache: what `Attention` would write to, of the model's dtype. slots: [n] int64, n <= T; outside means skip.
+        cache: what `Attention` would write to, of any format. slots: [n] int64, n <= T; outside means skip.
 
     Returns:
         The queries [T, Hq, D].
     """
     kv_heads, dim = cache.key.shape[2:]
-    if fuses(qkv):
+    if fuses(qkv) and cache.key.dtype == qkv.dtype:
         from .kernels import fused
 
         fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache.key, cache.value, slots)
         return qkv[:, : qkv.shape[1] - 2 * kv_heads * dim].unflatten(1, (-1, dim))
     query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)
-    ops.reshape_and_cache(key, value, cache.key, cache.value, slots)
+    ops.reshape_and_cache(key, value, cache.key, cache.value, slots, **cache.stored)
     return query
 
 

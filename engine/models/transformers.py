@@ -126,6 +126,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
         backend=config.backend,
         max_model_len=config.max_model_len,
         clean_cache=config.clean_cache,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     return TransformersModel(shape, packed)
 

@@ -45,6 +45,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--backend", help="attention backend by name; the fastest where not given")
+    add("--kv-cache-dtype", help="format of the KV cache, as int8 or fp8; the model's dtype where not given")
     add("--device", type=present_device, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
     add(
         "--dtype",
@@ -74,7 +75,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _llm(engine: Any, args: argparse.Namespace) -> Any:
     options = dict(map(_setting, args.set))
-    for name in ("backend", "device", "dtype"):
+    for name in ("backend", "kv_cache_dtype", "device", "dtype"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     return engine.LLM(model_folder(args.model), **options)

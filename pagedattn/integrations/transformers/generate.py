@@ -19,7 +19,7 @@ from .attention import NAME, import_transformers, register
 from .batch import BatchStep
 from .dense import sequences
 from .hand_on import probe_handing_on
-from .layers import make_attention
+from .layers import kept_per_token, make_attention
 from .modalities import attention_of, refuse_other_inputs
 from .probe import packs_rows
 from .refusals import check_model, check_signature, refuse
@@ -33,7 +33,14 @@ _AHEAD = 1024  # tokens after a prompt for which memory is taken at once; many g
 _PREPARE = "_prepare_cache_for_generation"
 
 
-def enable(model: Any, *, block_size: int = 16, backend: str | None = None, num_blocks: int | None = None) -> None:
+def enable(
+    model: Any,
+    *,
+    block_size: int = 16,
+    backend: str | None = None,
+    num_blocks: int | None = None,
+    kv_cache_dtype: str = "auto",
+) -> None:
     """Make the model's forward and `generate` run over a paged cache. Again: with other options, and new caches.
 
     Args:
@@ -41,8 +48,10 @@ def enable(model: Any, *, block_size: int = 16, backend: str | None = None, num_
         block_size: tokens per block.
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
+        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "fp8", "fp8_e5m2".
 
     Raises:
+        InvalidInputError: an unknown format.
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
     """
     register_generate()
@@ -55,7 +64,7 @@ def enable(model: Any, *, block_size: int = 16, backend: str | None = None, num_
     _check_one_device(model)
     before = attention_of(model)
     try:
-        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks)
+        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, kv_cache_dtype)
     except Exception:
         model.set_attn_implementation(before)
         raise
@@ -117,25 +126,23 @@ class Paged:
     """What an enabled model has: the attention of its layers, and a hook before each forward."""
 
     def __init__(
-        self, model: Any, before: dict[str, str], block_size: int, backend: str | None, num_blocks: int | None
+        self,
+        model: Any,
+        before: dict[str, str],
+        block_size: int,
+        backend: str | None,
+        num_blocks: int | None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
-        options = {"block_size": block_size, "backend": backend}
+        options = {"block_size": block_size, "backend": backend, "kv_cache_dtype": kv_cache_dtype}
         self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
         self.windowed = any(layer.window is not None for layer in learnt)
-        self.specs = [
-            FullAttentionSpec(
-                num_kv_heads=layer.call.num_kv_heads,
-                head_dim=layer.call.head_dim,
-                head_dim_v=layer.call.head_dim_v,
-                dtype=model.dtype,
-                block_size=block_size,
-            )
-            for layer in learnt
-        ]
+        kept = [kept_per_token(layer, model.dtype, block_size, kv_cache_dtype) for layer in learnt]
+        self.specs = [FullAttentionSpec(**fields) for fields in kept]
         self.placed = model.dtype, model.device
         self.names = list(inspect.signature(model.forward).parameters)
         self.pool = None if num_blocks is None else BlockStore(self.specs, num_blocks, model.device)

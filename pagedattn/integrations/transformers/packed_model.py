@@ -12,9 +12,9 @@ from .attention import PackedStep
 from .attention import register as register_attention
 from .hand_on import probe_handing_on
 from .head import decoder_of, without_decoder
-from .layers import make_attention
+from .layers import kept_per_token, make_attention
 from .modalities import attention_of
-from .probe import ProbedLayer, Recorder
+from .probe import Recorder
 from .refusals import check_model, check_signature, refuse
 
 
@@ -38,6 +38,7 @@ class PackedModel:
         backend: str | None = None,
         max_model_len: int | None = None,
         clean_cache: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """Wrap a loaded model; runs it on two tokens to learn what its layers ask for.
 
@@ -47,6 +48,7 @@ class PackedModel:
             backend: attention backend by name; None chooses.
             max_model_len: longest sequence that will be run; None is the model's own limit.
             clean_cache: blocks are zeroed when handed out (`PagedKVCache.zero_blocks`), which some backends need.
+            kv_cache_dtype: format of the cache, as of `Attention`.
 
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
@@ -56,6 +58,7 @@ class PackedModel:
         refuse(type(model), model.config, max_model_len)
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
+        self._kv_cache_dtype = kv_cache_dtype
         self._body = decoder_of(model)
         check_signature(self._body)
         self._head = without_decoder(model, self._body)
@@ -92,7 +95,13 @@ class PackedModel:
 
     def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
         """What every layer keeps per token, for blocks of `block_size` tokens."""
-        return [_cache_spec(layer, self.dtype, block_size) for layer in self._learnt]
+        kept = [kept_per_token(layer, self.dtype, block_size, self._kv_cache_dtype) for layer in self._learnt]
+        return [
+            FullAttentionSpec(**fields)
+            if layer.window is None
+            else SlidingWindowSpec(sliding_window=layer.window, **fields)
+            for layer, fields in zip(self._learnt, kept, strict=True)
+        ]
 
     def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention]:
         layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
@@ -102,6 +111,7 @@ class PackedModel:
                 self.model,
                 block_size=layout.groups[layout.group_of(index)].spec.block_size,
                 backend=backend,
+                kv_cache_dtype=self._kv_cache_dtype,
                 clean_cache=clean_cache,
                 kv_group=layout.group_of(index),
             )
@@ -118,17 +128,3 @@ class PackedModel:
     @property
     def vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
-
-
-def _cache_spec(layer: ProbedLayer, dtype: torch.dtype, block_size: int) -> FullAttentionSpec | SlidingWindowSpec:
-    call = layer.call
-    shape: dict[str, Any] = {
-        "num_kv_heads": call.num_kv_heads,
-        "head_dim": call.head_dim,
-        "head_dim_v": call.head_dim_v,
-        "dtype": dtype,
-        "block_size": block_size,
-    }
-    return (
-        FullAttentionSpec(**shape) if layer.window is None else SlidingWindowSpec(sliding_window=layer.window, **shape)
-    )

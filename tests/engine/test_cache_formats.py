@@ -1,0 +1,86 @@
+"""Eight-bit caches in the engine: bytes, and tokens that do not depend on how steps were cut or where blocks lay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import hf_model, save
+
+from pagedattn.engine import LLM, EngineConfig, SamplingParams
+from pagedattn.errors import InvalidInputError
+from pagedattn.integrations import transformers as hf
+
+FORMATS = ("int8", "fp8", "fp8_e5m2")
+PROMPTS = [[5, 9, 200, 31, 7] * 4, [44, 3, 90], [8, 8, 300, 17, 25, 60, 12, 99, 101]]
+NEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(hf_model("qwen3", torch.float32), tmp_path_factory.mktemp("qwen3"))
+
+
+def run(folder: Path, **options: Any) -> tuple[list[list[int]], list[float], LLM]:
+    """Tokens, their log-probabilities, and the engine."""
+    given = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 64, "log_interval": None, "block_size": 4}
+    llm = LLM(folder, **given | options)
+    outputs = llm.generate(PROMPTS, NEW, progress=False)
+    chosen = [number for output in outputs for number in output.outputs[0].logprobs or ()]
+    return [[*output.token_ids] for output in outputs], chosen, llm
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_both_kinds_of_model_and_generate_store_the_same(folder: Path, name: str) -> None:
+    exact = run(folder)[1]
+    tokens, native, _ = run(folder, kv_cache_dtype=name)
+    others, other, _ = run(folder, kv_cache_dtype=name, model_impl="transformers")
+    assert tokens == others
+    assert max(abs(a - b) for a, b in zip(native, other, strict=True)) < 1e-3
+    assert max(abs(a - b) for a, b in zip(native, exact, strict=True)) > 1e-4, "nothing was rounded"
+    model = _model(folder)
+    hf.enable(model, block_size=4, kv_cache_dtype=name)
+    for prompt, wanted in zip(PROMPTS, tokens, strict=True):
+        found = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert found[0, len(prompt) :].tolist() == wanted
+
+
+def _model(folder: Path) -> Any:
+    transformers = hf.import_transformers()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_do_not_depend_on_how_steps_are_cut_or_where_blocks_go(folder: Path, name: str) -> None:
+    tokens, _, _ = run(folder, kv_cache_dtype=name)
+    tight = {"num_kv_blocks": 14, "max_num_batched_tokens": 7, "max_prefill_share": 1.0}
+    for preemption in ("recompute", "swap"):
+        cut, _, llm = run(folder, kv_cache_dtype=name, preemption=preemption, swap_space=1 << 20, **tight)
+        assert llm.stats().counters.preemptions > 0
+        assert cut == tokens
+    again, _, llm = run(folder, kv_cache_dtype=name)
+    repeated = [[*output.token_ids] for output in llm.generate(PROMPTS, NEW, progress=False)]
+    assert again == repeated == tokens and llm.stats().counters.cached_tokens > 0
+
+
+def test_blocks_take_the_bytes_of_their_format(folder: Path) -> None:
+    # Keys and values of 2 heads of 32 in 4 layers, blocks of 4 tokens; scales are float32, one per token and head.
+    elements, layers = 2 * 4 * 2 * 32, 4
+    expected = {"auto": 4 * elements, "fp8": elements, "int8": elements + 2 * 4 * 2 * 4}
+    for name, size in expected.items():
+        _, _, llm = run(folder, kv_cache_dtype=name)
+        cache: Any = llm.runner.cache  # type: ignore[attr-defined]
+        assert cache.bytes_per_block == size and cache.nbytes == 64 * size * layers
+
+
+def test_a_format_that_is_none_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype must be one of auto, .*int8.*got 'int3'"):
+        run(folder, kv_cache_dtype="int3")
+    with pytest.raises(InvalidInputError, match="kv_cache_dtype must be the name of a format, got 8"):
+        EngineConfig.from_options(folder, {"kv_cache_dtype": 8})
+    model = _model(folder)
+    with pytest.raises(InvalidInputError, match="kv_cache_dtype must be one of"):
+        hf.enable(model, kv_cache_dtype="int3")
+    assert model.config._attn_implementation != "pagedattn"
