@@ -1,0 +1,189 @@
+"""What a cache format costs a model: loss, agreement and recall over a paged cache, beside one of the model's dtype.
+
+    python -m bench.accuracy MODEL [--formats int8 fp8] [--tokens 4096] [--text FILE ...] [--json FILE]
+
+Text goes in chunks, through `hf.enable`: each query reads stored entries, its own included (a whole prompt that
+attended to exact keys would show no loss). Every format sees the same tokens, in turns with the exact cache, so that
+what is kept of a step is its logits alone. MODEL is a folder, as `pagedattn fetch smollm2` makes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pagedattn.integrations.transformers as hf
+
+from .ratios import Row
+from .report import ResultFile
+
+EXACT = "auto"
+BUCKETS = (512, 1024, 2048, 4096, 8192)  # positions up to each are averaged apart
+TOPICS = ("specialnames", "compound", "types")  # long pages of the language reference, which every Python carries
+FACTS = (("Amber", "48213"), ("Cobalt", "90617"), ("Saffron", "35082"))  # told near the beginning, the middle, the end
+_DEPTHS = (0.05, 0.5, 0.95)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every format on every document, print a line each."""
+    given = _arguments().parse_args(arguments)
+    transformers = hf.import_transformers()
+    folder = given.model.resolve(strict=True)
+    dtype = getattr(torch, given.dtype)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(given.device)
+    models = enabled(model, [EXACT, *given.formats], given.backend)
+    result = ResultFile(given.json, {}, [])
+    result.meta |= {"transformers": transformers.__version__, "model": folder.name, "dtype": given.dtype}
+    for title, text in documents(given.text):
+        ids = tokenizer(text, return_tensors="pt").input_ids[0, : given.tokens]
+        for row in [*losses(models, ids, given.chunk), *recall(models, tokenizer, ids, given.chunk)]:
+            result.add_plain({"suite": "accuracy", "document": title, "tokens": len(ids), "chunk": given.chunk} | row)
+            print(f"{title:>14} {line(row)}", flush=True)
+    return 0
+
+
+def documents(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Names and texts: of the files, or else of Python's own reference."""
+    if files:
+        yield from ((file.name, file.read_text(encoding="utf-8")) for file in files)
+        return
+    from pydoc_data.topics import topics
+
+    yield from ((name, topics[name]) for name in TOPICS)
+
+
+def enabled(model: Any, formats: Sequence[str], backend: str | None) -> dict[str, Any]:
+    """The model over a cache of each format; all have the same weights."""
+    shared = {id(parameter): parameter for parameter in (*model.parameters(), *model.buffers())}
+    models = {name: copy.deepcopy(model, dict(shared)) for name in formats}
+    for name, one in models.items():
+        hf.enable(one, kv_cache_dtype=name, backend=backend)
+    return models
+
+
+@torch.inference_mode()
+def logits_of(
+    models: Mapping[str, Any], ids: torch.Tensor, chunk: int
+) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """The first position and the logits [n, vocab] of each chunk of ids [T], by format, in float32."""
+    caches = {name: hf.new_cache(model) for name, model in models.items()}
+    for start in range(0, len(ids), chunk):
+        part = ids[None, start : start + chunk]
+        yield (
+            start,
+            {
+                name: model(input_ids=part.to(model.device), past_key_values=caches[name]).logits[0].float()
+                for name, model in models.items()
+            },
+        )
+
+
+def losses(models: Mapping[str, Any], ids: torch.Tensor, chunk: int) -> list[Row]:
+    """A row per format and range of positions: differences of the loss with their standard error, KL, and agreement."""
+    sums: dict[tuple[str, int], Row] = {}
+    for start, logits in logits_of(models, ids, chunk):
+        wanted = ids[start + 1 : start + 1 + chunk].to(logits[EXACT].device)
+        exact = logits.pop(EXACT)[: len(wanted)].log_softmax(-1)
+        for name, one in logits.items():
+            found = one[: len(wanted)].log_softmax(-1)
+            delta = (exact - found).gather(1, wanted[:, None])[:, 0].double().cpu()
+            divergence = (exact.exp() * (exact - found)).sum(-1).double().cpu()
+            same = (exact.argmax(-1) == found.argmax(-1)).double().cpu()
+            for at in range(len(wanted)):
+                bucket = next((end for end in BUCKETS if start + at < end), BUCKETS[-1])
+                row = sums.setdefault((name, bucket), {"n": 0, "delta": 0.0, "square": 0.0, "kl": 0.0, "same": 0.0})
+                row["n"] += 1
+                row["delta"] += float(delta[at])
+                row["square"] += float(delta[at]) ** 2
+                row["kl"] += float(divergence[at])
+                row["same"] += float(same[at])
+    return [_average(name, bucket, row) for (name, bucket), row in sorted(sums.items())]
+
+
+def _average(name: str, bucket: int, row: Row) -> Row:
+    count, mean = row["n"], row["delta"] / row["n"]
+    variance = max(row["square"] / count - mean**2, 0.0)
+    return {
+        "kv_cache_dtype": name,
+        "positions_below": bucket,
+        "positions": count,
+        "delta_nll": round(mean, 6),
+        "delta_nll_error": round(math.sqrt(variance / count), 6),
+        "kl": round(row["kl"] / count, 6),
+        "top1": round(row["same"] / count, 5),
+    }
+
+
+def recall(models: Mapping[str, Any], tokenizer: Any, ids: torch.Tensor, chunk: int) -> list[Row]:
+    """A row per format and fact: the loss of a number that was told in the text, asked for behind it."""
+    cuts = [int(len(ids) * depth) for depth in _DEPTHS]
+    told = [tokenizer(f"\nThe number of {name} is {number}.\n").input_ids for name, number in FACTS]
+    pieces = [ids[a:b].tolist() for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    text = [token for piece, fact in zip(pieces, [*told, []], strict=True) for token in (*piece, *fact)]
+    rows = []
+    for (name, number), depth in zip(FACTS, _DEPTHS, strict=True):
+        question, answer = tokenizer(f"\nThe number of {name} is").input_ids, tokenizer(f" {number}").input_ids
+        asked = torch.tensor([*text, *question, *answer])
+        last: dict[str, list[torch.Tensor]] = {one: [] for one in models}
+        for start, logits in logits_of(models, asked, chunk):
+            for one, part in logits.items():
+                keep = max(len(asked) - len(answer) - 1 - start, 0)
+                last[one].append(part[keep:])
+        nll = {}
+        for one, parts in last.items():
+            scores = torch.cat(parts)[: len(answer)].log_softmax(-1).cpu()
+            nll[one] = (
+                -float(scores.gather(1, torch.tensor(answer)[:, None]).mean()),
+                scores.argmax(-1).tolist() == answer,
+            )
+        rows += [
+            {
+                "kv_cache_dtype": one,
+                "fact_at": depth,
+                "recalled": found,
+                "recalled_exact": nll[EXACT][1],
+                "delta_nll": round(loss - nll[EXACT][0], 6),
+            }
+            for one, (loss, found) in nll.items()
+            if one != EXACT
+        ]
+    return rows
+
+
+def line(row: Row) -> str:
+    """The row as text."""
+    if "fact_at" in row:
+        said = "recalled" if row["recalled"] else "not recalled"
+        return f"{row['kv_cache_dtype']:>9} a fact at {row['fact_at']:.0%}: {said}, loss {row['delta_nll']:+.4f}"
+    return (
+        f"{row['kv_cache_dtype']:>9} below {row['positions_below']:>5}: loss {row['delta_nll']:+.5f} "
+        f"(standard error {row['delta_nll_error']:.5f}), KL {row['kl']:.5f}, the same token {row['top1']:.2%}"
+    )
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu = torch.cuda.is_available()
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a model folder")
+    parser.add_argument("--formats", nargs="+", default=["int8", "fp8", "fp8_e5m2"])
+    parser.add_argument("--tokens", type=int, default=4096, help="of each document")
+    parser.add_argument("--chunk", type=int, default=32, help="tokens that go in at a time")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="FILE", help="documents, in place of Python's"
+    )
+    parser.add_argument("--dtype", default="bfloat16" if gpu else "float32")
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--backend", help="attention backend; the library chooses unless given")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
