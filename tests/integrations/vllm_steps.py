@@ -69,6 +69,7 @@ def make_common(
     table: torch.Tensor,
     pad_seqs: int = 0,
     pad_tokens: int = 0,
+    block_size: int = BLOCK_SIZE,
     **more: Any,
 ) -> Any:
     """vLLM's metadata of a step: tails of starts repeat, those of lengths and tables are 0, of slots -1."""
@@ -78,6 +79,7 @@ def make_common(
     starts = np.concatenate([starts, np.full(pad_seqs, starts[-1], np.int32)])
     rows = torch.zeros(len(query_lens) + pad_seqs, table.shape[1], dtype=torch.int32)
     rows[: len(table)] = table
+    slots = slots_of(query_lens, seq_lens, table, block_size)
     fields: dict[str, Any] = {
         "query_start_loc": torch.from_numpy(starts.copy()),
         "query_start_loc_cpu": torch.from_numpy(starts),
@@ -87,14 +89,15 @@ def make_common(
         "max_query_len": max(query_lens),
         "max_seq_len": max(seq_lens),
         "block_table_tensor": rows,
-        "slot_mapping": torch.tensor([*slots_of(query_lens, seq_lens, table), *[-1] * pad_tokens], dtype=torch.int64),
+        "slot_mapping": torch.tensor([*slots, *[-1] * pad_tokens], dtype=torch.int64),
     }
     return CommonAttentionMetadata(**fields | more)
 
 
-def slots_of(query_lens: Sequence[int], seq_lens: Sequence[int], table: torch.Tensor) -> list[int]:
-    """Where the new tokens of each sequence go."""
-    size = BLOCK_SIZE
+def slots_of(
+    query_lens: Sequence[int], seq_lens: Sequence[int], table: torch.Tensor, size: int = BLOCK_SIZE
+) -> list[int]:
+    """Where the new tokens of each sequence go, by a table of blocks of `size` tokens."""
     at = [(b, p) for b, (q, k) in enumerate(zip(query_lens, seq_lens, strict=True)) for p in range(k - q, k)]
     return [int(table[b, p // size]) * size + p % size for b, p in at]
 

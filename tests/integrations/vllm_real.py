@@ -1,0 +1,155 @@
+"""Attention layers of the real vLLM with caches of its model runner, for tests; what releases do apart is said here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from vllm_steps import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+
+BACKEND = "pagedattn.integrations.vllm.backend.PagedAttentionBackend"
+MAX_MODEL_LEN, MAX_SEQS = 128, 4
+
+
+def release() -> tuple[int, int]:
+    """Major and minor version of the real vLLM. Where it cannot be imported the module is skipped, and fails if
+    EXPECT_VLLM is set: a package named vllm without its configuration is a stand-in."""
+    if find_spec("vllm") is None or find_spec("vllm.config") is None:
+        _stop("vLLM is not installed: make vllm-test")
+    try:
+        import vllm.v1.worker.gpu.attn_utils  # noqa: F401
+    except ImportError as error:
+        _stop(f"vLLM cannot be imported: {error}")
+    major, minor, *_ = version("vllm").split(".")
+    return int(major), int(minor)
+
+
+def _stop(reason: str) -> NoReturn:
+    if os.environ.get("EXPECT_VLLM"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def caches_are_packed() -> bool:
+    """Whether all backends have one shape of caches, keys and values side by side, as of vLLM 0.33."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return not hasattr(AttentionBackend, "get_kv_cache_shape")
+
+
+class Model:
+    """Attention layers made by vLLM's own classes, which select the backend, and what a worker makes for them.
+
+    layers: by name, the class of the layer (`Attention` if it is None) and its arguments besides heads.
+    """
+
+    def __init__(
+        self, layers: dict[str, tuple[Any, dict[str, Any]]], block_size: int = 16, layout: str = "NHD"
+    ) -> None:
+        from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        self.config: Any = VllmConfig(
+            cache_config=CacheConfig(block_size=block_size), device_config=DeviceConfig("cpu")
+        )
+        self.config.scheduler_config.max_num_seqs = MAX_SEQS
+        if caches_are_packed():
+            self.config.cache_config.kv_cache_layout = {"NHD": "LBNHC", "HND": "LBHNC"}[layout]
+        self.layers: dict[str, Any] = {}
+        with set_current_vllm_config(self.config):
+            for name, (cls, options) in layers.items():
+                given = {"num_kv_heads": NUM_KV_HEADS, "cache_config": self.config.cache_config, "prefix": name}
+                layer = (cls or Attention)(NUM_HEADS, HEAD_DIM, HEAD_DIM**-0.5, **given | options)
+                layer.kv_cache_torch_dtype = torch.float32  # float16 where there is no model
+                self.layers[name] = layer
+        # Of a model's configuration only what the functions below read; layers do without one.
+        self.config.model_config = SimpleNamespace(
+            use_mla=False, max_model_len=MAX_MODEL_LEN, hf_config=SimpleNamespace(model_type="llama")
+        )
+        self.context: Any = self.config.compilation_config.static_forward_context
+
+    def allocate(self, num_blocks: int, pad: int = 0) -> None:
+        """Groups of layers by spec, caches of `num_blocks` blocks of the cache manager, pages padded by `pad` bytes."""
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.worker.gpu import attn_utils
+
+        by_spec: dict[Any, list[str]] = {}
+        for name, spec in attn_utils.get_kv_cache_spec(self.config).items():
+            page = {"page_size_padded": spec.page_size_bytes + pad} if pad else {}
+            by_spec.setdefault(replace(spec, **page), []).append(name)
+        groups = [KVCacheGroupSpec(names, spec) for spec, names in by_spec.items()]
+        self.cache_config = KVCacheConfig(num_blocks, _tensors(groups, num_blocks), groups)
+        device = torch.device("cpu")
+        with set_current_vllm_config(self.config):
+            self.groups, self.support, self.kernel_sizes = attn_utils.init_attn_backend(
+                self.cache_config, self.config, device
+            )
+            if caches_are_packed():
+                self.caches = attn_utils.init_kv_cache(
+                    self.context, self.cache_config, device, self.kernel_sizes, self.config,
+                    attn_groups=[group for groups in self.groups for group in groups],
+                )  # fmt: skip
+            else:
+                self.caches = attn_utils.init_kv_cache(
+                    [], self.context, self.cache_config, self.groups, device, "auto", self.kernel_sizes, self.config
+                )
+
+    def metadata(
+        self, common: Any, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], *, capture: bool = False
+    ) -> dict[str, Any]:
+        """By layer, what the second model runner builds for a step: `common` of `make_common`, tables and slots of
+        each group."""
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+        encoder = {"encoder_seq_lens": common.encoder_seq_lens, "encoder_seq_lens_cpu": common.encoder_seq_lens_cpu}
+        extra = SimpleNamespace(
+            get_extra_common_attn_kwargs=lambda group, count: encoder, get_extra_attn_kwargs=lambda *_: {}
+        )
+        return build_attn_metadata(
+            self.groups, common.num_reqs, common.num_actual_tokens, common.query_start_loc, common.query_start_loc_cpu,
+            common.max_query_len, common.seq_lens, common.max_seq_len, tables, slots, self.cache_config,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound, for_cudagraph_capture=capture,
+            model_specific_attn_metadata=extra,
+        )  # fmt: skip
+
+    def forward(
+        self, name: str, metadata: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A layer's output [T, Hq, D], called as vLLM's models do."""
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context(metadata, self.config, num_tokens=len(query)):
+            return self.layers[name](query.flatten(1), key, value).view_as(query)
+
+    def table(self, blocks: torch.Tensor, group: int = 0) -> torch.Tensor:
+        """A block table [B, W] of the cache manager as the runner hands it to the group: 0.24 hands blocks of the
+        kernel, later releases have the group make them."""
+        if caches_are_packed():
+            return blocks
+        parts = self.cache_config.kv_cache_groups[group].kv_cache_spec.block_size // self.kernel_sizes[group]
+        return (blocks[..., None] * parts + torch.arange(parts, dtype=blocks.dtype)).flatten(1)
+
+
+def _tensors(groups: list[Any], num_blocks: int) -> list[Any]:
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    if not caches_are_packed():
+        return [
+            KVCacheTensor(size=num_blocks * group.kv_cache_spec.page_size_bytes, shared_by=[name])
+            for group in groups
+            for name in group.layer_names
+        ]
+    pages = [group.kv_cache_spec.page_size_bytes for group in groups]
+    sizes = [len(group.layer_names) * num_blocks * page for group, page in zip(groups, pages, strict=True)]
+    return [
+        KVCacheTensor(sum(sizes), [*group.layer_names], num_blocks * page, page, offset=sum(sizes[:i]))
+        for i, (group, page) in enumerate(zip(groups, pages, strict=True))
+    ]
