@@ -19,11 +19,13 @@ MAX_MODEL_LEN, MAX_SEQS = 128, 4
 
 
 def release() -> tuple[int, int]:
-    """Major and minor version of the real vLLM. Where it cannot be imported the module is skipped, and fails if
-    EXPECT_VLLM is set: a package named vllm without its configuration is a stand-in."""
-    if find_spec("vllm") is None or find_spec("vllm.config") is None:
-        _stop("vLLM is not installed: make vllm-test")
+    """Major and minor version of the real vLLM; a package of that name without a configuration is a stand-in.
+
+    Where it cannot be imported the test or module is skipped, and fails if EXPECT_VLLM is set.
+    """
     try:
+        if find_spec("vllm") is None or find_spec("vllm.config") is None:
+            _stop("vLLM is not installed: make vllm-test")
         import vllm.v1.worker.gpu.attn_utils  # noqa: F401
     except ImportError as error:
         _stop(f"vLLM cannot be imported: {error}")
