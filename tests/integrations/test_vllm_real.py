@@ -82,15 +82,18 @@ class Tensors:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize(("manager_block", "pad"), [(16, 0), (16, 512), (48, 0)])
+@pytest.mark.parametrize(
+    ("manager_block", "pad", "across_layers"), [(16, 0, False), (16, 512, False), (48, 0, False), (16, 0, True)]
+)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_layers_of_one_group_in_steps_of_the_second_runner(
-    manager_block: int, pad: int, layout: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    manager_block: int, pad: int, across_layers: bool, layout: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are padded or split into the kernel's blocks, a prompt in chunks, then a captured full graph."""
+    """Pages that are padded, split into the kernel's blocks or hold all layers; chunks, then a captured full graph."""
     torch.manual_seed(0)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
-    model = Model({"model.layers.0.attn": (None, {}), "model.layers.1.attn": (None, {})}, manager_block, layout)
+    names = "model.layers.0.attn", "model.layers.1.attn"
+    model = Model({name: (None, {}) for name in names}, manager_block, layout, across_layers)
     model.allocate(10, pad)
     assert model.kernel_sizes == [BLOCK_SIZE] and len(model.groups[0]) == 1
     builder = model.groups[0][0].get_metadata_builder()
@@ -102,13 +105,15 @@ def test_layers_of_one_group_in_steps_of_the_second_runner(
     steps = [([5, 3], [5, 3]), ([1, 30], [6, 33])] + [([tokens] * 2, [6 + tokens * i, 33 + tokens * i]) for i in (1, 2)]
     for at, (query_lens, seq_lens) in enumerate(steps):
         metadata, rows = tensors.step(query_lens, seq_lens, pad_seqs=int(at > 1))
-        assert (metadata["model.layers.0.attn"] is captured["model.layers.0.attn"]) == (at > 1)
-        for name in model.layers:
+        assert all((metadata[name] is captured[name]) == (at > 1) for name in names)
+        for name in names:
             query, key, value = rows_of(rows)
             output = model.forward(name, metadata, query, key, value)
             seen[name].check(query, key, value, output, query_lens)
+    elements = NUM_KV_HEADS * 2 * BLOCK_SIZE * HEAD_DIM
     for cache in model.caches.values():
         assert not cache[: manager_block // BLOCK_SIZE].any(), "the null block was written"
+        assert cache.stride(0) == (2 * elements if across_layers else elements + pad // 4)
 
 
 @pytest.mark.parametrize(("served", "support"), [("TORCH", "NEVER"), ("TRITON", "UNIFORM_BATCH")])

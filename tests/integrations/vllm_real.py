@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,10 +51,15 @@ class Model:
     """Attention layers made by vLLM's own classes, which select the backend, and what a worker makes for them.
 
     layers: by name, the class of the layer (`Attention` if it is None) and its arguments besides heads.
+    across_layers: blocks are outermost and hold all layers, as KV connectors like it.
     """
 
     def __init__(
-        self, layers: dict[str, tuple[Any, dict[str, Any]]], block_size: int = 16, layout: str = "NHD"
+        self,
+        layers: dict[str, tuple[Any, dict[str, Any]]],
+        block_size: int = 16,
+        layout: str = "NHD",
+        across_layers: bool = False,
     ) -> None:
         from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.attention import Attention
@@ -62,8 +68,10 @@ class Model:
             cache_config=CacheConfig(block_size=block_size), device_config=DeviceConfig("cpu")
         )
         self.config.scheduler_config.max_num_seqs = MAX_SEQS
+        self.across_layers = across_layers
         if caches_are_packed():
-            self.config.cache_config.kv_cache_layout = {"NHD": "LBNHC", "HND": "LBHNC"}[layout]
+            inner = {"NHD": "NHC", "HND": "HNC"}[layout]
+            self.config.cache_config.kv_cache_layout = ("BL" if across_layers else "LB") + inner
         self.layers: dict[str, Any] = {}
         with set_current_vllm_config(self.config):
             for name, (cls, options) in layers.items():
@@ -88,21 +96,34 @@ class Model:
             page = {"page_size_padded": spec.page_size_bytes + pad} if pad else {}
             by_spec.setdefault(replace(spec, **page), []).append(name)
         groups = [KVCacheGroupSpec(names, spec) for spec, names in by_spec.items()]
-        self.cache_config = KVCacheConfig(num_blocks, _tensors(groups, num_blocks), groups)
-        device = torch.device("cpu")
+        self.cache_config = KVCacheConfig(num_blocks, self._tensors(groups, num_blocks), groups)
         with set_current_vllm_config(self.config):
             self.groups, self.support, self.kernel_sizes = attn_utils.init_attn_backend(
-                self.cache_config, self.config, device
+                self.cache_config, self.config, torch.device("cpu")
             )
-            if caches_are_packed():
-                self.caches = attn_utils.init_kv_cache(
-                    self.context, self.cache_config, device, self.kernel_sizes, self.config,
-                    attn_groups=[group for groups in self.groups for group in groups],
-                )  # fmt: skip
-            else:
-                self.caches = attn_utils.init_kv_cache(
-                    [], self.context, self.cache_config, self.groups, device, "auto", self.kernel_sizes, self.config
-                )
+            self.caches = self._allocated()
+
+    def _allocated(self) -> dict[str, torch.Tensor]:
+        from vllm.v1.worker.gpu.attn_utils import init_kv_cache
+        from vllm.v1.worker.utils import bind_kv_cache
+
+        device, groups = torch.device("cpu"), [group for groups in self.groups for group in groups]
+        if caches_are_packed():
+            return init_kv_cache(
+                self.context, self.cache_config, device, self.kernel_sizes, self.config, attn_groups=groups
+            )
+        if not self.across_layers:
+            return init_kv_cache(
+                [], self.context, self.cache_config, self.groups, device, "auto", self.kernel_sizes, self.config
+            )
+        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+        assert all(group.kv_cache_spec.indexes_kv_by_block_stride for group in groups)
+        caches, *_ = KVConnectorModelRunnerMixin.allocate_uniform_kv_caches(
+            self.cache_config, self.groups, "auto", device, self.kernel_sizes
+        )
+        bind_kv_cache(caches, self.context, [])
+        return caches
 
     def metadata(
         self, common: Any, tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], *, capture: bool = False
@@ -139,19 +160,26 @@ class Model:
         parts = self.cache_config.kv_cache_groups[group].kv_cache_spec.block_size // self.kernel_sizes[group]
         return (blocks[..., None] * parts + torch.arange(parts, dtype=blocks.dtype)).flatten(1)
 
+    def _tensors(self, groups: list[Any], num_blocks: int) -> list[Any]:
+        """Where layers lie: one after the other, in later releases in one allocation."""
+        from vllm.v1.kv_cache_interface import KVCacheTensor
 
-def _tensors(groups: list[Any], num_blocks: int) -> list[Any]:
-    from vllm.v1.kv_cache_interface import KVCacheTensor
-
-    if not caches_are_packed():
+        pages = [group.kv_cache_spec.page_size_bytes for group in groups]
+        if not caches_are_packed():
+            return [
+                KVCacheTensor(size=num_blocks * page, shared_by=[name])
+                for group, page in zip(groups, pages, strict=True)
+                for name in group.layer_names
+            ]
+        counts = [len(group.layer_names) for group in groups]
+        starts = [0, *itertools.accumulate(num_blocks * n * page for n, page in zip(counts, pages, strict=True))]
         return [
-            KVCacheTensor(size=num_blocks * group.kv_cache_spec.page_size_bytes, shared_by=[name])
-            for group in groups
-            for name in group.layer_names
+            KVCacheTensor(
+                size=starts[-1],
+                layers=[*group.layer_names],
+                layer_stride=page if self.across_layers else num_blocks * page,
+                block_stride=count * page if self.across_layers else page,
+                offset=start,
+            )
+            for group, count, page, start in zip(groups, counts, pages, starts, strict=False)
         ]
-    pages = [group.kv_cache_spec.page_size_bytes for group in groups]
-    sizes = [len(group.layer_names) * num_blocks * page for group, page in zip(groups, pages, strict=True)]
-    return [
-        KVCacheTensor(sum(sizes), [*group.layer_names], num_blocks * page, page, offset=sum(sizes[:i]))
-        for i, (group, page) in enumerate(zip(groups, pages, strict=True))
-    ]
