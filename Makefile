@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP = $(BIN)/python -m pip install -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat csrc peers test test-all test-oldest test-newest test-portable test-mutants resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
+.PHONY: demo chat csrc peers test test-all test-oldest test-newest test-portable test-mutants vllm-test resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -63,6 +63,19 @@ test-all: $(VENV)/.installed
 
 test-mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py
+
+# Our attention backend for vLLM over the Python of the oldest release that is served and of the newest; nothing of vLLM
+# is compiled or installed. VLLM_WHEELS= names a folder of its wheels (300 MB each) that is looked into first.
+VLLM_PACKAGES := $(VENV)/vllm-packages
+vllm-test: $(VENV)/.installed $(VLLM_PACKAGES)/.installed
+	@folders=$$($(BIN)/python tests/vllm_sources.py $(VENV)) && for folder in $$folders; do \
+	  echo "$$folder"; EXPECT_VLLM=1 PYTHONPATH=$$folder:$(abspath $(VLLM_PACKAGES)) \
+	  $(BIN)/python -m pytest -q tests/integrations/test_vllm_*.py || exit 1; done
+
+$(VLLM_PACKAGES)/.installed: tests/integrations/vllm_requirements.txt | $(VENV)/.installed
+	rm -rf $(VLLM_PACKAGES)
+	$(PIP) --no-deps --target $(VLLM_PACKAGES) -r $<
+	@touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -52,11 +52,9 @@ def fetch(peer: Peer, release: str, root: Path) -> str:
         return ""
     wanted = f"{peer.releases.distribution}=={release}"
     with tempfile.TemporaryDirectory() as where:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *peer.options, "-d", where, wanted]
-        environment = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
-        if subprocess.run(command, env=environment).returncode:
+        archive = download(wanted, where, *peer.options)
+        if archive is None:
             return f"pip could not download {wanted}, see above: is the package index reachable?"
-        (archive,) = Path(where).iterdir()
         found = dict(members(archive, peer.files))
     if missing := [name for name in peer.files if name not in found]:
         return f"{wanted} has no {', '.join(missing)}: name the files that it has in {__file__}"
@@ -64,6 +62,16 @@ def fetch(peer: Peer, release: str, root: Path) -> str:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_bytes(content)
     return ""
+
+
+def download(wanted: str, where: str, *options: str) -> Path | None:
+    """What pip downloads for a requirement, without dependencies; None where it cannot, which it has said."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, "-d", where, wanted]
+    environment = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+    if subprocess.run(command, env=environment).returncode:
+        return None
+    (archive,) = Path(where).iterdir()
+    return archive
 
 
 def members(archive: Path, names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
