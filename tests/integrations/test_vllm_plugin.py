@@ -137,9 +137,20 @@ def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         serving_backend()
 
 
+@pytest.fixture
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """TRITON as where kernels are not interpreted; what it says of itself is remembered."""
+    says = triton_backend.TritonBackend.capabilities
+    says.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_backend, "interpreted", lambda: False)
+        yield
+    says.cache_clear()
+
+
+@pytest.mark.usefixtures("_compiled")
 def test_refusals_have_the_reasons_of_the_librarys_own_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_BACKEND", "TRITON")
-    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
     served = {
         "head_size": 128,
         "dtype": torch.bfloat16,
