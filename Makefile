@@ -50,13 +50,14 @@ test-newest:
 	.venv-newest/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
 
 # What depended on the processor: interpreted products, and the bits that deterministic attention promises.
-test-portable: $(VENV)/.installed
-	OPENBLAS_CORETYPE=$(or $(CORETYPE),Prescott) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_interpreter.py \
+# One process, for `make -j4 test test-portable`: it ends before lint does, and behind it none would wait for the other.
+test-portable: $(VENV)/.installed csrc
+	OPENBLAS_CORETYPE=$(or $(CORETYPE),Prescott) $(BIN)/python -m pytest -q tests/test_interpreter.py \
 	  tests/test_deterministic.py tests/test_huge_logits.py tests/backends/test_conformance.py -k 'interpreter or deterministic or huge'
 
-# Whether the constraints can be installed from the package index alone, by each Python that is here.
+# Whether the constraints can be installed from the package index alone, by each Python that is here (or RESOLVE=--ends).
 resolve:
-	$(PYTHON) tests/resolve.py
+	$(PYTHON) tests/resolve.py $(RESOLVE)
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --grid

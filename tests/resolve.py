@@ -1,6 +1,6 @@
 """Whether constraints.txt can be installed: pip's dry run, from the package index alone, by each supported Python here.
 
-    python3.11 tests/resolve.py [--python 3.12]
+    python3.11 tests/resolve.py [--ends | --python 3.12]
 
 Find-links, extra indexes and installed packages are left out, since what they offer nobody else has. A Python that is
 not on this machine is named; none at all, or one that cannot resolve, is an error.
@@ -97,7 +97,9 @@ def resolve(pip: list[str], options: list[str], python: Path) -> subprocess.Comp
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", action="append", help="versions to try instead of all")
-    versions = parser.parse_args().python or supported()
+    parser.add_argument("--ends", action="store_true", help="try the oldest and the newest version only")
+    given = parser.parse_args()
+    versions = given.python or supported()[:: len(supported()) - 1 if given.ends else 1]
     with tempfile.TemporaryDirectory() as folder:
         return try_all(versions, *newest_pip(Path(folder)))
 
