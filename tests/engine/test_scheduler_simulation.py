@@ -1,10 +1,11 @@
 """Random traffic, faults and aborts: invariants S1 to S9, every token right, no stall, no leak.
 
-200,000 steps under --grid, a quarter of them otherwise.
+200,000 steps under --grid; otherwise an eighth of them, twice where it takes so many until everything has happened.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from scheduler_simulation import Simulation
 from pagedattn.engine import KVGroup
 
 STEPS = 20_000
-SHARE = 4
+SHARE = 8
 FULL = [KVGroup(4)]
 HYBRID = [KVGroup(4), KVGroup(4, 7)]
 GEMMA3 = [KVGroup(4), *[KVGroup(4, 9)] * 3]
@@ -39,10 +40,6 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_random_traffic(name: str) -> None:
     num_blocks, groups, options = CASES[name]
-    simulation = Simulation(20260801, num_blocks, groups, **options)
-    simulation.run(part_of(STEPS, SHARE))
-    seen = simulation.seen
-    assert seen["steps"] >= part_of(STEPS, SHARE)
     wanted = {"rollbacks", "copies", "mixed", "chunks", "stop", "length", "error"}
     wanted |= {"aborted while waiting", "aborted while running"}
     wanted |= {"hits", "passed over"} if options.get("caching", True) else set()
@@ -53,6 +50,14 @@ def test_random_traffic(name: str) -> None:
     wanted |= swapped if "swap_blocks" in options else set()
     if not everything and "swap_blocks" in options:  # too rare for a part of the work
         wanted -= {"recomputed"}
+    seen: Counter[str] = Counter()
+    for seed in (20260801,) if everything else (20260801, 20260802):
+        simulation = Simulation(seed, num_blocks, groups, **options)
+        simulation.run(part_of(STEPS, SHARE))
+        assert simulation.seen["steps"] >= part_of(STEPS, SHARE)
+        seen += simulation.seen
+        if wanted <= seen.keys():
+            break
     assert not {event: seen[event] for event in wanted if seen[event] < part_of(10, 10)}
 
 
