@@ -27,7 +27,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": (
         "llama3",
         {"num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 509},
-        {"preemption": "swap", "swap_space": 1 << 20, "overlap": True, "graph_sizes": (1, 3, 8)},
+        {
+            "preemption": "swap",
+            "swap_space": 1 << 20,
+            "overlap": True,
+            "graph_sizes": (1, 3, 8),
+            "heartbeat_timeout": 8,
+        },
     ),
 }
 
@@ -52,7 +58,7 @@ def left_behind() -> set[str]:
 class Pair:
     """An engine of one rank and one of two, over the same folder with the same settings."""
 
-    def __init__(self, name: str, folder: Path, **changed: Any) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         kind, changes, extra = MODELS[name]
         save(hf_model(kind, torch.float32, **changes), folder)
         options: dict[str, Any] = {
@@ -65,7 +71,6 @@ class Pair:
             "max_prefill_share": 0.5,
             "step_timeout": 60.0,  # so that ranks that wait for each other fail a test rather than hold it up
             **extra,
-            **changed,
         }
         self.one = LLM(folder, **options)
         self.files = left_behind()
