@@ -261,8 +261,12 @@ def test_a_copied_model_is_enabled_too(name: str) -> None:
     assert torch.equal(generate(twin, inputs), wanted)
 
 
+COMPILED = [("llama", "aot_eager"), ("gemma2", "eager"), ("granite_swa", "eager"), ("nemotron", "eager")]
+
+
+# By default the two kinds of layers in one model; the others (aot_eager, sinks, layers without keywords) take 7 s each.
 @pytest.mark.parametrize(
-    ("name", "backend"), [("llama", "aot_eager"), ("gemma2", "eager"), ("granite_swa", "eager"), ("nemotron", "eager")]
+    ("name", "backend"), [pytest.param(*one, marks=[pytest.mark.grid] * (one[0] != "gemma2")) for one in COMPILED]
 )
 def test_torch_compile(name: str, backend: str) -> None:
     """One graph for prompts and one for decodes, and none more as sequences grow. aot: writes can be traced too."""
