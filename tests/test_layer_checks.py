@@ -111,6 +111,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "shared": ({"metadata": common(shared_prefix_len=6)}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
     "shared by less than none": ({"metadata": common(shared_prefix_len=-1)}, "shared_prefix_len", "got -1"),
     "out": ({"out": torch.empty(6, 4, 8)}, "out", r"\[T, Hq, Dv\]"),
+    "out of another dtype": ({"out": torch.empty(6, 4, 16).half()}, "out", "in the query's dtype"),
 }
 
 

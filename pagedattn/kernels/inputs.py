@@ -81,8 +81,8 @@ class AttentionInputs(NamedTuple):
             if of_head is not None and (of_head.shape != query.shape[1:2] or not of_head.is_contiguous()):
                 refuse(name, f"[{query.shape[1]}], contiguous", of_head)
         out, lse = self.out, self.lse
-        if out.dim() != 3 or out.shape[:2] != query.shape[:2] or out.stride(2) != 1:
-            refuse("out", "[T, Hq, Dv]", out)
+        if out.dim() != 3 or out.shape[:2] != query.shape[:2] or out.stride(2) != 1 or out.dtype != query.dtype:
+            refuse("out", "[T, Hq, Dv] in the query's dtype", out)
         self._check_planes()
         if lse is not None and (lse.shape != query.shape[:2] or not lse.is_contiguous()):
             refuse("lse", "[T, Hq], contiguous", lse)

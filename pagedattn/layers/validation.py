@@ -32,10 +32,6 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
         _tensor("key", key, spec.kv_heads, spec.head_dim, spec.dtype, device)
     if value is not None:
         _tensor("value", value, spec.kv_heads, spec.value_dim, spec.dtype, device)
-    if call.out is not None:
-        _tensor("out", call.out, spec.num_heads, spec.value_dim, spec.dtype, device)
-        if len(call.out) != len(query):
-            raise InvalidInputError("out", f"{len(query)} rows, as the query", len(call.out))
     if kv_cache is None:
         _packed(key, value, None if torch.compiler.is_compiling() else common.seq_lens_cpu)
         return
