@@ -37,7 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "backends": _BACKENDS,
     "layers": (*_BACKENDS, "layers"),
     "testing": (*_BACKENDS, "layers", "testing"),
-    "integrations": ("", "errors", "env", "ops", "integrations"),  # "" is the public names
+    "integrations": ("", "errors", "env", "ops", "backends.releases", "integrations"),  # "" is the public names
     "cli": (*_BACKENDS, "layers", "testing", "integrations", "engine", "bench", "cli"),
     "__main__": ("cli",),
 }

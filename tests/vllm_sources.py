@@ -17,7 +17,7 @@ from pathlib import Path
 
 from peer_sources import download, folder_of
 
-from pagedattn.integrations.vllm.releases import OLDEST
+from pagedattn.integrations.vllm.releases import SERVED
 
 # Wheels are chosen for this Python, so that one that is too old is told so and does not get an old release.
 FOR_PYTHON = ("--only-binary=:all:", "--python-version", "3.12")
@@ -78,7 +78,7 @@ def main(root: Path) -> None:
     """
     root = root.resolve()
     root.mkdir(parents=True, exist_ok=True)
-    for release in dict.fromkeys(("{}.{}.0".format(*OLDEST), newest())):
+    for release in dict.fromkeys((f"{SERVED.oldest}.0", newest())):
         if failure := fetch(release, root):
             sys.exit(failure)
         target = folder_of(root, "vllm", release)

@@ -81,7 +81,7 @@ def objections(ours: Signature, theirs: list[list[Any]]) -> Iterator[str]:
 
 
 def test_both_ends_of_what_is_served_are_recorded() -> None:
-    assert set(RECORDS) == {"{}.{}".format(*end) for end in (releases.OLDEST, releases.NEWEST)}
+    assert set(RECORDS) == {releases.SERVED.oldest, releases.SERVED.newest}
     assert all(record["release"].startswith(f"{name}.") for name, record in RECORDS.items())
     assert all(set(record["classes"]) == set(OURS) for record in RECORDS.values())
 

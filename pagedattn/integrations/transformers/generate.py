@@ -132,7 +132,7 @@ class Paged:
         block_size: int,
         backend: str | None,
         num_blocks: int | None,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str,
     ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):

@@ -65,7 +65,7 @@ class PagedAttentionBuilder(AttentionMetadataBuilder[Any]):
 
     def _plan(self, common: CommonAttentionMetadata) -> StepPlans:
         step = plan_step(self._attention, common)
-        return StepPlans(step, common.num_tokens, common.slot_mapping, self._caches)
+        return StepPlans(step, common.slot_mapping, self._caches)
 
     def _mixed_step(self) -> CommonAttentionMetadata:
         """A decode and a prompt over the null block, written nowhere."""
@@ -86,9 +86,8 @@ class PagedAttentionBuilder(AttentionMetadataBuilder[Any]):
     def _launch_once(self, plans: StepPlans) -> None:
         """Compile and load what a graph is about to record, or what prompts need; vLLM's warm-ups plan for less."""
         for layer in self._layers.values():
-            spec, cache = layer.impl.attention.spec, layer.kv_cache
+            attention, cache = layer.impl.attention, layer.kv_cache
             if cache.is_cuda and cache.numel():
-                query = torch.zeros(
-                    plans.num_tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=cache.device
-                )
+                spec, count = attention.spec, plans.of(attention).common.num_tokens
+                query = torch.zeros(count, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
                 layer.impl.forward(layer, query, None, None, cache, plans, torch.empty_like(query))

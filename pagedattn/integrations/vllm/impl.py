@@ -90,7 +90,7 @@ class PagedAttentionImpl(AttentionImpl[Any]):
             raise UnsupportedError("pagedattn writes no quantised output; turn vLLM's fusion of it off")
         attention, metadata = self.attention, attn_metadata.of(self.attention)
         if not attention.spec.uses_cache:
-            count = attn_metadata.num_tokens  # keys are packed: padding rows must not follow them
+            count = metadata.common.num_tokens  # keys are packed: padding rows must not follow them
             if key is None or value is None:
                 raise InvalidInputError("key and value", "given where there is no cache", "None")
             attention.forward(query[:count], key[:count], value[:count], None, metadata, output[:count])

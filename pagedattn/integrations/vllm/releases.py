@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from ... import env
+from ...backends.releases import Releases
 
-OLDEST, NEWEST = (0, 24), (0, 33)  # make vllm-test
-SERVED = "0.24 to 0.33"
+SERVED = Releases("vllm", "0.24", "0.33")  # make vllm-test
 GROUP, NAME = "vllm.general_plugins", "pagedattn"
 _PREFIX = "PAGEDATTN_"
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
@@ -25,10 +24,9 @@ def installed() -> str | None:
 
 def why_untested(release: str) -> str:
     """Why a release of vLLM may not work, and what to do; "" for one of the tested series."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    if not SERVED.refusal(release):
         return ""
-    remedy = f"install one of these (pip install 'vllm>={_text(OLDEST)},<{_text((NEWEST[0], NEWEST[1] + 1))}')"
+    remedy = f"install one of these (pip install '{SERVED.requirement}')"
     return f"vLLM {release} was not tested with pagedattn's backend (tested: {SERVED}); if it fails, {remedy}"
 
 
@@ -51,7 +49,3 @@ def copy_variables_to_ray() -> None:
     prefixes = [name for name in os.environ.get(_RAY_PREFIXES, "").split(",") if name]
     if _PREFIX not in prefixes and any(name in os.environ for name in env.VARIABLES):
         os.environ[_RAY_PREFIXES] = ",".join([*prefixes, _PREFIX])
-
-
-def _text(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"

@@ -26,7 +26,6 @@ class StepPlans:
     """
 
     step: StepMetadata
-    num_tokens: int
     slot_mapping: torch.Tensor
     caches: dict[object, tuple[torch.Tensor, LayerCache]]
 
