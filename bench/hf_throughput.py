@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 import pagedattn.integrations.transformers as hf
 from pagedattn.engine import LLM, SamplingParams
 
+from .against_generate import seconds
 from .ratios import Row
 
 Prompts = Sequence[list[int]]
@@ -55,7 +54,7 @@ def throughput(models: Mapping[str, Any], inputs: Mapping[str, torch.Tensor], to
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(runs):
             for name, call in calls.items():
-                times[name].append(_seconds(call))
+                times[name].append(seconds(call))
     for name, row in found.items():
         row |= {"tok_s": round(len(prompts) * tokens / statistics.median(times[name]), 1)}
         row |= {"seconds": [round(one, 3) for one in times[name]]}
@@ -137,12 +136,3 @@ def _by_engine(folder: str, model: Any, prompts: Prompts, tokens: int) -> Callab
     )
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return lambda: [[*output.token_ids] for output in llm.generate([*prompts], params, progress=False)]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
