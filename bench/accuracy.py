@@ -68,12 +68,16 @@ def enabled(model: Any, formats: Sequence[str], backend: str | None) -> dict[str
     return models
 
 
+def new_caches(models: Mapping[str, Any]) -> dict[str, Any]:
+    """An empty cache of each format."""
+    return {name: hf.new_cache(model) for name, model in models.items()}
+
+
 @torch.inference_mode()
 def logits_of(
-    models: Mapping[str, Any], ids: torch.Tensor, chunk: int
+    models: Mapping[str, Any], caches: Mapping[str, Any], ids: torch.Tensor, chunk: int
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """The first position and the logits [n, vocab] of each chunk of ids [T], by format, in float32."""
-    caches = {name: hf.new_cache(model) for name, model in models.items()}
+    """The first index and the logits [n, vocab] of each chunk of ids [T], by format, in float32."""
     for start in range(0, len(ids), chunk):
         part = ids[None, start : start + chunk]
         yield (
@@ -88,7 +92,7 @@ def logits_of(
 def losses(models: Mapping[str, Any], ids: torch.Tensor, chunk: int) -> list[Row]:
     """A row per format and range of positions: differences of the loss with their standard error, KL, and agreement."""
     sums: dict[tuple[str, int], Row] = {}
-    for start, logits in logits_of(models, ids, chunk):
+    for start, logits in logits_of(models, new_caches(models), ids, chunk):
         wanted = ids[start + 1 : start + 1 + chunk].to(logits[EXACT].device)
         exact = logits.pop(EXACT)[: len(wanted)].log_softmax(-1)
         for name, one in logits.items():
@@ -122,17 +126,22 @@ def _average(name: str, bucket: int, row: Row) -> Row:
 
 
 def recall(models: Mapping[str, Any], tokenizer: Any, ids: torch.Tensor, chunk: int) -> list[Row]:
-    """A row per format and fact: the loss of a number that was told in the text, asked for behind it."""
+    """A row per format and fact: the loss of a number that was told in the text, asked for behind it.
+
+    The text is read once; each question is asked of a fork of its cache.
+    """
     cuts = [int(len(ids) * depth) for depth in _DEPTHS]
     told = [tokenizer(f"\nThe number of {name} is {number}.\n").input_ids for name, number in FACTS]
     pieces = [ids[a:b].tolist() for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
     text = [token for piece, fact in zip(pieces, [*told, []], strict=True) for token in (*piece, *fact)]
-    rows = []
+    read, rows = new_caches(models), []
+    for _ in logits_of(models, read, torch.tensor(text), chunk):
+        pass
     for (name, number), depth in zip(FACTS, _DEPTHS, strict=True):
         question, answer = tokenizer(f"\nThe number of {name} is").input_ids, tokenizer(f" {number}").input_ids
-        asked = torch.tensor([*text, *question, *answer])
+        asked = torch.tensor([*question, *answer])
         last: dict[str, list[torch.Tensor]] = {one: [] for one in models}
-        for start, logits in logits_of(models, asked, chunk):
+        for start, logits in logits_of(models, copy.deepcopy(read), asked, chunk):
             for one, part in logits.items():
                 keep = max(len(asked) - len(answer) - 1 - start, 0)
                 last[one].append(part[keep:])

@@ -59,5 +59,5 @@ def test_a_cache_of_each_format_under_the_same_weights() -> None:
     models = accuracy.enabled(model, ["auto", "int8"], None)
     first, second = (list(one.parameters()) for one in models.values())
     assert all(a is b for a, b in zip(first, second, strict=True))
-    ((_, logits), *_) = accuracy.logits_of(models, torch.arange(5, 15), 32)
+    ((_, logits), *_) = accuracy.logits_of(models, accuracy.new_caches(models), torch.arange(5, 15), 32)
     assert 0 < float((logits["auto"] - logits["int8"]).abs().max()) < 0.5
