@@ -1,6 +1,6 @@
 """The library's backend inside vLLM beside vLLM's own: the same greedy tokens, and output tokens per second.
 
-    python -m bench.vllm_compare [--json FILE] [--suite tokens] [--suite speed] [--suite two-gpus] [--only WORD]
+    python -m bench.vllm_compare [--json FILE] [--suite SUITE] [--only WORD]
 
 Each backend has an engine, in a process of its own. Tokens are compared on models that were trained, since those of
 random weights are near ties; their log-probabilities are compared too. Speed is measured in turns, round by round, with
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -29,7 +30,8 @@ from typing import IO, Any
 
 from .ratios import Row
 from .report import ResultFile
-from .vllm_models import model_folder, prompts
+from .vllm_models import EXAMPLE, FETCHED, chats, model_folder, prompts, recipe, tokenizer_of
+from .vllm_server import chat, completions, served
 
 ROOT = Path(__file__).parent.parent
 OURS, PEER = "CUSTOM", "FLASH_ATTN"
@@ -48,7 +50,8 @@ class Case:
     requests: tuple[int, ...] = ()  # of random tokens, a workload each; none: what the model was trained on
 
 
-_EAGER, _V1 = {"enforce_eager": True}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+_EAGER = {"enforce_eager": True}
+_V1, _V2 = ({"VLLM_USE_V2_MODEL_RUNNER": number} for number in "01")  # left alone, vLLM looks at the model
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 _TIGHT = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 140, "max_num_seqs": 32}
 TOKENS = [
@@ -56,17 +59,21 @@ TOKENS = [
         Case("tokens", f"{model}, {mode}, {runner}", model, options, variables)
         for model in ("tiny-qwen3", "tiny-gemma2", "tiny-gpt-oss")
         for mode, options in (("eager", _EAGER), ("graphs", {}))
-        for runner, variables in (("runner by default", {}), ("first runner", _V1))
+        for runner, variables in (("first runner", _V1), ("second runner", _V2))
     ),
-    Case("tokens", "blocks of 64", "tiny-qwen3", {"block_size": 64}),
     Case("tokens", "blocks of 64, first runner", "tiny-qwen3", {"block_size": 64}, _V1),
+    Case("tokens", "blocks of 64, second runner", "tiny-qwen3", {"block_size": 64}, _V2),
     Case("tokens", "HND", "tiny-qwen3", {}, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
     Case("tokens", "fp8 cache", "tiny-qwen3", {"kv_cache_dtype": "fp8"}),
     Case("tokens", "n-gram speculation", "tiny-qwen3", {"speculative_config": _NGRAM}),
     Case("tokens", "chunked prefill, preemption", "tiny-qwen3", _TIGHT),
     Case("tokens", "prefix cache", "tiny-qwen3", {"enable_prefix_caching": True}),
     Case("tokens", "batch invariance", "tiny-qwen3", {}, {"VLLM_BATCH_INVARIANT": "1"}),
+    Case("tokens", "a real model, graphs", FETCHED),
+    Case("tokens", "a real model, eager", FETCHED, _EAGER),
+    Case("tokens", "a real model, float16", FETCHED, {"dtype": "float16"}),
 ]
+SERVER = [Case("server", "vllm serve", "tiny-qwen3")]
 _LONG = {"load_format": "dummy", "max_model_len": 8192, "skip_tokenizer_init": True}
 SPEED = [Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1))]
 _TP, _PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
@@ -75,7 +82,8 @@ TWO_GPUS = [
     Case("two-gpus", "pipeline parallel", "tiny-qwen3", _PP),
     Case("two-gpus", "tensor parallel, random weights", "llama-8b", _LONG | _TP, requests=(256, 1)),
 ]
-CASES = [*TOKENS, *SPEED, *TWO_GPUS]
+CASES = [*TOKENS, *SERVER, *SPEED, *TWO_GPUS]
+SUITES = [*dict.fromkeys(case.suite for case in CASES)]
 
 
 class Engine:
@@ -148,27 +156,54 @@ def engines(case: Case, folder: Path, cache: int) -> Iterator[dict[str, Engine]]
 
 def compare_tokens(case: Case, folder: Path) -> Iterator[Row]:
     """Greedy tokens and their log-probabilities on what the model was trained on, and whether it was remembered."""
-    given = prompts()
+    given: list[tuple[list[int], list[int]]] = prompts()
     asked = {"prompts": [ids for ids, _ in given], "max_tokens": [len(rest) for _, rest in given], "logprobs": 1}
+    if case.model == FETCHED:
+        asked["prompts"] = chats(model_folder(case.model, folder))
+        asked["max_tokens"] = [64] * len(asked["prompts"])
     with engines(case, folder, 1 << 30) as both:
         found = {name: engine.ask(**asked) for name, engine in both.items()}
     ours, peers = (found[name] for name in (OURS, PEER))
     pairs = [*zip(ours["tokens"], peers["tokens"], strict=True)]
-    equal = [one == other for one, other in pairs]
+    row: Row = {"requests": len(pairs), "tokens": sum(asked["max_tokens"])}
+    row["equal_requests"] = sum(one == other for one, other in pairs)
+    if case.model != FETCHED:
+        wanted = [rest for _, rest in given]
+        row["remembered_requests"], row["remembered_by_peer"] = (
+            sum(one == rest for one, rest in zip(answers["tokens"], wanted, strict=True)) for answers in (ours, peers)
+        )
+        if row["remembered_by_peer"] == 0:
+            raise RuntimeError(f"{case.name}: {PEER} remembers nothing of what was trained, so that it is no reference")
+    # As far as both have seen the same tokens: where they first differ, their choices must have been about equal.
+    seen = [min(_common(one, other) + 1, len(one)) for one, other in pairs]
     gaps = [
         abs(x - y)
-        for same, one, other in zip(equal, ours["logprobs"], peers["logprobs"], strict=True)
-        for x, y in zip(one, other, strict=True)
-        if same
+        for count, one, other in zip(seen, ours["logprobs"], peers["logprobs"], strict=True)
+        for x, y in zip(one[:count], other[:count], strict=True)
     ]
-    remembered = [one == rest for one, (_, rest) in zip(ours["tokens"], given, strict=True)]
-    yield {
-        "requests": len(given),
-        "tokens": sum(asked["max_tokens"]),
-        "equal_requests": sum(equal),
-        "remembered_requests": sum(remembered),
-        "largest_logprob_difference": round(max(gaps, default=0.0), 5),
-    }
+    if not all(map(math.isfinite, gaps)):
+        raise RuntimeError(f"{case.name}: log-probabilities are not finite, so that equal tokens say nothing")
+    yield row | {"largest_logprob_difference": round(max(gaps), 5)}
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+
+
+def compare_server(case: Case, folder: Path) -> Iterator[Row]:
+    """How many completions of `vllm serve` are what the model was trained on, and whether a streamed chat is."""
+    given, model, tiny = prompts(), model_folder(case.model, folder), recipe()
+    tokenizer = tokenizer_of(model)
+    wanted = [tokenizer.decode(rest, skip_special_tokens=True) for _, rest in given]
+    options = ["--attention-backend", OURS, "--max-model-len", "2048", "--gpu-memory-utilization", "0.1"]
+    with served(model, folder / "server.log", *options) as client:
+        found = completions(client, model.name, [ids for ids, _ in given], [len(rest) for _, rest in given])
+        question, answer = tiny.read_corpus(EXAMPLE / "corpus.txt").pairs[0]
+        said = chat(client, model.name, question)
+    if said != answer:
+        raise RuntimeError(f"{case.name}: the chat must answer {answer!r}, it said {said!r}")
+    equal = sum(one == other for one, other in zip(found, wanted, strict=True))
+    yield {"requests": len(given), "equal_requests": equal, "streamed_chats": 1}
 
 
 def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
@@ -184,10 +219,7 @@ def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
             for _ in range(rounds):
                 for name, engine in both.items():
                     speeds[name].append(round(total / engine.ask(**asked)["seconds"], 1))
-            same = [
-                sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
-                for one, other in zip(first[OURS], first[PEER], strict=True)
-            ]
+            same = [_common(one, other) for one, other in zip(first[OURS], first[PEER], strict=True)]
             median = {name: statistics.median(values) for name, values in speeds.items()}
             yield {
                 "requests": count,
@@ -211,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and print a line each; 1 where tokens differ or an engine failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--suite", action="append", choices=["tokens", "speed", "two-gpus"], help="default: all")
+    parser.add_argument("--suite", action="append", choices=SUITES, help="default: all")
     parser.add_argument("--only", action="append", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", type=Path, help="folder to keep models and logs in")
@@ -230,7 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             nonlocal failed
             about: Row = {"suite": case.suite, "case": case.name, "model": case.model, "options": case.options}
             about["variables"] = case.variables
-            measured = compare_speed(case, folder, given.rounds) if case.requests else compare_tokens(case, folder)
+            if case.requests:
+                measured = compare_speed(case, folder, given.rounds)
+            else:
+                measured = (compare_server if case in SERVER else compare_tokens)(case, folder)
             try:
                 for row in measured:
                     with lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-gpt-oss": (
         "GptOss",
         # vLLM insists on yarn there; this one is the plain embedding.
-        {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+        {"sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
         | {
             "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "beta_fast": 32.0}
             | {"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 2048}
@@ -44,7 +45,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"max_position_embeddings": 131072},
     ),
 }
-NAMES = ("tiny-qwen3", *_TINY, *SHAPES)
+FETCHED = "smollm2"  # a real one, as `pagedattn fetch` makes it
+NAMES = ("tiny-qwen3", FETCHED, *_TINY, *SHAPES)
 
 
 # What the tiny ones have in common with the recipe's model.
@@ -70,7 +72,9 @@ def model_folder(name: str, folder: Path, steps: int = 1200) -> Path:
         return EXAMPLE
     out = folder / name
     if not (out / "config.json").exists():
-        if name in _TINY:
+        if name == FETCHED:
+            subprocess.run([sys.executable, "-m", "pagedattn", "fetch", FETCHED, str(out)], check=True)
+        elif name in _TINY:
             train(name, out, steps)
         else:
             _write_shape(*SHAPES[name], out)
@@ -93,14 +97,44 @@ def train(name: str, out: Path, steps: int) -> None:
     tokenizer = tiny.build_tokenizer(corpus)
     tiny.train(model, tiny.Windows(corpus, tokenizer, 0), steps)
     tiny.save(model, tokenizer, out)
+    if family == "GptOss":
+        _name_as_vllm_does(out)
+
+
+def _name_as_vllm_does(out: Path) -> None:
+    """Rename experts and write the head out: vLLM 0.24 reads neither its own old names nor tied ones of this family."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(out / "model.safetensors")
+    weights = {name.replace(".mlp.experts.", ".mlp.experts.routed_experts."): one for name, one in weights.items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @cache
 def prompts() -> list[tuple[list[int], list[int]]]:
-    """(prompt, what follows in the corpus) in tokens."""
+    """(prompt, what follows in the corpus) in tokens of the tiny models."""
     tiny = recipe()
     corpus = tiny.read_corpus(EXAMPLE / "corpus.txt")
     return tiny.cases_of(corpus, tiny.build_tokenizer(corpus))
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model folder."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def chats(folder: Path) -> list[list[int]]:
+    """The corpus' questions as prompts of a model that can chat, in its tokens."""
+    tokenizer, tiny = tokenizer_of(folder), recipe()
+    asked = [[{"role": "user", "content": question}] for question, _ in tiny.read_corpus(EXAMPLE / "corpus.txt").pairs]
+    return [
+        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=True)["input_ids"] for one in asked
+    ]
 
 
 def _write_shape(family: str, options: dict[str, Any], out: Path) -> None:
