@@ -99,7 +99,7 @@ _SHARED_OUT = (
           f"{EVENLY} test_several_tokens[(4, 2)-5]"),
     Fault("the rest of the tiles left out", "_decode_kernel", "tl.cdiv(total, programs)", "total // programs",
           f"{EVENLY} test_ragged_lengths[torch.float32-7]"),
-    Fault("the second chunk of lengths is the first", "_decode_kernel", "first += CHUNK", "first += 0",
+    Fault("the second chunk of lengths is the first", "decode:_decode_kernel", "first += CHUNK", "first += 0",
           f"{EVENLY} test_more_sequences"),
     Fault("no tile for rows without keys", "_key_tiles", "tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)",
           "tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 0)", f"{BY_TRITON} [no keys at all"),

@@ -13,6 +13,8 @@ import torch
 
 from ..kernels.decode import cascade
 from ..kernels.decode.plan import DECODE_ROWS, DecodeConfig, DecodeTuning, decode_config
+from ..kernels.decode_quantised import plan as quantised
+from ..kernels.decode_quantised.plan import QuantisedDecodeConfig
 from ..kernels.inputs import AttentionInputs
 from ..kernels.prefill.plan import AttentionConfig, attention_config
 from ..kernels.prefill_sm90 import plan as sm90
@@ -26,7 +28,7 @@ from ..spec import Mask
 DECODE_TOKENS = 16  # sequences of at most so many new tokens are decodes
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
-Family = Literal["decode", "prefill", "prefill_sm90"]
+Family = Literal["decode", "decode_quantised", "prefill", "prefill_sm90"]
 
 
 class Span(NamedTuple):
@@ -42,7 +44,7 @@ class KernelLaunch(NamedTuple):
     """A launch of a kernel; prefix: the decode launch over a shared prefix that goes before."""
 
     span: Span
-    config: DecodeConfig | AttentionConfig | sm90.TileSchedulerParams
+    config: DecodeConfig | QuantisedDecodeConfig | AttentionConfig | sm90.TileSchedulerParams
     prefix: DecodeConfig | None = None
 
 
@@ -80,12 +82,14 @@ class LaunchPlan:
         return (None, 0) if self.cascade is None else (self.cascade.tensor, self.max_prefix_len)
 
     def serves(self, inputs: AttentionInputs) -> bool:
-        """Whether a call can be made by this plan: one of another shape, or with strides that TMA cannot follow where
-        a kernel needs it, takes a plan of its own."""
+        """Whether a call can be made by this plan: one of another shape, or with strides that a kernel cannot follow,
+        takes a plan of its own."""
         if not self.shape.covers(shape_of(inputs)) or self.bounds.num_seqs != len(inputs.seq_lens):
             return False
-        hopper = any(launch.span.kernel == "prefill_sm90" for launch in self.launches)
-        return not (hopper and sm90.why_not_tensors(inputs))
+        kernels = {launch.span.kernel for launch in self.launches}
+        if "decode_quantised" in kernels and not quantised.has_words(inputs):
+            return False
+        return not ("prefill_sm90" in kernels and sm90.why_not_tensors(inputs))
 
     def allocate(self, device: torch.device, block_table: torch.Tensor, prefix_len: int = 0) -> None:
         """Make what `update` fills: the tile schedule, and for a shared prefix of now so many keys, its metadata."""
@@ -111,7 +115,9 @@ class LaunchPlan:
 
     def _describe(self, launch: KernelLaunch) -> str:
         span, config, prefix = launch
-        text = f"{'decode' if span.kernel == 'decode' else 'prefill'} kernel: {span.last - span.first} sequences"
+        text = f"{span.kernel.split('_')[0]} kernel: {span.last - span.first} sequences"
+        if isinstance(config, QuantisedDecodeConfig):
+            return f"{text} (for 8-bit caches, {config.programs} programs, tiles of {config.tuning.tile} keys)"
         if not isinstance(config, DecodeConfig):
             if span.kernel == "prefill":
                 return f"{text} (the portable one: {self.portable_because})"
@@ -131,6 +137,7 @@ def plan_attention(
     prefix_len: int = 0,
     max_prefix_len: int | None = None,
     not_sm90: str = "",
+    has_words: bool = True,
 ) -> LaunchPlan:
     """The plan of a step, without its tensors.
 
@@ -140,16 +147,19 @@ def plan_attention(
         max_prefix_len: share it whatever it saves, and at most so many keys in a step that uses the plan again; None
             shares where that pays.
         not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape.
+        has_words: whether the kernel for 8-bit caches can read this one.
     """
-    target = target_of(device)
-    because = "" if only_decodes(shape, bounds) else sm90.why_not(shape, sm90.why_not_here(device)) or not_sm90
+    target, here = target_of(device), sm90.why_not_here(device)
+    because = "" if only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
+    not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
     params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
     for span in plan_spans(shape, bounds, params, bool(because), fuse=not prefix):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
-            launch = _launch(span, shape, part, target, params, prefix if span.kernel == "decode" else 0)
+            shared = prefix if span.kernel == "decode" else 0
+            launch = _launch(span, shape, part, target, params, shared, not_quantised)
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
     return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size)
@@ -259,7 +269,8 @@ def plan_call(
         cascade.check_length(prefix_len, inputs.key.shape[1])
     not_sm90 = sm90.why_not_tensors(inputs)
     facts = {"prefix_len": prefix_len, "max_prefix_len": prefix_len, "not_sm90": not_sm90}
-    plan = plan_attention(shape_of(inputs), bounds_of(inputs), device, **facts)
+    has_words = quantised.has_words(inputs)
+    plan = plan_attention(shape_of(inputs), bounds_of(inputs), device, **facts, has_words=has_words)
     size = plan.workspace_size
     if size:
         fits = workspace is not None and workspace.numel() >= size
@@ -315,11 +326,16 @@ def _launch(
     target: Target,
     params: sm90.TileSchedulerParams,
     prefix_len: int,
+    not_quantised: str,
 ) -> KernelLaunch:
-    """The configuration of a span's launch; what is too large for the decode kernel goes to the portable one."""
+    """The configuration of a span's launch; what is too large for a decode kernel goes to the portable one."""
     if span.kernel == "prefill_sm90":
         return KernelLaunch(span, params)
     if span.kernel == "decode":
+        if not prefix_len and not quantised.why_not(shape, bounds.max_query_len, not_quantised):
+            config = quantised.quantised_decode_config(shape, bounds, target)
+            if config.is_countable:
+                return KernelLaunch(span._replace(kernel="decode_quantised"), config)
         config = decode_config_of(shape, bounds, target, short=bool(prefix_len))
         first = decode_config_of(shape, _prefix_bounds(bounds, prefix_len), target) if prefix_len else None
         if all(one is None or _is_countable(one) for one in (config, first)):
@@ -331,6 +347,8 @@ def _launch(
 
 def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
     config, prefix = launch.config, launch.prefix
+    if isinstance(config, QuantisedDecodeConfig):
+        return config.workspace
     if isinstance(config, DecodeConfig):
         return config.workspace if prefix is None else max(config.workspace, prefix.workspace)
     if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, bounds):

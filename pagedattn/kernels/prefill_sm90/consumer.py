@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from .gluon_names import thread_barrier
+from ..gluon_names import thread_barrier
 from .split_kv import publish_and_reduce
 from .work_item import ROWS, take, tiles_of
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from .gluon_names import tma_load
+from ..gluon_names import tma_load
 from .work_item import ROWS, hand_out, take, tiles_of
 
 

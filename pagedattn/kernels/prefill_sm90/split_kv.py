@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...runtime.workspace import COUNTERS as _COUNTERS
-from .gluon_names import thread_barrier
+from ..gluon_names import thread_barrier
 from .work_item import CONSUMERS, ROWS
 
 COUNTERS = gl.constexpr(_COUNTERS)

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from .gluon_names import thread_barrier
+from ..gluon_names import thread_barrier
 from .plan import SPLIT_FIELDS as _PART_FIELDS
 
 SPLIT_FIELDS = gl.constexpr(_PART_FIELDS)

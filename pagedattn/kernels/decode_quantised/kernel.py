@@ -1,0 +1,312 @@
+"""Gluon: attention of a few new tokens per sequence over a paged cache of 8-bit codes, in one launch.
+
+The work is split as by the decode kernel for every cache: a head's tiles of keys, in the order of the sequences, are
+cut into equal ranges, one per program; programs that share an item exchange partial states. Within a program each of W
+warps has 16 keys of a tile, and a running maximum, sum and output of its own, so that no warp waits for another in the
+loop. Products are transposed, keys by query rows and channels by query rows: they are padded to 8 rows of queries, not
+to 16. Source: stream-K (PPoPP 2023).
+
+Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a group), `s` [W, 16, R], `acc` [W, DV, R].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...runtime.device import on_device
+from ...runtime.launcher import Launcher
+from ..gluon_names import thread_barrier
+from ..inputs import VARYING, AttentionInputs
+from ..planes import plane_strides
+from ..shape import AttentionShape, shape_of
+from .axes import along, in_3d
+from .key_loop import LOG2E, attend
+from .operands import KEYS, in_order, key_element
+from .plan import QuantisedDecodeConfig, codes_of
+from .split_kv import publish_and_reduce
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _key_tiles(q_len, seq_len, max_keys, WINDOW: gl.constexpr, TILE: gl.constexpr, OVERHEAD: gl.constexpr):
+    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, OVERHEAD included: none
+    without queries, else one of keys at least, so that rows without keys are written too."""
+    low = seq_len * 0
+    if WINDOW > 0:
+        low = gl.maximum(seq_len - q_len + 1 - WINDOW, 0)
+    first = low // TILE
+    tiles = gl.maximum((gl.minimum(seq_len, max_keys) + TILE - 1) // TILE - first, 1)
+    return low, first, gl.where(q_len > 0, tiles + OVERHEAD, 0)
+
+
+@gluon.jit
+def _tiles_of(
+    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: gl.constexpr, WINDOW: gl.constexpr,
+    TILE: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
+    SEQS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    seq = first + gl.arange(0, CHUNK, SEQS)
+    live = seq < num_seqs
+    start = gl.load(query_start_loc + seq, mask=live, other=0)
+    q_len = gl.load(query_start_loc + seq + 1, mask=live, other=0) - start
+    seq_len = gl.load(seq_lens + seq, mask=live, other=0)
+    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
+    return tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+
+
+@gluon.jit
+def _rows(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Query token in the sequence, query head, and whether there is one, of an item's rows."""
+    q_row = q_block * BLOCK_Q + row // GROUP
+    exists = (row < BLOCK_Q * GROUP) & (q_row < q_len)
+    return q_row, (kv_head * GROUP + row % GROUP).to(gl.int64), exists
+
+
+@gluon.jit
+def _finish(
+    acc, m_i, l_i, out, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
+    """Write the output and LSE of an item's rows."""
+    R: gl.constexpr = acc.shape[0]
+    DV: gl.constexpr = acc.shape[1]
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    q_row, head, exists = _rows(gl.arange(0, R, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
+    token = (q_start + q_row).to(gl.int64)
+    dim = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
+    acc = acc * gl.expand_dims(out_scale / gl.where(l_i == 0, 1.0, l_i), 1)
+    to = out + gl.expand_dims(token * so_t + head * so_h, 1) + gl.expand_dims(dim, 0)
+    gl.store(to, acc.to(out.dtype.element_ty), mask=gl.expand_dims(exists, 1))
+    if lse_out is not None:
+        lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
+        gl.store(lse_out + token * sl_t + head, lse, mask=exists)
+
+
+@gluon.jit
+def _together(acc, m_i, l_i, exchange, MINE: gl.constexpr):
+    """The states of all warps [W, ..] as one, [R, DV] and [R] in layout MINE. Outputs by way of `exchange`: a reduction
+    over warps would take each element through shared memory by itself."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
+    W: gl.constexpr = acc.shape[0]
+    R: gl.constexpr = acc.shape[2]
+    m = gl.max(m_i, 0)
+    weight = gl.exp2(m_i - gl.expand_dims(gl.where(m == -float("inf"), 0.0, m), 0))
+    l_i = gl.sum(gl.sum(l_i, 1) * weight, 0)
+    exchange.store(in_order(acc * gl.expand_dims(weight, 1)))
+    thread_barrier()
+    acc = exchange.slice(0, R).load(MINE)
+    for i in gl.static_range(1, W):
+        acc += exchange.slice(i * R, R).load(MINE)
+    thread_barrier()  # the next item's are not stored before
+    return acc, gl.convert_layout(m, ROWS), gl.convert_layout(l_i, ROWS)
+
+
+@gluon.jit(
+    do_not_specialize=["num_seqs", "num_blocks", "max_keys", "s_table"],
+    do_not_specialize_on_alignment=["table", "query_start_loc", "seq_lens"],
+)
+def _decode_kernel(
+    query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
+    num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t,
+    so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
+    S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
+    ONE_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
+    V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    STATES: gl.constexpr = gl.SliceLayout(1, MMA)  # [W, R]
+    MINE: gl.constexpr = gl.BlockedLayout([1, DV // 32], [1, 32], [W, 1], [1, 0])
+    # Scaled by those of integers, probabilities may be below float16's range, and bfloat16 is too coarse for its users.
+    SPLIT_P: gl.constexpr = V_CODES == "int8" and query.dtype.element_ty == gl.float16
+    TILE: gl.constexpr = W * KEYS
+    BLOCK_Q: gl.constexpr = R // GROUP
+    kv_head = gl.program_id(0) % KV_HEADS
+    program = gl.program_id(0) // KV_HEADS  # among those of its head
+    programs = gl.num_programs(0) // KV_HEADS
+
+    if CHUNK == 1:  # the only sequence: nothing to look for
+        q_len = gl.load(query_start_loc + 1) - gl.load(query_start_loc)
+        _, _, tiles = _key_tiles(q_len, gl.load(seq_lens), max_keys, WINDOW, TILE, OVERHEAD)
+        here = tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+    else:
+        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W)
+        here = gl.sum(work, 0)
+    total = here
+    if MANY_SEQS:
+        for more in range(CHUNK, num_seqs, CHUNK):
+            next = _tiles_of(
+                more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W
+            )
+            total += gl.sum(next, 0)
+    share = gl.maximum((total + programs - 1) // programs, 1)
+    at = program * share
+    end = gl.minimum(at + share, total)
+    if at < end:
+        first = 0
+        base = 0
+        if MANY_SEQS:
+            for _ in range(CHUNK, num_seqs, CHUNK):
+                if base + here <= at:
+                    base += here
+                    first += CHUNK
+                    work = _tiles_of(
+                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W
+                    )
+                    here = gl.sum(work, 0)
+        seq = first
+        if CHUNK > 1:
+            before = gl.associative_scan(work, 0, _add) + base <= at
+            seq += gl.sum(before.to(gl.int32), 0)
+            base += gl.sum(gl.where(before, work, 0), 0)
+
+        exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+        offs_q = gl.arange(0, R, along(2, QUERY))
+        element = in_3d(key_element(gl.arange(0, D, along(1, QUERY))), 1)
+        offs_m = gl.arange(0, R, along(2, MMA))
+        state = gl.arange(0, W, gl.SliceLayout(1, STATES))
+        first_key = in_3d(gl.arange(0, W, along(0, MMA)), 0) + in_3d(gl.arange(0, KEYS, along(1, MMA)), 1)
+        while at < end:
+            q_start = gl.load(query_start_loc + seq)
+            q_len = gl.load(query_start_loc + seq + 1) - q_start
+            seq_len = gl.load(seq_lens + seq)
+            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
+            past = base + tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+            q_block = (at - base) // gl.maximum(tiles, 1)
+            close = base + (q_block + 1) * tiles
+            origin = close - tiles + OVERHEAD
+            if at >= past:
+                base = past
+                seq += 1
+            elif end <= origin:  # nothing is left but an item's overhead
+                at = end
+            else:
+                at = gl.maximum(at, origin)
+                stop = gl.minimum(close, end)
+                q_row, head, exists = _rows(offs_q, q_len, q_block, kv_head, GROUP, BLOCK_Q)
+                to_row = (q_start + q_row).to(gl.int64) * sq_t + head * sq_h
+                mine = gl.arange(0, W, along(0, QUERY)) * 0
+                q = gl.load(query + in_3d(mine, 0) + in_3d(to_row, 2) + element, mask=in_3d(exists, 2), other=0.0)
+                # Codes are multiplied as float16, so that queries must be in its range: a power of two puts each row's
+                # largest element just below float16's.
+                largest = gl.max(gl.abs(q.to(gl.float32)), 1)
+                exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 15)
+                down = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+                q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
+                up = gl.convert_layout(((exponent - 14) << 23).to(gl.float32, bitcast=True), STATES)
+
+                q_row, head, exists = _rows(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
+                slope = 0.0
+                if alibi_slopes is not None:
+                    slope = gl.load(alibi_slopes + head, mask=exists, other=0.0).to(gl.float32)
+                logit_scale = qk_scale
+                if k_scale is not None:  # stored keys times their scale: the same as their logits times it
+                    logit_scale *= gl.load(k_scale + kv_head * s_kscale)
+                m_i = gl.full([W, R], -float("inf"), gl.float32, STATES)
+                l_i = gl.zeros([W, KEYS, R], gl.float32, MMA)
+                if sinks is not None:
+                    if at == origin:
+                        sink = gl.load(sinks + head, mask=exists, other=-float("inf")).to(gl.float32) * LOG2E
+                        m_i = gl.where(gl.expand_dims(state, 1) == 0, gl.expand_dims(sink, 0), m_i)
+                        l_i = gl.where((first_key == 0) & (in_3d(sink, 2) != -float("inf")), 1.0, l_i)
+                acc = gl.zeros([W, DV, R], gl.float32, MMA)
+                from_key = (first_tile + at - origin) * TILE
+                to_key = gl.minimum((first_tile + stop - origin) * TILE, gl.minimum(seq_len, max_keys))
+                if WINDOW > 0:  # a sequence longer than its table may have its window outside
+                    to_key = gl.where(low < to_key, to_key, 0)
+                if from_key < to_key:
+                    acc, m_i, l_i = attend(
+                        q, up * logit_scale, acc, m_i, l_i, key + kv_head.to(gl.int64) * sk_h,
+                        value + kv_head.to(gl.int64) * sv_h, k_scale_cache, v_scale_cache, kv_head,
+                        table + seq.to(gl.int64) * s_table, from_key, to_key, low, seq_len - q_len + q_row, slope,
+                        softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_CODES, V_CODES, K_STRIDES, V_STRIDES, S, D, DV,
+                        R, W, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SPLIT_P, MMA,
+                    )  # fmt: skip
+                all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, MINE)
+                scale = out_scale
+                if v_scale is not None:
+                    scale *= gl.load(v_scale + kv_head * s_vscale)
+                begins = origin == at
+                complete = begins & (stop == close)
+                if not complete:
+                    complete, all_acc, all_m, all_l = publish_and_reduce(
+                        all_acc, all_m, all_l, workspace, kv_head, program, begins, origin // share,
+                        (close - 1) // share, KV_HEADS, GROUP * BLOCK_Q,
+                    )  # fmt: skip
+                if complete:
+                    _finish(
+                        all_acc, all_m, all_l, out, lse_out, q_start, q_len, q_block, kv_head, scale, so_t, so_h, sl_t,
+                        GROUP, BLOCK_Q,
+                    )  # fmt: skip
+                at = stop
+
+
+_launch = Launcher(_decode_kernel, VARYING)
+
+
+def constants_of(
+    shape: AttentionShape, config: QuantisedDecodeConfig, num_seqs: int, max_query_len: int, softcap: bool
+) -> dict[str, Any]:
+    """What the kernel is compiled for, but for the planes of scales."""
+    chunk = 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
+    causal, window = shape.mask
+    return {
+        "S": shape.block_size,
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "D": shape.head_dim,
+        "DV": shape.head_dim_v,
+        "R": config.rows,
+        "W": config.tuning.warps,
+        "OVERHEAD": config.tuning.tile_overhead,
+        "CHUNK": chunk,
+        "MANY_SEQS": num_seqs > chunk,
+        "ONE_TOKEN": max_query_len <= 1,
+        "CAUSAL": bool(causal),
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+        "K_CODES": codes_of(shape.stored_dtype),
+        "V_CODES": codes_of(shape.stored_dtype),
+    }
+
+
+def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> None:
+    """One launch.
+
+    `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
+    else may use it before this launch is done.
+    """
+    query, table, out, lse = inputs.query, inputs.block_table, inputs.out, inputs.lse
+    key, value = inputs.key.view(torch.int32), inputs.value.view(torch.int32)
+    if table is None:
+        raise ValueError("packed keys have no blocks")
+    num_seqs = len(inputs.seq_lens)
+    arguments = (
+        *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
+        *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
+        *query.stride()[:2],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *out.stride()[:2],
+        *(0 if lse is None else lse.stride(0), table.stride(0)),
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *(inputs.k_scale_cache, inputs.v_scale_cache),
+    )
+    constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)
+    constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
+    options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
+    with on_device(query):
+        _launch((config.programs,), arguments, constants, **options)

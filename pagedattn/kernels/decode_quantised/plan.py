@@ -1,0 +1,115 @@
+"""Which decodes this family serves, and its launch configuration: pure functions of shapes and target."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.target import Target
+from ...runtime.workspace import COUNTERS
+from ..inputs import AttentionInputs
+from ..shape import AttentionShape, BatchBounds
+
+KEYS_PER_WARP = 16
+_DIMS = (64, 128, 256)
+_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+_SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
+_MOST_STATE = 16 * 128  # 255
+_MOST_ROWS = 16  # of a query block: tokens times heads of a group
+
+
+class QuantisedDecodeTuning(NamedTuple):
+    """What is chosen by measurement: warps of a program, programs of an SM, registers of a thread, and tiles that an
+    item counts for beyond its keys' when they are split, since it takes time until its first keys are there."""
+
+    warps: int
+    per_sm: int
+    max_registers: int
+    tile_overhead: int
+
+    @property
+    def tile(self) -> int:
+        """Keys."""
+        return self.warps * KEYS_PER_WARP
+
+
+class QuantisedDecodeConfig(NamedTuple):
+    """A launch of `programs` programs over query blocks of `rows` rows.
+
+    tiles: the most tiles of keys there can be; state: elements of a partial state.
+    """
+
+    rows: int
+    programs: int
+    tiles: int
+    state: int
+    tuning: QuantisedDecodeTuning
+
+    @property
+    def workspace(self) -> int:
+        """int32 elements of the workspace: counters, then two places for partial states per program."""
+        return 3 * COUNTERS + 2 * self.programs * self.state
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
+        return self.tiles * (1 + self.tuning.tile_overhead) < 2**31 and self.programs <= COUNTERS
+
+
+def codes_of(stored: torch.dtype) -> str:
+    """The kernel's name for codes of this dtype."""
+    return _CODES[stored]
+
+
+def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
+    """Why decodes of so many tokens go to the kernel for every cache, where `here` is what speaks against the GPU; ""
+    where they are served."""
+    if here:
+        return here
+    if shape.stored_dtype not in _CODES or shape.dtype.itemsize != 2:
+        return "not 8-bit codes under 16-bit queries"
+    if shape.head_dim not in _DIMS or shape.head_dim_v not in _DIMS:
+        return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"
+    if not shape.paged or shape.block_size is None or shape.block_size % KEYS_PER_WARP:
+        return f"blocks of {shape.block_size} tokens, served: multiples of {KEYS_PER_WARP}"
+    most = min(_MOST_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
+    rows = max_query_len * shape.group
+    if rows > most:
+        return f"{rows} rows of tokens and heads of a group, served: {most}"
+    return ""
+
+
+def has_words(inputs: AttentionInputs) -> bool:
+    """Whether the codes can be read four at a time."""
+    return all(
+        x.storage_offset() * x.element_size() % 4 == 0
+        and all(step * x.element_size() % 4 == 0 for step in x.stride()[:-1])
+        for x in (inputs.key, inputs.value)
+    )
+
+
+@lru_cache(maxsize=4096)
+def quantised_decode_config(
+    shape: AttentionShape, bounds: BatchBounds, target: Target, tuning: QuantisedDecodeTuning | None = None
+) -> QuantisedDecodeConfig:
+    """The configuration of a launch over sequences of these bounds; `tuning` is taken as it is."""
+    rows = 8 if bounds.max_query_len * shape.group <= 8 else _MOST_ROWS
+    items = bounds.num_seqs * shape.num_kv_heads
+    tuning = tuning or _tuning(items, bounds.max_seq_len, rows * max(shape.head_dim, shape.head_dim_v), target)
+    tiles = items * max(1, -(-bounds.max_seq_len // tuning.tile))
+    programs = min(target.num_sms * tuning.per_sm, tiles, COUNTERS)
+    programs = max(1, programs // shape.num_kv_heads) * shape.num_kv_heads  # each head has as many as every other
+    return QuantisedDecodeConfig(rows, programs, tiles, rows * (shape.head_dim_v + 2), tuning)
+
+
+def _tuning(items: int, keys: int, state: int, target: Target) -> QuantisedDecodeTuning:
+    """Sixteen warps an SM, or eight where their states are large: of many items in small programs, of few in large
+    ones, so that there are fewer partial states; of few keys in one program, for the same reason."""
+    halves = 1 if state <= _SMALL_STATE else 2
+    registers = 128 * halves - (1 if halves == 2 else 0)
+    if 2 * items >= 3 * target.num_sms:
+        return QuantisedDecodeTuning(4, 4 // halves, registers, 2)
+    few = items * keys <= 1024 * target.num_sms
+    return QuantisedDecodeTuning(8, 1 if few else 2 // halves, registers, 0)

@@ -1,0 +1,88 @@
+"""TRITON's decode kernel for 8-bit caches against the oracle, on a Hopper GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from backends.test_hopper import HERE
+
+from pagedattn.backends.registry import get_backend
+from pagedattn.runtime.workspace import COUNTERS
+from pagedattn.spec import AttentionType
+from pagedattn.testing.case import Case
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
+DEVICE = torch.device("cuda", 0)
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dim": 128, "query_lens": (1,), "seq_lens": (1,)}
+E4M3, E5M2, INT8 = ({"kv_cache_dtype": name} for name in ("fp8_e4m3", "fp8_e5m2", "int8"))
+KINDS = {
+    "e4m3": Case(**BF16 | E4M3),
+    "e4m3, scales of heads, HND": Case(**BF16 | E4M3, kv_scale="head", layout="HND"),
+    "e4m3, 256, eight heads a group": Case(**BF16 | E4M3 | {"heads": (8, 1), "head_dim": 256}, kv_scale="tensor"),
+    "e4m3, three heads a group, blocks of 48": Case(**BF16 | E4M3 | {"heads": (9, 3)}, block_size=48, kv_scale="float"),
+    "e5m2, 64, soft cap, ALiBi": Case(**BF16 | E5M2 | {"head_dim": 64}, softcap=9.0, alibi=True),
+    "int8": Case(**BF16 | INT8),
+    "int8, fp16, window, sinks": Case(**BF16 | INT8 | {"dtype": torch.float16}, sliding_window=70, sinks=0.5),
+    "int8, 64, values of 128, 16 heads a group, HND": Case(
+        **BF16 | INT8 | {"heads": (16, 1), "head_dim": 64}, head_dim_v=128, layout="HND", block_size=32
+    ),
+    "int8, queries beyond float16": Case(**BF16 | INT8, magnitude=3e5, scale=1e-12),
+}
+LENS = [
+    (1, 15, 16, 17, 63, 64, 65, 127, 500, 3000, 5),
+    (20_000,),
+    (0, 3, 0, 900, 130),
+    tuple(37 * i % 700 + 1 for i in range(300)),
+]
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations it was launched with."""
+    family, made = import_module("pagedattn.kernels.decode_quantised.kernel"), []
+    launch = family.launch
+
+    def seen(config: Any, inputs: Any, workspace: torch.Tensor) -> None:
+        launch(config, inputs, workspace)
+        assert not workspace[: 3 * COUNTERS].any(), "a counter was not left as it was found"
+        made.append(config)
+
+    monkeypatch.setattr(family, "launch", seen)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_oracle(kind: str, launches: list[Any]) -> None:
+    for lens in LENS:
+        case = KINDS[kind].but(query_lens=(1,) * len(lens), seq_lens=lens)
+        launches.clear()
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
+        assert launches, f"{kind}, {lens}: another kernel served"
+
+
+@pytest.mark.parametrize("kind", [name for name, case in KINDS.items() if case.heads[0] // case.heads[1] <= 4])
+def test_several_tokens(kind: str, launches: list[Any]) -> None:
+    for queries, keys in (((3, 2, 4, 1), (3, 40, 1000, 64)), ((4,), (7000,)), ((2, 0, 1), (2, 9, 31))):
+        case = KINDS[kind].but(query_lens=queries, seq_lens=keys)
+        launches.clear()
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
+        assert launches, f"{kind}, {queries}: another kernel served"
+
+
+def test_cross_attention(launches: list[Any]) -> None:
+    lens = {"query_lens": (1, 2, 1), "seq_lens": (30, 170, 3)}
+    case = Case(**BF16 | E4M3 | lens, attn_type=AttentionType.CROSS, write=False)
+    check(get_backend("TRITON"), make_problem(case, DEVICE), "cross attention")
+    assert launches
+
+
+def test_more_sequences_than_programs_and_partial_states_in_two_levels(launches: list[Any]) -> None:
+    for lens in ((100,) * 1500, (120_000, 40)):
+        case = KINDS["e4m3"].but(query_lens=(1,) * len(lens), seq_lens=lens, heads=(2, 1), write=False)
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{len(lens)} sequences")
+    assert len(launches) >= 2

@@ -1,0 +1,102 @@
+"""Which decodes go to the kernel for 8-bit caches; what it computes is in tests/backends/test_decode_quantised.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ops.test_decode import inputs_of
+
+from pagedattn.kernels.decode_quantised.plan import has_words, quantised_decode_config, why_not
+from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
+from pagedattn.ops.attention_plan import plan_attention, plan_call
+from pagedattn.runtime.target import Target
+from pagedattn.testing.case import Case
+from pagedattn.testing.problem import make_problem
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(torch.bfloat16, torch.int8, 8, 4, 128, 128, (1, 0), False, True, False, 16)
+H200 = Target(132, 232448, True)
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+
+
+def kernels(shape: AttentionShape, bounds: BatchBounds, **facts: Any) -> list[str]:
+    return [launch.span.kernel for launch in plan_attention(shape, bounds, CPU, **facts).launches]
+
+
+def decodes(count: int = 4, keys: int = 4096, tokens: int = 1) -> BatchBounds:
+    return BatchBounds(count * tokens, count, count if tokens == 1 else 0, tokens, keys, keys)
+
+
+def test_decodes_of_8_bit_caches_are_its_own() -> None:
+    assert kernels(SHAPE, decodes()) == ["decode_quantised"]
+    mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
+    assert kernels(SHAPE, mixed) == ["decode_quantised", "prefill"]
+    assert kernels(SHAPE, decodes(tokens=4)) == ["decode_quantised"]
+    assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16), decodes()) == ["decode"]
+
+
+def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
+    assert kernels(SHAPE, decodes(tokens=5)) == ["decode"]
+    assert kernels(SHAPE, decodes(), has_words=False) == ["decode"]
+    assert kernels(SHAPE, decodes(), prefix_len=4000, max_prefix_len=4000) == ["decode"], "a prefix that all share"
+    assert kernels(SHAPE._replace(deterministic=True), decodes()) == ["prefill"]
+    for other in (
+        {"dtype": torch.float32},
+        {"head_dim": 96},
+        {"head_dim_v": 80},
+        {"block_size": 8},
+        {"block_size": None},
+        {"group": 17},
+        {"group": 9, "head_dim": 256},
+    ):
+        shape = SHAPE._replace(**other)
+        assert why_not(shape, 1, "") and kernels(shape, decodes()) == ["decode"], other
+
+
+@pytest.mark.parametrize("here", ["no Hopper GPU", "kernels are interpreted"])
+def test_elsewhere_it_is_not_used(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "why_not_here", lambda device: here)
+    assert kernels(SHAPE, decodes()) == ["decode"] and why_not(SHAPE, 1, here) == here
+
+
+def test_a_plan_is_not_for_a_cache_of_odd_strides() -> None:
+    case = Case(query_lens=(1, 1), seq_lens=(20, 5), head_dim=64, dtype=torch.bfloat16, kv_cache_dtype="int8")
+    problem = make_problem(case, CPU)
+    inputs = inputs_of(problem, torch.empty(2, 4, 64, dtype=torch.bfloat16), None)
+    plan = plan_call(inputs)
+    assert [launch.span.kernel for launch in plan.launches] == ["decode_quantised"] and plan.serves(inputs)
+    wide = torch.zeros(*inputs.key.shape[:-1], 65, dtype=torch.int8)
+    odd = inputs._replace(key=wide[..., :64])
+    assert has_words(inputs) and not has_words(odd) and not has_words(inputs._replace(value=wide[..., 1:]))
+    assert not plan.serves(odd) and [launch.span.kernel for launch in plan_call(odd).launches] == ["decode"]
+    assert shape_of(odd) == shape_of(inputs) and bounds_of(odd) == bounds_of(inputs)
+
+
+def test_programs_and_workspace() -> None:
+    many = quantised_decode_config(SHAPE, decodes(64), H200)
+    assert (many.programs, many.rows, many.tuning.warps) == (4 * 132, 8, 4)
+    few = quantised_decode_config(SHAPE, decodes(1, 1 << 17), H200)
+    assert (few.programs, few.tuning.warps) == (2 * 132, 8)
+    short = quantised_decode_config(SHAPE, decodes(1, 300), H200)
+    assert short.programs == 3 * 8, "no more than tiles of keys"
+    large = quantised_decode_config(SHAPE._replace(head_dim=256), decodes(64), H200)
+    assert large.programs == 2 * 132 and large.tuning.max_registers == 255
+    tokens = quantised_decode_config(SHAPE, decodes(tokens=4), H200)
+    assert tokens.rows == 16 and tokens.workspace > 2 * tokens.programs * 16 * 128
+    assert all(one.programs % SHAPE.num_kv_heads == 0 for one in (many, few, short, large, tokens))
+    assert not quantised_decode_config(SHAPE, decodes(1 << 14, 1 << 23), H200).is_countable
+    assert kernels(SHAPE._replace(num_kv_heads=4096), decodes()) != ["decode_quantised"], "more heads than counters"
+
+
+def test_the_plan_says_so() -> None:
+    bounds = decodes(2, 512)
+    plan = plan_attention(SHAPE, bounds, CPU)
+    assert plan.describe() == "decode kernel: 2 sequences (for 8-bit caches, 64 programs, tiles of 128 keys)"
+    assert plan.workspace_size == plan.launches[0].config.workspace  # type: ignore[union-attr]
