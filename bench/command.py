@@ -9,18 +9,28 @@ from pathlib import Path
 import torch
 
 from pagedattn.errors import InvalidInputError
+from pagedattn.formats.registry import format_of
 
 from . import cache_ops
 from .contenders import by_own_kernels, contenders
 from .measure import measure, release
 from .ratios import Row
 from .report import Progress, ResultFile, header, line, summary_lines
-from .table import SUITES, Case, case_of, cases
+from .table import NO_ATTENTION, SUITES, Case, case_of, cases
 from .timing import ceilings
 
 
-def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path | None, plot: bool) -> int:
+def run(
+    suite: str,
+    backends: str | None,
+    workloads: Sequence[str],
+    json: Path | None,
+    plot: bool,
+    kv_cache_dtypes: Sequence[str] = ("auto",),
+) -> int:
     """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
+
+    Each case of attention is measured over caches of each of the formats `kv_cache_dtypes`.
 
     Returns:
         0; 1 where kernels of this library computed something wrong, or nobody could be timed. A wrong result of
@@ -28,11 +38,14 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
         dims that they leave out), and the others' results hold.
 
     Raises:
-        InvalidInputError: an unknown suite or contender, a workload of another grammar, a file that cannot be written,
-            or no matplotlib for `plot`.
+        InvalidInputError: an unknown suite, contender or format, a format for a suite without attention, a workload of
+            another grammar, a file that cannot be written, or no matplotlib for `plot`.
     """
     if suite not in SUITES:
         raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
+    formats = {format_of(name).name: None for name in kv_cache_dtypes}
+    if suite in NO_ATTENTION and not workloads and formats.keys() != {"auto"}:
+        raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention", f"the suite {suite}")
     if suite == "engine":
         from . import engine_bench
 
@@ -41,7 +54,8 @@ def run(suite: str, backends: str | None, workloads: Sequence[str], json: Path |
         raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()
     chosen = contenders(backends)
-    todo = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
+    plain = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
+    todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats]
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
     result = ResultFile(json, {}, chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,8 +16,9 @@ from pagedattn.errors import InvalidInputError, UnsupportedError
 
 from .peers import fa3, flashinfer_persistent, flashinfer_wrappers
 from .problem import DEVICE, Problem
-from .ratios import Row
+from .ratios import TRITON_AUTO, Row
 from .run import Run
+from .table import Case
 
 _VERSION, _USUAL_BLOCK_SIZE = "PAGEDATTN_FLASH_ATTN", 16
 _LIBRARIES = ("FLASH_ATTN", "FLASHINFER", "FA3", "FlashInfer")  # how contenders begin that call one of them
@@ -28,8 +29,8 @@ class Contender:
     """One line of a comparison. A peer is another library, called without ours between.
 
     `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
-    PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`: of its caches, whatever the workload says (None: the
-    workload's).
+    PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`, `kv_cache_dtype`: of its caches, whatever the case
+    says (None: the case's).
     """
 
     name: str
@@ -37,6 +38,7 @@ class Contender:
     backend: str | None = None
     version: str | None = None
     block_size: int | None = None
+    kv_cache_dtype: str | None = None
     peer: bool = False
 
     def run(self, problem: Problem) -> Run:
@@ -69,16 +71,19 @@ def chosen(version: str | None) -> Iterator[None]:
 
 def through_layer(contender: Contender, problem: Problem) -> Run:
     """Attention through our layer, without the cache write, as the kernels are compared."""
-    case, paged = problem.case, problem.paged(contender.block_size)
+    case = problem.case
+    size, form = contender.block_size or case.block_size, contender.kv_cache_dtype or case.kv_cache_dtype
     with chosen(contender.version):
         attention = Attention(
             *(case.heads, case.dim, case.kv_heads),
-            block_size=paged.caches.layer(0).block_size,
+            kv_cache_dtype=form,
+            block_size=size,
             backend=contender.backend,
             clean_cache=True,
             dtype=case.torch_dtype,
             device=DEVICE,
         )
+        paged = problem.paged(size, form)  # only now: a backend that cannot serve the format needs no caches
         metadata: list[StepMetadata] = [plan_step([attention], paged.common)]
 
     def plan() -> None:
@@ -93,7 +98,7 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
 
     # FlashAttention's build is nothing but device work (FA3's tile schedule), so that it belongs into the graph.
     in_graph = plan if "FLASH_ATTN" in attention.selection.name else step
-    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), paged.layer(0).block_size)
+    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size, form)
 
 
 def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]:
@@ -111,6 +116,13 @@ ALL = (
     Contender("FlashInfer (wrappers)", _peer(flashinfer_wrappers), "FLASHINFER", peer=True),
     Contender("FlashInfer (persistent)", _peer(flashinfer_persistent), "FLASHINFER", peer=True),
 )
+AUTO = Contender(TRITON_AUTO, through_layer, "TRITON", kv_cache_dtype="auto")
+
+
+def beside_auto(chosen: Sequence[Contender], case: Case) -> Sequence[Contender]:
+    """With TRITON over the rows as they were before a format stored them, where TRITON is measured over that format."""
+    compared = case.kv_cache_dtype != "auto" and any(one.backend == "TRITON" for one in chosen)
+    return [*chosen, AUTO] if compared else chosen
 
 
 def contenders(names: str | None) -> list[Contender]:

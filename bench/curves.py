@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .ratios import Row
+from .ratios import Row, label
 from .result_file import SWEEP, series
 from .workload import parse
 
@@ -35,7 +35,7 @@ def panels(rows: Iterable[Row]) -> list[Panel]:
     for row in timed:
         work = parse(row["workload"])
         batch = work.num_decodes  # 0: prompts
-        found.setdefault(batch, []).append((row["backend"], work.seq_lens[0], row["gb_s" if batch else "tflops"]))
+        found.setdefault(batch, []).append((label(row), work.seq_lens[0], row["gb_s" if batch else "tflops"]))
     out = []
     for batch in sorted(found, key=lambda batch: (batch == 0, batch)):
         names = series({"backend": name} for name, _, _ in found[batch])

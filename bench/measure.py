@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .contenders import Contender
+from .contenders import Contender, beside_auto
 from .problem import Problem, make_problem
 from .ratios import Row, add_ratios
 from .run import Run
@@ -17,6 +17,7 @@ from .table import Case
 from .timing import capture, host_us, time_replays
 
 # Of a row; null where it has no meaning. `block_size` is the workload's, `cache_block_size` that of the caches read.
+# Cases of a format have two more, `kv_cache_dtype`, the case's, and `cache_kv_dtype`, that of the caches read.
 FIELDS = (
     *("suite", "case", "workload", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "backend"),
     *("us", "gb_s", "tflops", "tok_s", "copy_percent", "read_percent", "matmul_percent", "ratios", "ratio"),
@@ -35,14 +36,15 @@ def measure(
     Args:
         ceilings: of this GPU, `timing.ceilings()`. tell: called with who comes next.
     """
-    problem = make_problem(case)
-    rows, replays = [], {}
+    problem, contenders = make_problem(case), beside_auto(contenders, case)
+    rows, replays, reads = [], {}, {}
     for one in contenders:
         tell(one.name)
         row = empty_row(case.suite, case.text, one.name) | _shape(case) | {"layers": problem.layers}
         rows.append(row)
         try:
             row |= _checked(run := one.run(problem), problem)
+            reads[one.name] = case.bytes_read(run.kv_cache_dtype)
             replays[one.name] = capture([partial(run.attend, i) for i in range(problem.layers)], run.step)
         except Exception as error:  # whatever another library raises; the others go on
             row["refused"] = reason(error)
@@ -55,7 +57,7 @@ def measure(
             row["refused"] = row["refused"] or reason(error)
     for row in rows:
         if row["backend"] in times:
-            row |= _speed(case, times[row["backend"]], ceilings)
+            row |= _speed(case, times[row["backend"]], reads[row["backend"]], ceilings)
     add_ratios(rows, [one.name for one in contenders if one.peer])
     return rows
 
@@ -77,6 +79,7 @@ def percent(value: float, ceilings: Mapping[str, float], name: str) -> float | N
 
 
 def _shape(case: Case) -> Row:
+    stored = {} if case.kv_cache_dtype == "auto" else {"kv_cache_dtype": case.kv_cache_dtype, "cache_kv_dtype": None}
     return {
         "case": f"{case.layer} {case.text}",
         "num_heads": case.heads,
@@ -84,23 +87,26 @@ def _shape(case: Case) -> Row:
         "head_dim": case.dim,
         "block_size": case.block_size,
         "dtype": case.dtype,
+        **stored,
     }
 
 
 def _checked(run: Run, problem: Problem) -> dict[str, Any]:
     run.plan()
-    error = problem.error(run.attend(0), run.block_size)
+    error = problem.error(run.attend(0), run.block_size, run.kv_cache_dtype, run.tolerance)
+    stored = {} if problem.case.kv_cache_dtype == "auto" else {"cache_kv_dtype": run.kv_cache_dtype}
     return {
         "error": error,
         "kernel": run.describe(),
         "cache_block_size": run.block_size,
+        **stored,
         "plan_us": round(host_us(run.plan), 1),
         "host_us": round(host_us(partial(run.attend, 0)), 1),
     }
 
 
-def _speed(case: Case, us: float, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    gb_s = case.work.bytes_read(case.kv_heads, case.dim, case.torch_dtype.itemsize) / us / 1e3
+def _speed(case: Case, us: float, nbytes: int, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    gb_s = nbytes / us / 1e3
     tflops = case.work.flops(case.heads, case.dim) / us / 1e6
     return {
         "us": round(us, 3),

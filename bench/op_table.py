@@ -112,7 +112,7 @@ def _attention() -> list[OpCase]:
 
 def _bytes_of(workload: str) -> int:
     case = case_of(workload, GPU)
-    return case.work.bytes_read(case.kv_heads, case.dim, case.torch_dtype.itemsize)
+    return case.bytes_read("auto")
 
 
 def _tokens(count: int) -> str:

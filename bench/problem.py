@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from pagedattn import CommonAttentionMetadata, LayerCache, PagedKVCache
+from pagedattn.formats.registry import format_of
 from pagedattn.testing import attention_oracle
+from pagedattn.testing.stored import bits
 
 from .table import Case
 
@@ -18,6 +20,7 @@ _TOTAL_BYTES = 2 << 30 if DEVICE.type == "cuda" else 1 << 22  # all layers toget
 # A replay of long prompts would take a second, and a prompt's keys come from L2 anyway: fewer layers, 20 ms or so.
 _TOTAL_FLOPS = 1.2e13
 _ROUNDING = 1e-6  # relative error that float32 may have, however lucky the naive implementation was
+_LAYERS = 32  # at most, in the model's dtype; of formats as many more as make the same bytes, beyond L2 too
 _ROWS = 32  # query rows checked at either end of a sequence
 
 
@@ -28,7 +31,7 @@ class Paged(NamedTuple):
     common: CommonAttentionMetadata
 
     def layer(self, index: int) -> LayerCache:
-        """Keys and values of a layer, each [P, S, Hkv, D]."""
+        """Planes of a layer's keys and values, each [P, S, Hkv, n]."""
         return self.caches.layer(index)
 
 
@@ -41,48 +44,58 @@ class _Sample(NamedTuple):
 
 @dataclass
 class Problem:
-    """Random data of one case: queries [layers, T, Hq, D], and caches by block size, each made when it is asked for."""
+    """Random data of one case: queries [layers, T, Hq, D], and caches of the same rows by block size and format, each
+    made when it is asked for."""
 
     case: Case
     layers: int
     queries: torch.Tensor
-    _paged: dict[int, Paged] = field(default_factory=dict)
-    _samples: dict[int, list[_Sample]] = field(default_factory=dict)
+    _paged: dict[tuple[int, str], Paged] = field(default_factory=dict)
+    _samples: dict[tuple[int, str], list[_Sample]] = field(default_factory=dict)
 
-    def paged(self, block_size: int | None = None) -> Paged:
-        """The caches in blocks of `block_size` (the case's) tokens; sequences' blocks lie in random order."""
-        size = block_size or self.case.block_size
-        if size not in self._paged:
-            self._paged[size] = _paged(self.case, self.layers, size)
-        return self._paged[size]
+    def paged(self, block_size: int | None = None, kv_cache_dtype: str | None = None) -> Paged:
+        """The caches in blocks of `block_size` (the case's) tokens, stored in a format (the case's); sequences' blocks
+        lie in random order."""
+        key = size, name = block_size or self.case.block_size, kv_cache_dtype or self.case.kv_cache_dtype
+        if key not in self._paged:
+            rows = _paged(self.case, self.layers, size) if name == "auto" else self.paged(size, "auto")
+            self._paged[key] = rows if name == "auto" else _encoded(rows, name)
+        return self._paged[key]
 
-    def error(self, out: torch.Tensor, block_size: int | None = None) -> float:
-        """Relative error of layer 0's output [T, Hq, D] against float64, on rows and heads all over the batch.
+    def error(
+        self,
+        out: torch.Tensor,
+        block_size: int | None = None,
+        kv_cache_dtype: str | None = None,
+        tolerance: float = 0.0,
+    ) -> float:
+        """Relative error of layer 0's output [T, Hq, D] against float64, on rows and heads all over the batch: both
+        attend to the rows that these caches stand for.
 
         Raises:
-            ArithmeticError: it is more than twice that of a naive implementation in the same dtype, or not finite.
+            ArithmeticError: it is more than `tolerance` and than twice that of a naive implementation in the model's
+                dtype, or not finite.
         """
-        size = block_size or self.case.block_size
-        if size not in self._samples:
-            self._samples[size] = _samples(self.case, self.queries[0], self.paged(size))
+        key = block_size or self.case.block_size, kv_cache_dtype or self.case.kv_cache_dtype
+        if key not in self._samples:
+            self._samples[key] = _samples(self.case, self.queries[0], self.paged(*key))
         if not bool(torch.isfinite(out).all()):
             raise ArithmeticError("outputs that are not finite")
         worst = 0.0
-        for sample in self._samples[size]:
+        for sample in self._samples[key]:
             got = out[sample.rows, sample.heads].double()
             error, allowed = (float((x - sample.want).norm() / sample.want.norm()) for x in (got, sample.naive))
-            if not error <= max(2 * allowed, _ROUNDING):
+            if not error <= max(2 * allowed, _ROUNDING, tolerance):
                 raise ArithmeticError(f"error {error:.2e} where a naive implementation has {allowed:.2e}")
             worst = max(worst, error)
         return worst
 
 
 def make_problem(case: Case) -> Problem:
-    """As many layers as make `_TOTAL_BYTES` of keys and values, between 2 and 32; fewer of long prompts."""
-    work = case.work
-    by_bytes = -(-_TOTAL_BYTES // work.bytes_read(case.kv_heads, case.dim, case.torch_dtype.itemsize))
+    """As many layers as make `_TOTAL_BYTES` of keys and values, between 2 and `_LAYERS`; fewer of long prompts."""
+    work, plain, stored = case.work, case.bytes_read("auto"), case.bytes_read(case.kv_cache_dtype)
     by_flops = int(_TOTAL_FLOPS / work.flops(case.heads, case.dim))
-    layers = max(2, min(32, by_bytes, by_flops))
+    layers = max(2, min(_LAYERS * plain // stored, -(-_TOTAL_BYTES // stored), by_flops))
     torch.manual_seed(0)
     shape = (layers, sum(work.query_lens), case.heads, case.dim)
     return Problem(case, layers, torch.randn(shape, dtype=case.torch_dtype, device=DEVICE))
@@ -99,6 +112,19 @@ def _paged(case: Case, layers: int, size: int) -> Paged:
     table = torch.nn.utils.rnn.pad_sequence([torch.cat((prefix, ids)) for ids in own], batch_first=True).to(DEVICE)
     common = CommonAttentionMetadata.from_lengths(work.query_lens, work.seq_lens, table, block_size=size)
     return Paged(caches, common.replace(shared_prefix_len=shared * size))
+
+
+def _encoded(plain: Paged, kv_cache_dtype: str) -> Paged:
+    """The same rows in the same blocks, as a format stores them."""
+    form, (blocks, size, heads, dim) = format_of(kv_cache_dtype), plain.layer(0).key.shape
+    options = {"dtype": plain.layer(0).key.dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype}
+    caches = PagedKVCache(plain.caches.num_layers, blocks, size, heads, dim, **options)
+    for index in range(caches.num_layers):
+        rows = plain.layer(index).key, plain.layer(index).value
+        for kind, given, planes in zip((form.key, form.value), rows, caches.layer(index).sides, strict=True):
+            for plane, encoded in zip(planes, kind.encode(given), strict=True):
+                plane.copy_(encoded)
+    return Paged(caches, plain.common)
 
 
 def _samples(case: Case, queries: torch.Tensor, paged: Paged) -> list[_Sample]:
@@ -118,9 +144,13 @@ def _samples(case: Case, queries: torch.Tensor, paged: Paged) -> list[_Sample]:
 def _sample(case: Case, queries: torch.Tensor, paged: Paged, seq: int, keys: int, rows: slice, head: int) -> _Sample:
     cache, group = paged.layer(0), case.heads // case.kv_heads
     table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
-    key, value = (x[table, :, head].flatten(0, 1)[:keys, None] for x in (cache.key, cache.value))
+    form = format_of(cache.format or "auto")
+    key, value = (
+        kind.decode([bits(plane)[table][:, :, [head]].view(plane.dtype) for plane in planes], case.dim, torch.float64)
+        for kind, planes in zip((form.key, form.value), cache.sides, strict=True)
+    )
     heads = slice(head * group, (head + 1) * group)
-    data, scale = (queries[rows, heads], key, value), case.dim**-0.5
+    data, scale = (queries[rows, heads], key.flatten(0, 1)[:keys], value.flatten(0, 1)[:keys]), case.dim**-0.5
     want, _ = attention_oracle(*data, scale=scale)
     naive, _ = attention_oracle(*data, scale=scale, dtype=case.torch_dtype)
     return _Sample(rows, heads, want, naive.double())

@@ -9,6 +9,13 @@ from typing import Any
 Row = dict[str, Any]
 # What the summary averages apart: memory bounds the one, arithmetic the other.
 PHASES = {"decode": ("decode",), "prefill+mixed": ("prefill", "mixed")}
+TRITON_AUTO = "TRITON auto"  # over a cache in the model's dtype, beside the same rows in a format
+
+
+def label(row: Row) -> str:
+    """Whose row it is: `TRITON`, over caches of a format `TRITON (int8)`."""
+    form = row.get("kv_cache_dtype")
+    return f"{row['backend']} ({form})" if form else row["backend"]
 
 
 def library(name: str) -> str:
@@ -17,28 +24,29 @@ def library(name: str) -> str:
 
 
 def add_ratios(rows: Sequence[Row], peers: Iterable[str]) -> None:
-    """Give the rows of one case `ratios`, each peer library's best time over the row's, and `ratio`, that to the best.
+    """Give the rows of one case `ratios`, the best time of each peer library, and of TRITON_AUTO, over the row's; and
+    `ratio`, that to the best peer.
 
-    Rows without a time, and the peers' own, get none.
+    Rows without a time, and those that are compared with, get none.
     """
-    peers, best = {*peers}, {}
+    others, best = {*peers, TRITON_AUTO}, {}
     for row in rows:
-        if row["backend"] in peers and row["us"] is not None:
+        if row["backend"] in others and row["us"] is not None:
             name = library(row["backend"])
             best[name] = min(row["us"], best.get(name, math.inf))
     for row in rows:
-        if best and row["backend"] not in peers and row["us"] is not None:
-            row["ratios"] = {name: round(us / row["us"], 4) for name, us in best.items()}
-            row["ratio"] = min(row["ratios"].values())
+        if best and row["backend"] not in others and row["us"] is not None:
+            ratios = row["ratios"] = {name: round(us / row["us"], 4) for name, us in best.items()}
+            row["ratio"] = min((ratios[name] for name in ratios if name != TRITON_AUTO), default=None)
 
 
 def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Per contender: the geometric mean of `ratio` in each phase, over how many rows, and the worst of these rows."""
+    """Per contender and format: the geometric mean of `ratio` in each phase, over how many rows, and the worst row."""
     out: dict[str, dict[str, Any]] = {}
     counted = {suite for suites in PHASES.values() for suite in suites}
     kept = [row for row in rows if row.get("ratio") is not None and row["suite"] in counted]
-    for name in dict.fromkeys(row["backend"] for row in kept):
-        mine = [row for row in kept if row["backend"] == name]
+    for name in dict.fromkeys(map(label, kept)):
+        mine = [row for row in kept if label(row) == name]
         facts: dict[str, Any] = {}
         for phase, suites in PHASES.items():
             ratios = [row["ratio"] for row in mine if row["suite"] in suites]

@@ -19,11 +19,11 @@ import pagedattn
 from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
-from .ratios import Row, library, summarise
+from .ratios import TRITON_AUTO, Row, library, summarise
 
-_COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "error", "plan us", "host us")
-_WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 9, 8, 8)
-_CASE, _BACKEND = 44, 24
+_COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "auto", "error", "plan us", "host us")
+_WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 7, 9, 8, 8)
+_CASE, _BACKEND = 47, 24
 STDOUT = Path("-")  # as a result file's name: what it would hold is printed at the end
 _DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python"}
 
@@ -123,7 +123,8 @@ def _commit(folder: Path) -> str:
 
 
 def header() -> str:
-    """The columns' names: `copy`, `read`, `mma` are percent of ceilings, `FA3` and `FlashInfer` ratios to those."""
+    """The columns' names: `copy`, `read`, `mma` are percent of ceilings, `FA3`, `FlashInfer` and `auto` (TRITON over a
+    cache in the model's dtype) ratios to those."""
     cells = "".join(f"{name:>{width}}" for name, width in zip(_COLUMNS, _WIDTHS, strict=True))
     return f"{'workload':{_CASE}}{'contender':{_BACKEND}}{cells}"
 
@@ -139,7 +140,7 @@ def line(row: Row) -> str:
     values = (
         *(f"{row['us']:.1f}", _number(row["gb_s"], ".0f"), _number(row["tflops"], ".1f")),
         *(_number(row[f"{name}_percent"], ".0f", "%") for name in ("copy", "read", "matmul")),
-        *(_number(ratios.get(name), ".3f") for name in ("FA3", "FlashInfer")),
+        *(_number(ratios.get(name), ".3f") for name in ("FA3", "FlashInfer", TRITON_AUTO)),
         *(_number(row["error"], ".1e"), _number(row["plan_us"], ".0f"), _number(row["host_us"], ".0f")),
     )
     return start + "".join(f"{text:>{width}}" for text, width in zip(values, _WIDTHS, strict=True))

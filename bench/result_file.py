@@ -25,7 +25,7 @@ COLOURS = {  # in the order of the bars
     **{"FLASH_ATTN": PALETTE[1], "FLASHINFER": PALETTE[3], "TORCH": "#999999"},
     **{"FA3": PALETTE[4], "FlashInfer": PALETTE[7]},
 }
-SHAPE = ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype")
+SHAPE = ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_cache_dtype")
 Row = dict[str, Any]
 
 
@@ -138,6 +138,7 @@ def _label(row: Row, varying: Sequence[str]) -> str:
     parts += [f"D {row['head_dim']}"] if "head_dim" in varying else []
     parts += [f"blocks of {row['block_size']}"] if "block_size" in varying else []
     parts += [str(row["dtype"])] if "dtype" in varying else []
+    parts += [f"{row.get('kv_cache_dtype') or 'auto'} cache"] if "kv_cache_dtype" in varying else []
     return "\n".join([row["workload"], *([", ".join(parts)] if parts else [])])
 
 
@@ -150,6 +151,7 @@ def shape_text(rows: Sequence[Row]) -> str:
     parts += [f"head dim {same['head_dim']}"] if same.get("head_dim") else []
     parts += [f"blocks of {same['block_size']}"] if same.get("block_size") else []
     parts += [str(same["dtype"])] if same.get("dtype") else []
+    parts += [f"{same['kv_cache_dtype']} cache"] if same.get("kv_cache_dtype") else []
     return ", ".join(parts)
 
 

@@ -12,7 +12,8 @@ class Run(NamedTuple):
     """A contender with one problem's data.
 
     `plan`: the host's work once per step, outside a graph. `step`: the device's work once per step, inside. `attend`: a
-    layer's output [T, Hq, D]. `describe`: which kernels those are. `block_size`: of its caches.
+    layer's output [T, Hq, D]. `describe`: which kernels those are. `block_size`, `kv_cache_dtype`: of its caches.
+    `tolerance`: a relative error that is right for it, however exact a naive implementation is.
     """
 
     plan: Callable[[], object]
@@ -20,3 +21,5 @@ class Run(NamedTuple):
     attend: Callable[[int], torch.Tensor]
     describe: Callable[[], str]
     block_size: int
+    kv_cache_dtype: str = "auto"
+    tolerance: float = 0.0

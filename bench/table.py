@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagedattn.cache.specs import FullAttentionSpec
 from pagedattn.errors import InvalidInputError
 
 from .workload import Workload, parse
@@ -25,6 +26,7 @@ class Case(NamedTuple):
     dim: int = 128
     block_size: int = 16
     dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
 
     @property
     def work(self) -> Workload:
@@ -33,15 +35,27 @@ class Case(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of queries and caches."""
+        """Of queries, and of caches in the format `auto`."""
         return getattr(torch, self.dtype)
 
     @property
     def layer(self) -> str:
-        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 blocks of 64`."""
+        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 int8 blocks of 64`."""
         unusual = [self.dtype] if self.dtype not in ("bfloat16", "float32") else []
+        unusual += [self.kv_cache_dtype] if self.kv_cache_dtype != "auto" else []
         unusual += [f"blocks of {self.block_size}"] if self.block_size != 16 else []
         return " ".join([f"{self.heads}/{self.kv_heads}/{self.dim}", *unusual])
+
+    def bytes_read(self, kv_cache_dtype: str) -> int:
+        """Bytes of keys and values, codes and scales, each read once from a cache of that format."""
+        spec = FullAttentionSpec(
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            dtype=self.torch_dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=self.block_size,
+        )
+        return self.work.keys_read * spec.bytes_per_block // self.block_size
 
 
 def _decode() -> list[Case]:
@@ -110,6 +124,7 @@ _SMALL = {
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
+NO_ATTENTION = ("cache", "engine")
 SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "engine")
 
 
@@ -120,7 +135,7 @@ def cases(suite: str, gpu: bool) -> list[Case]:
     """
     if suite == "all":
         return [case for one in ATTENTION for case in cases(one, gpu)]
-    if suite in ("cache", "engine"):
+    if suite in NO_ATTENTION:
         return []
     if gpu:
         return _GPU[suite]
@@ -139,7 +154,7 @@ def case_of(text: str, gpu: bool) -> Case:
         return Case(suite, work.text)
     case = Case(suite, work.text, 8, 2, 64, dtype="float32")
     gflop = work.flops(case.heads, case.dim) / 1e9
-    gb = work.bytes_read(case.kv_heads, case.dim, case.torch_dtype.itemsize) / 1e9
+    gb = case.bytes_read("auto") / 1e9
     if gflop > _CPU_GFLOP or gb > _CPU_GB:
         expected = f"of at most {_CPU_GFLOP:.0f} GFLOP and {_CPU_GB:.0f} GB of keys and values a layer without a GPU"
         remedy = "take fewer or shorter sequences, such as 16q1s4k or 2q1k, or a machine with a GPU"

@@ -239,7 +239,7 @@ def tune(name: str, variants: Mapping[str, DecodeTuning | None], rounds: int) ->
     times: dict[str, list[float]] = {variant: [] for variant in replays}
     for variant, us in zip(order, elapsed_us([replays[variant] for variant in order]), strict=True):
         times[variant].append(us / problem.layers)
-    work = CASES[name].work.bytes_read(CASES[name].kv_heads, CASES[name].dim, CASES[name].torch_dtype.itemsize)
+    work = CASES[name].bytes_read("auto")
     rows = []
     for variant, found in times.items():
         us = statistics.median(found)

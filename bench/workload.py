@@ -23,9 +23,10 @@ class Workload(NamedTuple):
     seq_lens: list[int]
     shared: int = 0
 
-    def bytes_read(self, kv_heads: int, dim: int, itemsize: int) -> int:
-        """Bytes of keys and values, each read once."""
-        return 2 * (self.shared + sum(n - self.shared for n in self.seq_lens)) * kv_heads * dim * itemsize
+    @property
+    def keys_read(self) -> int:
+        """Keys of all sequences, the shared ones counted once."""
+        return self.shared + sum(n - self.shared for n in self.seq_lens)
 
     def flops(self, heads: int, dim: int) -> float:
         """Multiply-adds of causal attention, counted twice each."""

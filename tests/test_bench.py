@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,30 @@ def test_an_error_anywhere_that_is_looked_at_is_seen(place: tuple[int, int]) -> 
     out[place] *= 1.01
     with pytest.raises(ArithmeticError, match="where a naive implementation has"):
         one.error(out)
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+def test_a_format_is_held_to_the_rows_that_it_stores(name: str) -> None:
+    case = Case("append", "2q40s50", 8, 2, 64, dtype="float32", kv_cache_dtype=name)
+    one = problem.make_problem(case)
+    (torch_path,) = contenders("TORCH")
+    stored, plain = torch_path.run(one), replace(torch_path, kv_cache_dtype="auto").run(one)
+    assert one.error(stored.attend(0), 16, stored.kv_cache_dtype) < 1e-6 and one.paged().layer(0).format == name
+    assert one.error(plain.attend(0), 16, "auto") < 1e-6
+    with pytest.raises(ArithmeticError, match="where a naive implementation has"):
+        one.error(plain.attend(0))
+    assert one.error(plain.attend(0), tolerance=0.2) > 1e-3
+
+
+def test_bytes_are_those_of_codes_and_scales() -> None:
+    case = Case("decode", "2q1s100@64")
+    element = {"auto": 2 * 128, "int8": 128 + 4, "fp8_e4m3": 128}
+    assert {name: case.bytes_read(name) for name in element} == {x: 136 * 8 * 2 * n for x, n in element.items()}
+    assert case._replace(kv_cache_dtype="int8", block_size=64).layer == "32/8/128 int8 blocks of 64"
+    small = Case("decode", "2q1s64", dtype="float16")
+    layers = {x: problem.make_problem(small._replace(kv_cache_dtype=x)).layers for x in ("auto", "fp8_e4m3")}
+    assert layers["fp8_e4m3"] == 2 * layers["auto"]
 
 
 def test_a_wheel_has_the_benchmark_without_its_tests(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
 
 
 @CPU_ONLY
+def test_formats_are_measured_after_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SECONDS", 0)
+    file, names = tmp_path / "r.json", ("auto", "int8", "fp8", "fp8_e4m3")
+    formats = [text for name in names for text in ("--kv-cache-dtype", name)]
+    assert command.main(["bench", "append", "--backends", "TORCH", "--json", str(file), *formats]) == 0
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row.get("kv_cache_dtype") for row in rows] == [None, "int8", "fp8_e4m3"]
+    assert [row["case"] for row in rows] == [f"8/2/64 {name}1q20s3000" for name in ("", "int8 ", "fp8_e4m3 ")]
+    assert all(row["refused"] is None and row["us"] > 0 and row["error"] < 1e-5 for row in rows)
+
+
+@CPU_ONLY
 def test_cache_operations_are_rows_too(capsys: Any) -> None:
     assert command.main(["bench", "cache"]) == 0
     out = capsys.readouterr().out
@@ -65,6 +77,8 @@ def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
         ("bench", "encode"): "suite must be one of decode, prefill",
         ("bench", "--workload", "x"): "workload must be parts like",
         ("bench", "--backends", "ALL"): "--backends must be of TRITON",
+        ("bench", "--kv-cache-dtype", "int9"): "kv_cache_dtype must be one of auto, fp8_e4m3, fp8_e5m2, int8, fp8, got",
+        ("bench", "engine", "--kv-cache-dtype", "int8"): "--kv-cache-dtype must be used with a suite of attention",
     }.items():
         assert command.main(argv) == 2
         err = capsys.readouterr().err

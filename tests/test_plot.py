@@ -58,6 +58,9 @@ def test_what_varies_is_in_the_labels_and_the_rest_in_the_note(tmp_path: Path) -
     result = load([write(tmp_path / "a.json", row("TRITON"), row("TRITON", head_dim=64, dtype="float16"))])
     labels = [group.label for group in groups(result.rows, DECODE)]
     assert labels == ["64q1s4k\nD 128, bfloat16", "64q1s4k\nD 64, float16"]
+    stored = load([write(tmp_path / "b.json", row("TRITON"), row("TRITON", kv_cache_dtype="int8"))]).rows
+    assert [group.label for group in groups(stored, DECODE)] == ["64q1s4k\nauto cache", "64q1s4k\nint8 cache"]
+    assert title(result.meta, "decode", stored[1:])[1].splitlines()[0].endswith("bfloat16, int8 cache")
     head, note = title({**result.meta, "peers": {"TRITON": "3.6", "ABSENT": "1"}}, "decode", result.rows)
     assert head == "decode on NVIDIA H200"
     assert note.splitlines() == [
@@ -116,6 +119,8 @@ def test_a_sweep_is_cut_into_batches_and_prompts() -> None:
     one, four, prompt = panels(rows)
     assert (one.title, four.title, prompt.title) == ("decode, batch 1", "decode, batch 4", "prefill, one prompt")
     assert four.curves == {"TRITON": [(1024, 100.0), (2048, 200.0), (8192, 800.0)], "FA3": [(1024, 90.0)]}
+    stored = [sweep("TRITON", "1q1s1k", gb_s=50.0, **form) for form in ({}, {"kv_cache_dtype": "int8"})]
+    assert [*panels(stored)[0].curves] == ["TRITON", "TRITON (int8)"]
     assert (prompt.value, prompt.curves) == ("tflops", {"TRITON": [(512, 300.0)]})
     assert (one.value, one.curves) == ("gb_s", {"TRITON": [(1024, 50.0)]})
 

@@ -125,6 +125,12 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="such as 2q2k_64q1s4k, in place of a suite; of engine, one by name",
     )
     add(
+        "--kv-cache-dtype",
+        action="append",
+        metavar="NAME",
+        help="a cache format to measure attention over, such as int8 or fp8; may be repeated (default: auto)",
+    )
+    add(
         "--json",
         type=Path,
         nargs="?",
@@ -139,4 +145,4 @@ def _bench(args: argparse.Namespace) -> int:
     if str(args.json) in import_module("pagedattn.bench.table").SUITES:
         raise UsageError(f"--json must be a file, got the suite {args.json}; put it first: bench {args.json} --json")
     run = import_module("pagedattn.bench.command").run
-    return run(args.suite, args.backends, args.workload, args.json, args.plot)
+    return run(args.suite, args.backends, args.workload, args.json, args.plot, args.kv_cache_dtype or ["auto"])

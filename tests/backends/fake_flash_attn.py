@@ -90,8 +90,13 @@ def _fa3_kvcache(
     assert max(lens_q, default=0) <= max_seqlen_q
     if scheduler_metadata is not None:
         assert scheduler_metadata.dtype == torch.int32
-        assert scheduler_metadata.tolist()[:3] == [len(cache_seqlens), k_cache.shape[1], num_splits]
-        assert scheduler_metadata.tolist()[3:] == cache_seqlens.tolist()
+        assert scheduler_metadata.tolist()[:4] == [len(cache_seqlens), k_cache.shape[1], num_splits, q.itemsize]
+        assert scheduler_metadata.tolist()[4:] == cache_seqlens.tolist()
+    if q.dtype == torch.float8_e4m3fn:
+        assert k_cache.dtype == v_cache.dtype == q.dtype
+        for scale in (q_descale, k_descale, v_descale):
+            assert scale.shape == (len(cache_seqlens), k_cache.shape[2]) and bool((scale == 1).all())
+        q, k_cache, v_cache = (x.to(torch.bfloat16) for x in (q, k_cache, v_cache))
     keys, values = (_pages(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
     args = (softmax_scale, causal, window_size, softcap)
     out, lse = _attend(q, keys, values, lens_q, cache_seqlens.tolist(), *args)
@@ -138,7 +143,7 @@ def _fa3_schedule(
     num_splits=0, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     """What it was made of, so that the attention call can tell a stale or foreign schedule."""
-    head = torch.tensor([batch_size, page_size, num_splits], dtype=torch.int32)
+    head = torch.tensor([batch_size, page_size, num_splits, qkv_dtype.itemsize], dtype=torch.int32)
     return torch.cat((head.to(cache_seqlens.device), cache_seqlens))
 
 

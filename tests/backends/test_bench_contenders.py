@@ -72,6 +72,29 @@ def test_all_are_checked_timed_and_compared(suite: str) -> None:
     assert schedules and all(schedule is not None for schedule in schedules)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+def test_a_format_is_compared_with_the_rows_before_it_and_with_fp8_of_fa3(name: str) -> None:
+    case = CASES["mixed"]._replace(kv_cache_dtype=name)
+    rows = {row["backend"]: row for row in measure(case, contenders("TRITON,TORCH,FA3,FlashInfer"), {})}
+    read = {"TRITON": name, "TORCH": name, "FA3": "fp8_e4m3", "TRITON auto": "auto"}
+    assert {*rows} == {*read, "FlashInfer (wrappers)", "FlashInfer (persistent)"}
+    assert {row["kv_cache_dtype"] for row in rows.values()} == {name}
+    for backend, form in read.items():
+        row = rows[backend]
+        assert set(row) == {*FIELDS, "kv_cache_dtype", "cache_kv_dtype"} and row["refused"] is None, row["refused"]
+        assert row["cache_kv_dtype"] == form and row["case"] == f"8/2/64 float16 {name} 1q20s64+2q1s100"
+        assert row["gb_s"] == pytest.approx(case.bytes_read(form) / row["us"] / 1e3, abs=0.06)
+        assert 0 < row["error"] < 1e-3 or (backend == "FA3" and 0.01 < row["error"] < 0.1)
+    ours, others = rows["TRITON"], {one: rows[one]["us"] / rows["TRITON"]["us"] for one in ("FA3", "TRITON auto")}
+    assert ours["ratios"] == pytest.approx(others, rel=1e-3, abs=1e-4) and ours["ratio"] == ours["ratios"]["FA3"]
+    assert rows["TRITON auto"]["ratios"] is None and [*summarise(rows.values())] == [
+        f"TRITON ({name})",
+        f"TORCH ({name})",
+    ]
+    assert all("16-bit caches only" in rows[one]["refused"] for one in {*rows} - {*read})
+    assert [*measure(case, contenders("TRITON"), {})[0]["ratios"]] == ["TRITON auto"]
+
+
 def test_fa3_schedules_once_in_each_step_and_flashinfer_plans_outside() -> None:
     by_name, mixed = {one.name: one for one in ALL}, problem.make_problem(CASES["mixed"])
     for name in ("FA3", "FLASH_ATTN (FA3)"):
