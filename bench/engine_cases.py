@@ -118,6 +118,8 @@ def engine_cases(gpus: int) -> list[EngineCase]:
     small_model = ("Qwen3-0.6B", QWEN3_06B)
     return [
         EngineCase("common", *small_model, common, usual),
+        EngineCase("common, int8", *small_model, common, {**usual, "kv_cache_dtype": "int8"}),
+        EngineCase("common, fp8", *small_model, common, {**usual, "kv_cache_dtype": "fp8"}),
         EngineCase("common, serial", *small_model, common, {**usual, "overlap": False}),
         EngineCase("common, eager", *small_model, common, {**usual, "enforce_eager": True}),
         EngineCase("penalties", *small_model, penalties, usual),
