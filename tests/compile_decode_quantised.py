@@ -39,7 +39,9 @@ def compile_one(
     mask: tuple[int, int] = (1, 0),
     given: Sequence[str] = (),
 ) -> None:
-    shape = AttentionShape(torch.bfloat16, stored, KV_HEADS, group, dim, dim, mask, False, True, False, BLOCK_SIZE)
+    codes = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[stored]
+    features = (mask, False, True, False, BLOCK_SIZE, (codes, codes))
+    shape = AttentionShape(torch.bfloat16, stored, KV_HEADS, group, dim, dim, *features)
     bounds = BatchBounds(batch * tokens, batch, batch if tokens == 1 else 0, tokens, 4096, 4096)
     config = quantised_decode_config(shape, bounds, Target(132, 232448, True))
     of_rows = (BLOCK_SIZE * KV_HEADS, KV_HEADS, 1) if stored == torch.int8 else None

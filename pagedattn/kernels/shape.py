@@ -23,6 +23,7 @@ class AttentionShape(NamedTuple):
     paged: bool
     deterministic: bool
     block_size: int | None  # None: unknown, or no cache
+    codes: tuple[str | None, str | None] = (None, None)  # of K and V: `RowFormat.codes`
 
     def covers(self, other: AttentionShape) -> bool:
         """Whether a plan for this shape serves calls of the other one: it is the same, where this one is known."""
@@ -54,7 +55,8 @@ def shape_of(inputs: AttentionInputs) -> AttentionShape:
     paged, kv_heads = table is not None, key.shape[-2]
     heads = (kv_heads, query.shape[1] // kv_heads, query.shape[2], inputs.out.shape[2])
     features = (tuple(inputs.mask), inputs.alibi_slopes is not None, paged, inputs.deterministic)
-    return AttentionShape(query.dtype, key.dtype, *heads, *features, key.shape[1] if paged else None)
+    codes = (inputs.format.key.codes, inputs.format.value.codes)
+    return AttentionShape(query.dtype, key.dtype, *heads, *features, key.shape[1] if paged else None, codes)
 
 
 def bounds_of(inputs: AttentionInputs) -> BatchBounds:

@@ -17,7 +17,8 @@ from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(torch.bfloat16, torch.int8, 8, 4, 128, 128, (1, 0), False, True, False, 16)
+CODES = ("int8", "int8")
+SHAPE = AttentionShape(torch.bfloat16, torch.int8, 8, 4, 128, 128, (1, 0), False, True, False, 16, CODES)
 H200 = Target(132, 232448, True)
 
 
@@ -39,7 +40,7 @@ def test_decodes_of_8_bit_caches_are_its_own() -> None:
     mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
     assert kernels(SHAPE, mixed) == ["decode_quantised", "prefill"]
     assert kernels(SHAPE, decodes(tokens=4)) == ["decode_quantised"]
-    assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16), decodes()) == ["decode"]
+    assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), decodes()) == ["decode"]
 
 
 def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
@@ -55,6 +56,7 @@ def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
         {"block_size": None},
         {"group": 17},
         {"group": 9, "head_dim": 256},
+        {"codes": ("int8", None)},  # bytes of another meaning
     ):
         shape = SHAPE._replace(**other)
         assert why_not(shape, 1, "") and kernels(shape, decodes()) == ["decode"], other

@@ -88,8 +88,9 @@ def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
     """The shape of a layer's calls."""
     heads = (spec.kv_heads, spec.gqa_ratio, spec.head_dim, spec.value_dim)
     features = (spec.mask.constants, spec.has_alibi, spec.uses_cache, spec.deterministic)
+    codes = (spec.format.key.codes, spec.format.value.codes) if spec.uses_cache else (None, None)
     return AttentionShape(
-        spec.dtype, spec.stored_dtype, *heads, *features, spec.block_size if spec.uses_cache else None
+        spec.dtype, spec.stored_dtype, *heads, *features, spec.block_size if spec.uses_cache else None, codes
     )
 
 

@@ -14,6 +14,8 @@ class Int8Rows(RowFormat):
     """Symmetric: scale = largest magnitude of the row / 127 (1 for a row of zeros), code = row / scale, to the nearest
     even integer."""
 
+    codes = "int8"
+
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.int8, dim), Plane(torch.float32, 1)
 

@@ -26,7 +26,7 @@ from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
 from .key_loop import LOG2E, attend
 from .operands import KEYS, in_order, key_element
-from .plan import QuantisedDecodeConfig, codes_of
+from .plan import QuantisedDecodeConfig
 from .split_kv import publish_and_reduce
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -277,8 +277,8 @@ def constants_of(
         "CAUSAL": bool(causal),
         "WINDOW": window,
         "SOFTCAP": softcap,
-        "K_CODES": codes_of(shape.stored_dtype),
-        "V_CODES": codes_of(shape.stored_dtype),
+        "K_CODES": shape.codes[0],
+        "V_CODES": shape.codes[1],
     }
 
 

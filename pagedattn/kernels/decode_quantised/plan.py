@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
 from ...runtime.target import Target
 from ...runtime.workspace import COUNTERS
 from ..inputs import AttentionInputs
@@ -14,7 +12,7 @@ from ..shape import AttentionShape, BatchBounds
 
 KEYS_PER_WARP = 16
 _DIMS = (64, 128, 256)
-_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+_CODES = ("e4m3", "e5m2", "int8")
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
 _MOST_ROWS = 16  # of a query block: tokens times heads of a group
@@ -58,17 +56,12 @@ class QuantisedDecodeConfig(NamedTuple):
         return self.tiles * (1 + self.tuning.tile_overhead) < 2**31 and self.programs <= COUNTERS
 
 
-def codes_of(stored: torch.dtype) -> str:
-    """The kernel's name for codes of this dtype."""
-    return _CODES[stored]
-
-
 def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
     """Why decodes of so many tokens go to the kernel for every cache, where `here` is what speaks against the GPU; ""
     where they are served."""
     if here:
         return here
-    if shape.stored_dtype not in _CODES or shape.dtype.itemsize != 2:
+    if not {*shape.codes} <= {*_CODES} or shape.dtype.itemsize != 2:
         return "not 8-bit codes under 16-bit queries"
     if shape.head_dim not in _DIMS or shape.head_dim_v not in _DIMS:
         return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"
