@@ -95,7 +95,8 @@ def _fa3_kvcache(
     if q.dtype == torch.float8_e4m3fn:
         assert k_cache.dtype == v_cache.dtype == q.dtype
         for scale in (q_descale, k_descale, v_descale):
-            assert scale.shape == (len(cache_seqlens), k_cache.shape[2]) and bool((scale == 1).all())
+            assert scale is not None and bool((scale == 1).all())
+            assert scale.shape == (len(cache_seqlens), k_cache.shape[2])
         q, k_cache, v_cache = (x.to(torch.bfloat16) for x in (q, k_cache, v_cache))
     keys, values = (_pages(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
     args = (softmax_scale, causal, window_size, softcap)
