@@ -42,7 +42,8 @@ class EngineConfig:
             which it counts as hung. One that ends or fails is noticed at once, whatever this is.
         backend: attention backend by name; None chooses.
         kv_cache_dtype: format of the KV cache: "auto" is the model's dtype, "int8" a byte per element and a scale of
-            each token and head, "fp8" ("fp8_e4m3") and "fp8_e5m2" a byte per element, without scales.
+            each token and head, "k8v4" the same of keys and half a byte of values, "fp8" ("fp8_e4m3") and "fp8_e5m2" a
+            byte per element, without scales.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.
         load_format: "auto" and "safetensors" read the folder, "dummy" draws random weights.

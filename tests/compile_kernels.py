@@ -33,7 +33,7 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PLANES = ("k_scale_cache", "v_scale_cache")
 # How Triton calls the codes of a format.
-CODES = {"auto": "", "fp8_e4m3": "*fp8e4nv", "int8": "*i8"}
+CODES = {"auto": (), "fp8_e4m3": ("*fp8e4nv",) * 2, "int8": ("*i8",) * 2, "k8v4": ("*i8", "*u8")}
 PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
@@ -44,7 +44,7 @@ def attention_case(
 ) -> None:
     shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2}
     config = attention_config(**shape, target=TARGETS[arch])
-    codes = dict.fromkeys(("key", "value"), CODES[stored] or f"*{kind}")
+    codes = _codes(stored, kind)
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **_planes(stored), "lse_out": "*fp32"}
     constants = {
         **ABSENT,
@@ -85,14 +85,14 @@ def decode_case(
     config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state)
     tuning = config.tuning
     types = {**TYPES, **_planes(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
-    types |= dict.fromkeys(("key", "value"), CODES[stored] or f"*{kind}")
+    types |= _codes(stored, kind)
     types |= dict.fromkeys(PRIOR if initial_state else (), "*fp32")
     constants = {
         **ABSENT,
         **dict.fromkeys(() if initial_state else PRIOR),
         **_shape(dim, group),
         **_format(stored),
-        "ROTATE_OUT": None,
+        "ROTATE_OUT": FORMATS[stored].value.kernels.rotate,
         "lse_out": None,
         "KV_HEADS": 8,
         "G": config.heads,
@@ -124,8 +124,12 @@ def _shape(dim: int, group: int) -> dict[str, Any]:
     return {"S": 16, "GROUP": group, "D": dim, "DV": dim, "BLOCK_D": block, "BLOCK_DV": block}
 
 
+def _codes(stored: str, kind: str) -> dict[str, str]:
+    return dict(zip(("key", "value"), CODES[stored] or (f"*{kind}",) * 2, strict=True))
+
+
 def _planes(stored: str) -> dict[str, str]:
-    return dict.fromkeys(PLANES, "*fp32") if stored == "int8" else {}
+    return dict.fromkeys(PLANES, "*fp32") if stored in ("int8", "k8v4") else {}
 
 
 def _format(stored: str) -> dict[str, Any]:
@@ -183,6 +187,7 @@ def main() -> None:
     decode_case(90, "bf16", 512, 8, 16, 2)
     decode_case(90, "bf16", 128, 4, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "int8")
+    decode_case(90, "bf16", 128, 4, 1, 64, "k8v4")
     decode_case(80, "fp16", 64, 8, 4, 8)
     if "--grid" in sys.argv:
         attention_case(90, "bf16", 128, 4, 0, False)
@@ -203,8 +208,10 @@ def main() -> None:
         ("auto", 90, "*bf16", copied),
         ("fp8_e4m3", 80, "*u8", {**shapes, "K_SCALES": 8, "V_SCALES": 1}),
         ("int8", 80, "*i8", copied),
+        ("k8v4", 80, "*i8", copied),
     ):
         types = {**rows, **dict.fromkeys(("key_cache", "value_cache"), codes), **_planes(name)}
+        types["value_cache"] = "*u8" if name == "k8v4" else codes
         types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32")
         kernel = reshape_and_cache._reshape_and_cache_kernel
         report(f"reshape_and_cache-sm{arch}-{name}", kernel, types, {**given, **_format(name)}, arch, num_warps=4)

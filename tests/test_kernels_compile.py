@@ -24,10 +24,12 @@ EXPECTED = {
     "decode-sm90-bf16-D512-G8-2x16",
     "decode-sm90-fp8_e4m3-D128-G4-64x1",
     "decode-sm90-int8-D128-G4-64x1",
+    "decode-sm90-k8v4-D128-G4-64x1",
     "decode-sm80-fp16-D64-G8-8x4",
     "reshape_and_cache-sm90-auto",
     "reshape_and_cache-sm80-fp8_e4m3",
     "reshape_and_cache-sm80-int8",
+    "reshape_and_cache-sm80-k8v4",
     "merge_states-sm90-bf16",
 }
 MORE = {

@@ -121,6 +121,7 @@ _KINDS = (
 _E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 _E5M2: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
 _INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
+_K8V4: dict[str, Any] = {"kv_cache_dtype": "k8v4"}
 _STORED = (
     *(Case(**_E4M3, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
     *(_decode(**_E5M2, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
@@ -136,6 +137,10 @@ _STORED = (
     _decode(**_INT8, layout="HND", sliding_window=20),
     _chunks(**_INT8, alibi=True, sinks=0.5, heads=(5, 1)),
     Case(**_INT8, block_size=1, query_lens=(3, 1), seq_lens=(9, 40)),
+    Case(**_K8V4),
+    Case(**_K8V4, head_dim=40, head_dim_v=72, layout="HND", softcap=9.0),
+    _decode(**_K8V4, heads=(8, 4), head_dim=64, block_size=4),
+    _chunks(**_K8V4, sinks=0.5, sliding_window=20, head_dim=24, head_dim_v=7),
     Case(**_E5M2, kv_scale="head", share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
 )
 

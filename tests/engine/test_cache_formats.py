@@ -1,4 +1,4 @@
-"""Eight-bit caches in the engine: bytes, and tokens that do not depend on how steps were cut or where blocks lay."""
+"""Quantised caches in the engine: bytes, and tokens that do not depend on how steps were cut or where blocks lay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedattn.engine import LLM, EngineConfig, SamplingParams
 from pagedattn.errors import InvalidInputError
 from pagedattn.integrations import transformers as hf
 
-FORMATS = ("int8", "fp8", "fp8_e5m2")
+FORMATS = ("int8", "k8v4", "fp8", "fp8_e5m2")
 PROMPTS = [[5, 9, 200, 31, 7] * 4, [44, 3, 90], [8, 8, 300, 17, 25, 60, 12, 99, 101]]
 NEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 
@@ -69,6 +69,7 @@ def test_blocks_take_the_bytes_of_their_format(folder: Path) -> None:
     # Keys and values of 2 heads of 32 in 4 layers, blocks of 4 tokens; scales are float32, one per token and head.
     elements, layers = 2 * 4 * 2 * 32, 4
     expected = {"auto": 4 * elements, "fp8": elements, "int8": elements + 2 * 4 * 2 * 4}
+    expected["k8v4"] = expected["int8"] - elements // 4
     for name, size in expected.items():
         _, _, llm = run(folder, kv_cache_dtype=name)
         cache: Any = llm.runner.cache  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ FORMAT = [
         "from .native.format import NATIVE\n",
         "from .native.format import NATIVE\nfrom .toy.format import TOY\n",
     ),
-    ("formats/registry.py", "(NATIVE, E4M3, E5M2, INT8)", "(NATIVE, E4M3, E5M2, INT8, TOY)"),
+    ("formats/registry.py", "(NATIVE, E4M3, E5M2, INT8, K8V4)", "(NATIVE, E4M3, E5M2, INT8, K8V4, TOY)"),
 ]
 # A query sees the keys of its own chunk (Llama 4's chunked attention).
 MASK = [

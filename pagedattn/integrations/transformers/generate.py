@@ -48,7 +48,7 @@ def enable(
         block_size: tokens per block.
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
-        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "fp8", "fp8_e5m2".
+        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "fp8", "fp8_e5m2".
 
     Raises:
         InvalidInputError: an unknown format.

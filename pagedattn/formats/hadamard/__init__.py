@@ -1,0 +1,1 @@
+"""A rotation that spreads a row's elements: signs drawn at random, then Hadamard matrices over blocks of the row."""
