@@ -19,17 +19,16 @@ from triton.experimental.gluon import language as gl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ..gluon_device import LN2, LOG2E
 from ..gluon_names import thread_barrier
 from ..inputs import VARYING, AttentionInputs
 from ..planes import plane_strides
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
-from .key_loop import LOG2E, attend
+from .key_loop import attend
 from .operands import KEYS, in_order, key_element
 from .plan import QuantisedDecodeConfig
 from .split_kv import publish_and_reduce
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

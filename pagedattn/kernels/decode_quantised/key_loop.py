@@ -7,17 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from ..gluon_device import LOG2E, tanh
 from .axes import along, in_3d
 from .operands import KEYS, key_operand, key_words, value_operand, value_words
-
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _tanh(x):
-    t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-    y = (1.0 - t) / (1.0 + t)
-    return gl.where(x < 0, -y, y)
 
 
 @gluon.jit
@@ -98,7 +90,7 @@ def attend(
         if K_STRIDES is not None:
             s *= key_scale
         if SOFTCAP:
-            s = (softcap * LOG2E) * _tanh(s * (scale / softcap))
+            s = (softcap * LOG2E) * tanh(s * (scale / softcap))
         else:
             s = s * (scale * LOG2E)
         if ALIBI or not ONE_TOKEN:

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...runtime.workspace import COUNTERS as _COUNTERS
+from ..gluon_device import is_last
 from ..gluon_names import thread_barrier
 
 COUNTERS = gl.constexpr(_COUNTERS)
@@ -33,16 +34,6 @@ def _publish(state, acc, m_i, l_i, USED: gl.constexpr):
     dim = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
     to = state + 2 * R + gl.expand_dims(row * DV, 1) + gl.expand_dims(dim, 0)
     gl.store(to, acc.to(gl.int32, bitcast=True), mask=gl.expand_dims(row < USED, 1))
-
-
-@gluon.jit
-def _is_last(counter, arrivals):
-    """Count this program's arrival; the last one leaves the counter as it was found."""
-    thread_barrier()  # every thread's stores before the count that publishes them
-    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
-    if last:
-        gl.store(counter, 0)
-    return last
 
 
 @gluon.jit
@@ -90,13 +81,13 @@ def publish_and_reduce(
     groups = (last - first) // GROUP + 1
     head = first + group * GROUP
     members = gl.minimum(GROUP, last + 1 - head)
-    complete = _is_last(workspace + 2 * (head * KV_HEADS + kv_head) + gl.where(group == 0, 1, 0), members)
+    complete = is_last(workspace + 2 * (head * KV_HEADS + kv_head) + gl.where(group == 0, 1, 0), members)
     if complete:
         acc, m_i, l_i = _reduce_splits(acc, m_i, workspace, kv_head, head, group == 0, members, 1, KV_HEADS, USED, SIZE)
         if groups > 1:
             thread_barrier()  # every thread has read the head's state before it is replaced
             _publish(_state_at(workspace, kv_head, head, group == 0, KV_HEADS, SIZE), acc, m_i, l_i, USED)
-            complete = _is_last(workspace + 2 * COUNTERS + first * KV_HEADS + kv_head, groups)
+            complete = is_last(workspace + 2 * COUNTERS + first * KV_HEADS + kv_head, groups)
             if complete:
                 acc, m_i, l_i = _reduce_splits(
                     acc, m_i, workspace, kv_head, first, first >= 0, groups, GROUP, KV_HEADS, USED, SIZE

@@ -5,12 +5,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from ..gluon_device import LN2, LOG2E, tanh
 from ..gluon_names import thread_barrier
 from .split_kv import publish_and_reduce
 from .work_item import ROWS, take, tiles_of
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @aggregate
@@ -28,17 +26,10 @@ class Output:
 
 
 @gluon.jit
-def _tanh(x):
-    t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-    y = (1.0 - t) / (1.0 + t)
-    return gl.where(x < 0, -y, y)
-
-
-@gluon.jit
 def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
     """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum."""
     if shape.SOFTCAP:
-        s = _tanh(s * (qk_scale / (softcap * LOG2E))) * (softcap * LOG2E)
+        s = tanh(s * (qk_scale / (softcap * LOG2E))) * (softcap * LOG2E)
         qk_scale = 1.0
     if MASKED:
         key = gl.expand_dims(gl.arange(0, shape.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)

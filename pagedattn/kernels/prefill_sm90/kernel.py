@@ -20,8 +20,9 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
 from ...spec import Mask
+from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
-from .consumer import LOG2E, Output, consume
+from .consumer import Output, consume
 from .pipeline import Channels, make_ring
 from .plan import FIELDS, heads_per_tile, keys_per_tile
 from .producer import produce_items, produce_keys, produce_values

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...runtime.workspace import COUNTERS as _COUNTERS
+from ..gluon_device import is_last
 from ..gluon_names import thread_barrier
 from .work_item import CONSUMERS, ROWS
 
@@ -52,16 +53,6 @@ def _publish(acc, m_i, l_i, state, shape):
 
 
 @gluon.jit
-def _is_last(counter, arrivals):
-    """Count this consumer's arrival; the last one leaves the counter as it was found."""
-    thread_barrier()  # every thread's stores before the count that publishes them
-    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == arrivals - 1
-    if last:
-        gl.store(counter, 0)
-    return last
-
-
-@gluon.jit
 def _reduce_splits(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
     """The states at `count` places together, every STRIDE from `start` on, in the layouts of those given."""
     row = gl.arange(0, ROWS, m_i.type.layout)
@@ -98,14 +89,14 @@ def publish_and_reduce(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
     first = item.nth // GROUP * GROUP
     head = item.origin + first
     members = gl.minimum(item.parts - first, GROUP)
-    complete = _is_last(workspace + (head * CONSUMERS + w) * 2, members)
+    complete = is_last(workspace + (head * CONSUMERS + w) * 2, members)
     if complete:
         acc, m_i, l_i = _reduce_splits(acc, m_i, l_i, workspace, head, members, 1, w, shape)
         if item.parts > GROUP:
             thread_barrier()  # every thread has read the head's state before it is replaced
             _publish(acc, m_i, l_i, _state(workspace, head, w, shape), shape)
             groups = (item.parts + GROUP - 1) // GROUP
-            complete = _is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)
+            complete = is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)
             if complete:
                 acc, m_i, l_i = _reduce_splits(acc, m_i, l_i, workspace, item.origin, groups, GROUP, w, shape)
     return complete, acc, m_i, l_i
