@@ -35,7 +35,7 @@ FAULTS = (
     Fault("rotated values without signs", "_encode", "* signs(tl.arange(0, WIDTH))[None, :]", "",
           "test_format_k8v4.py bit_by_bit triton"),
     Fault("a row that is not finite kept as a number", "_encode",
-          'tl.where(finite, found * _of_step(D, _FRACTION) * up, float("nan"))', "found * _of_step(D, _FRACTION) * up",
+          '_step_size(D, _FRACTION) * up, float("nan"))', "_step_size(D, _FRACTION) * up, up)",
           "test_format_k8v4.py bit_by_bit triton"),
     Fault("codes of another meaning read as int8", "decode_quantised:why_not", "not {*shape.codes} <= {*_CODES}",
           "shape.stored_dtype.itemsize != 1", "test_decode_quantised_plan.py does_not_serve"),

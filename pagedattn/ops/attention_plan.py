@@ -334,7 +334,7 @@ def _launch(
     if span.kernel == "decode":
         if not prefix_len and not quantised.why_not(shape, bounds.max_query_len, not_quantised):
             config = quantised.quantised_decode_config(shape, bounds, target)
-            if config.is_countable:
+            if _is_countable(config):
                 return KernelLaunch(span._replace(kernel="decode_quantised"), config)
         config = decode_config_of(shape, bounds, target, short=bool(prefix_len))
         first = decode_config_of(shape, _prefix_bounds(bounds, prefix_len), target) if prefix_len else None
@@ -347,16 +347,14 @@ def _launch(
 
 def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
     config, prefix = launch.config, launch.prefix
-    if isinstance(config, QuantisedDecodeConfig):
-        return config.workspace
-    if isinstance(config, DecodeConfig):
+    if isinstance(config, DecodeConfig | QuantisedDecodeConfig):
         return config.workspace if prefix is None else max(config.workspace, prefix.workspace)
     if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, bounds):
         return config.workspace
     return 0
 
 
-def _is_countable(config: DecodeConfig) -> bool:
+def _is_countable(config: DecodeConfig | QuantisedDecodeConfig) -> bool:
     """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
     return config.tiles * (1 + config.tuning.tile_overhead) < 2**31 and config.programs <= COUNTERS
 

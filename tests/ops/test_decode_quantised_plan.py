@@ -11,7 +11,7 @@ from ops.test_decode import inputs_of
 from pagedattn.kernels.decode_quantised.plan import has_words, quantised_decode_config, why_not
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
-from pagedattn.ops.attention_plan import plan_attention, plan_call
+from pagedattn.ops.attention_plan import _is_countable, plan_attention, plan_call
 from pagedattn.runtime.target import Target
 from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem
@@ -93,7 +93,7 @@ def test_programs_and_workspace() -> None:
     tokens = quantised_decode_config(SHAPE, decodes(tokens=4), H200)
     assert tokens.rows == 16 and tokens.workspace > 2 * tokens.programs * 16 * 128
     assert all(one.programs % SHAPE.num_kv_heads == 0 for one in (many, few, short, large, tokens))
-    assert not quantised_decode_config(SHAPE, decodes(1 << 14, 1 << 23), H200).is_countable
+    assert not _is_countable(quantised_decode_config(SHAPE, decodes(1 << 14, 1 << 23), H200))
     assert kernels(SHAPE._replace(num_kv_heads=4096), decodes()) != ["decode_quantised"], "more heads than counters"
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import rotation
 
-@triton.constexpr_function
-def block_of(dim):
-    return dim & -dim
+block_of = triton.constexpr_function(rotation.block_of)
 
 
 @triton.constexpr_function

@@ -8,21 +8,12 @@ import triton.language as tl
 from ..base import RowKernels
 from ..hadamard.device import hadamard, rotate_back, signs
 from ..int8.device import row_scale
-from .format import EDGES, FRACTION, LEVELS, SPREAD
+from .format import EDGES, FRACTION, LEVELS, SPREAD, step_size, steps_per_unit
 
 _EDGES, _LEVELS = tl.constexpr(EDGES), tl.constexpr(LEVELS)
 _SPREAD, _FRACTION = tl.constexpr(SPREAD), tl.constexpr(FRACTION)
-
-
-# `_halved` and `_unit` of the torch half; these may not call what is no device code.
-@triton.constexpr_function
-def _to_steps(dim, fraction):
-    return 2.0 ** (fraction - (dim & -dim).bit_length() // 2)
-
-
-@triton.constexpr_function
-def _of_step(dim, fraction):
-    return 2.0 ** ((dim & -dim).bit_length() // 2 - fraction) * (dim & -dim) ** -0.5
+_steps_per_unit = triton.constexpr_function(steps_per_unit)
+_step_size = triton.constexpr_function(step_size)
 
 
 @triton.jit
@@ -56,7 +47,7 @@ def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     turned = hadamard(row * down[:, None] * signs(tl.arange(0, WIDTH))[None, :], D, WIDTH)
     turned = tl.where(mask & finite[:, None], turned, 0.0)
     # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point.
-    steps = ((turned * _to_steps(D, _FRACTION) + 12582912.0) - 12582912.0).to(tl.int32)
+    steps = ((turned * _steps_per_unit(D, _FRACTION) + 12582912.0) - 12582912.0).to(tl.int32)
     size = tl.abs(steps).to(tl.int64)
     square = size * size
     total = tl.sum(square, 1)
@@ -67,7 +58,7 @@ def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     level = tl.where(mask, _level(number), 0).to(tl.int64)
     norm = tl.maximum(tl.sum(level * level, 1), 1)  # 0 of no head
     found = tl.div_rn(tl.sum(size * level, 1).to(tl.float32), norm.to(tl.float32))
-    of_row = tl.where(finite, found * _of_step(D, _FRACTION) * up, float("nan"))
+    of_row = tl.where(finite, found * _step_size(D, _FRACTION) * up, float("nan"))
     return tl.where(mask, number + tl.where(steps < 0, 8, 0), 0), of_row
 
 

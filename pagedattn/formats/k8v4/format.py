@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from ..base import CacheFormat, Plane, RowFormat, RowKernels
-from ..hadamard.rotation import block_of, hadamard, rotate_back, signs
+from ..hadamard.rotation import hadamard, rotate_back, signs
 from ..int8.format import ROWS as INT8_ROWS
 
 LEVELS = (6, 18, 31, 44, 58, 75, 96, 127)  # of positive codes, 46.48 of them the standard deviation
@@ -36,12 +36,12 @@ class RotatedRows4(RowFormat):
         dim = rows.shape[-1]
         up, steps = _steps(rows.float())
         size, total = steps.abs(), (steps * steps).sum(-1, keepdim=True)
-        edges = torch.tensor(EDGES, device=rows.device)
-        above = (size * size * (4 * SPREAD * dim))[..., None] > edges * edges * total[..., None]
-        number = above.sum(-1)
+        square, number = size * size * (4 * SPREAD * dim), torch.zeros_like(size)
+        for edge in EDGES:
+            number += square > edge * edge * total
         level = torch.tensor(LEVELS, device=rows.device)[number]
         found = (size * level).sum(-1, keepdim=True).float() / (level * level).sum(-1, keepdim=True).float()
-        of_row = found * _unit(dim) * up
+        of_row = found * step_size(dim, FRACTION) * up
         codes = torch.nn.functional.pad((number + 8 * (steps < 0)).to(torch.uint8), (0, dim % 2))
         return codes[..., ::2] | codes[..., 1::2] << 4, of_row
 
@@ -67,18 +67,19 @@ def _steps(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     down = ((254 - exponent) << 23).view(torch.float32)
     turned = hadamard(rows * down * signs(dim, rows.device))
     turned = torch.where(largest < torch.inf, turned, 0.0)  # an integer could not say so
-    steps = (turned * 2.0 ** (FRACTION - _halved(dim))).round().to(torch.int64)
+    steps = (turned * steps_per_unit(dim, FRACTION)).round().to(torch.int64)
     return torch.where(largest < torch.inf, up, torch.nan), steps
 
 
-def _halved(dim: int) -> int:
-    """The power of two by which a product with H is divided: sqrt(block), rounded up."""
-    return block_of(dim).bit_length() // 2
+# These two are device code as well, so that they may name nothing but their arguments.
+def steps_per_unit(dim: int, fraction: int) -> float:
+    """A power of two: so many steps has an element of a product with H, which is larger by about sqrt(block)."""
+    return 2.0 ** (fraction - (dim & -dim).bit_length() // 2)
 
 
-def _unit(dim: int) -> float:
+def step_size(dim: int, fraction: int) -> float:
     """What a step stands for, but for `up`: a power of two, or one times sqrt(2)."""
-    return 2.0 ** (_halved(dim) - FRACTION) * block_of(dim) ** -0.5
+    return 2.0 ** ((dim & -dim).bit_length() // 2 - fraction) * (dim & -dim) ** -0.5
 
 
 K8V4 = CacheFormat("k8v4", INT8_ROWS, RotatedRows4())

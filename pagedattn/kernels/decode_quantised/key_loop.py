@@ -19,11 +19,10 @@ def _first_key(start, low, end, warp):
 
 
 @gluon.jit
-def _row_offsets(at, block, row, low, end, s_block, s_slot, S: gl.constexpr):
-    """Offsets of the keys at + row of blocks, or of the nearest ones in low..end, in two parts: of a block, and of a
-    slot within it."""
+def _load_rows(codes, at, block, row, word, low, end, s_block, s_slot, S: gl.constexpr):
+    """Words of the keys at + row of blocks, or of the nearest ones in low..end."""
     near = gl.minimum(gl.maximum(in_3d(at, 0) + in_3d(row, 1), low), end - 1)
-    return in_3d(block * s_block, 0), (near % S) * s_slot
+    return gl.load(codes + in_3d(block * s_block, 0) + ((near % S) * s_slot + word))
 
 
 @gluon.jit
@@ -59,13 +58,10 @@ def attend(
     known = block.to(gl.uint32) < num_blocks.to(gl.uint32)  # negative ids are large ones
     block = gl.where(known, block, 0).to(gl.int64)
     k_at, k_block = gl.convert_layout(at, K_WARPS), gl.convert_layout(block, K_WARPS)
-    of_block, of_slot = _row_offsets(k_at, k_block, k_row, low, end, sk_b, sk_s, S)
-    k = gl.load(key + of_block + (of_slot + k_word))
+    k = _load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, sk_s, S)
     v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
-    of_block, of_slot = _row_offsets(v_at, v_block, v_row, low, end, sv_b, sv_s, S)
-    even = gl.load(value + of_block + (of_slot + v_word))
-    of_block, of_slot = _row_offsets(v_at, v_block, v_row + 1, low, end, sv_b, sv_s, S)
-    odd = gl.load(value + of_block + (of_slot + v_word))
+    even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, sv_s, S)
+    odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, sv_s, S)
     for start in range(begin, end, TILE):
         near = gl.minimum(gl.maximum(in_3d(at, 0) + in_3d(row, 1), low), end - 1)  # [W, 16, 1]
         n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
@@ -84,8 +80,7 @@ def attend(
 
         s = mma_v2(key_operand(k, K_CODES, MMA), q, gl.zeros([W, KEYS, R], gl.float32, MMA))
         k_at, k_block = gl.convert_layout(at, K_WARPS), gl.convert_layout(block, K_WARPS)
-        of_block, of_slot = _row_offsets(k_at, k_block, k_row, low, end, sk_b, sk_s, S)
-        k = gl.load(key + of_block + (of_slot + k_word))
+        k = _load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, sk_s, S)
         scale = gl.expand_dims(row_scale, 1)
         if K_STRIDES is not None:
             s *= key_scale
@@ -121,8 +116,6 @@ def attend(
             rest = (p - rounded.to(gl.float32)).to(v.dtype)
             acc = mma_v2(v, gl.convert_layout(rest, gl.DotOperandLayout(1, MMA, 2)), acc)
         v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
-        of_block, of_slot = _row_offsets(v_at, v_block, v_row, low, end, sv_b, sv_s, S)
-        even = gl.load(value + of_block + (of_slot + v_word))
-        of_block, of_slot = _row_offsets(v_at, v_block, v_row + 1, low, end, sv_b, sv_s, S)
-        odd = gl.load(value + of_block + (of_slot + v_word))
+        even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, sv_s, S)
+        odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, sv_s, S)
     return acc, m_i, l_i

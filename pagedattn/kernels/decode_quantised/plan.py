@@ -50,11 +50,6 @@ class QuantisedDecodeConfig(NamedTuple):
         """int32 elements of the workspace: counters, then two places for partial states per program."""
         return 3 * COUNTERS + 2 * self.programs * self.state
 
-    @property
-    def is_countable(self) -> bool:
-        """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
-        return self.tiles * (1 + self.tuning.tile_overhead) < 2**31 and self.programs <= COUNTERS
-
 
 def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
     """Why decodes of so many tokens go to the kernel for every cache, where `here` is what speaks against the GPU; ""
@@ -100,8 +95,7 @@ def quantised_decode_config(
 def _tuning(items: int, keys: int, state: int, target: Target) -> QuantisedDecodeTuning:
     """Sixteen warps an SM, or eight where their states are large: of many items in small programs, of few in large
     ones, so that there are fewer partial states; of few keys in one program, for the same reason."""
-    halves = 1 if state <= _SMALL_STATE else 2
-    registers = 128 * halves - (1 if halves == 2 else 0)
+    halves, registers = (1, 128) if state <= _SMALL_STATE else (2, 255)
     if 2 * items >= 3 * target.num_sms:
         return QuantisedDecodeTuning(4, 4 // halves, registers, 2)
     few = items * keys <= 1024 * target.num_sms
