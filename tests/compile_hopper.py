@@ -16,6 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
+from pagedattn.kernels.prefill_sm90 import fp8_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS
 
@@ -24,25 +25,33 @@ POINTERS = {  # and numbers that are no int32
     "entries": "*i32",
     "lse_out": "*fp32",
     "workspace": "*i32",
-    "scale": "fp32",
-    "softcap": "fp32",
+    "k_scale": "*fp32",
+    "v_scale": "*fp32",
+    **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
+FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 
 
 def descriptor(kind: str, *shape: int) -> str:
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
+    bits = 16 if "16" in kind else 8
+    layout = NVMMASharedLayout(min(128, shape[-1] * bits // 8), element_bitwidth=bits, rank=len(shape))
     return f"tensordesc<{kind}{list(shape)},{layout!r}>"
 
 
-def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bool, **flags: Any) -> None:
-    kernel, names = _prefill_kernel, _prefill_kernel.arg_names
+def compile_one(
+    name: str, kind: str, dim: int, group: int, page: int, sinks: bool, stored: str | None = None, **flags: Any
+) -> None:
+    kernel = _prefill_kernel if stored is None else fp8_kernel._prefill_kernel
+    names = kernel.arg_names
     fixed = constants_of(dim, group, page, **flags)
     constants = {**fixed, **({} if sinks else {"sinks": None})}
     if fixed["FIELDS"] == FIELDS:
         constants["workspace"] = None
-    part, pack = min(page, fixed["BLOCK_N"] // LOADERS.value), fixed["PACK"]
+    if stored is not None:
+        constants["CODES"] = FP8[stored]
+    part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if stored is None else 1)), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
-    types |= dict.fromkeys(("key", "value"), descriptor(kind, part, dim))
+    types |= {"key": descriptor(stored or kind, part, dim), "value": descriptor("u8" if stored else kind, part, dim)}
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in ("so_t", "so_h")]
     source = GluonASTSource(
@@ -61,7 +70,7 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
         "beside": softmax_beside_products(made.sass),
-        "unwritten": unwritten_reads(made.sass, "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),  # a consumer begins so
+        "unwritten": unwritten_reads(made.sass, f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {'0xe8' if stored else '0xf0'}"),
     }
     print(json.dumps(facts))
 
@@ -69,9 +78,13 @@ def compile_one(name: str, kind: str, dim: int, group: int, page: int, sinks: bo
 def main() -> None:
     plain = {"mask": Mask(True), "softcap": False}
     compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, mask=Mask(causal=False), softcap=True)
-    splits_kv = {"fields": SPLIT_FIELDS}
+    splits_kv: dict[str, Any] = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
+    compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
     if "--grid" in sys.argv:
+        compile_one("e5m2-D64-G4-S16-parts", "bf16", 64, 4, 16, False, "fp8e5", **plain, **splits_kv)
+        window: dict[str, Any] = {"mask": Mask(True, 100), "softcap": False}
+        compile_one("e4m3-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, "fp8e4nv", **window)
         compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
         compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, mask=Mask(True, 4096), softcap=False)
         compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, mask=Mask(True, 100), softcap=False)

@@ -14,7 +14,7 @@ import torch
 from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
-from pagedattn.kernels.prefill_sm90 import kernel
+from pagedattn.kernels.prefill_sm90 import fp8_kernel, kernel
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 
 CASES: dict[str, dict[str, Any]] = {
@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "HND": {"query_lens": [300], "cache_layout": "HND"},
     "one head": {"query_lens": [300], "heads": (1, 1)},
     "D 80": {"query_lens": [300], "dim": 80},
+    "fp8": {"query_lens": [1, 1, 300], "kv_cache_dtype": "fp8_e4m3"},
+    "int8": {"query_lens": [300], "kv_cache_dtype": "int8"},
 }
 
 
@@ -43,7 +45,8 @@ def run(
     layer = Attention(heads[0], dim, heads[1], block_size=block_size, backend="TRITON", dtype=dtype, **options)
     lens = [keys + n for n in query_lens]
     table = torch.zeros(len(lens), 256, dtype=torch.int32)
-    caches = PagedKVCache(2, 90, 16, heads[1], dim, dtype=dtype, layout=layout)
+    stored = options.get("kv_cache_dtype", "auto")
+    caches = PagedKVCache(2, 90, 16, heads[1], dim, dtype=dtype, layout=layout, kv_cache_dtype=stored)
     cache = caches.layer(0)
     common = CommonAttentionMetadata.from_lengths(query_lens, lens, table)
     fused = torch.zeros(sum(query_lens), heads[0] + 2 * heads[1], dim, dtype=dtype)
@@ -71,14 +74,14 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     layer(query, None, None, caches.layer(0), plan, out)
     kept = dict(metadata.plan.calls)
     for calls, direct in ((kept, True), ({}, True), ({}, False)):
-        kernel._launch._direct = direct
+        kernel._launch._direct = fp8_kernel._launch._direct = direct
         metadata.plan.calls.clear()
         metadata.plan.calls.update(calls)
         launched.clear()
         layer(query[:, :], None, None, caches.layer(1), plan, out)
         lines.append([line for call in launched for line in call])
     again, careful, own = lines
-    kernel._launch._direct = True
+    kernel._launch._direct = fp8_kernel._launch._direct = True
     # What is compiled in, and hooks that nobody listens to, Triton passes too.
     pairs = [(x.data_ptr() if isinstance(x, torch.Tensor) else x, y) for x, y in zip(own, again, strict=True)]
     same = all(y is None or x == y for x, y in pairs)
@@ -88,7 +91,7 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
 def main() -> None:
     fake_gpu.install()
     sm90.why_not_here = lambda device: ""  # type: ignore[assignment]
-    kernel.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
+    kernel.target_of = fp8_kernel.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
     with torch.no_grad():
         print(json.dumps({name: run(**case) for name, case in CASES.items()}))
 

@@ -51,6 +51,7 @@ ODD = {
     "sinks": (False, "-"),
     "lse": (True, "yes"),
     "rounded_lse": (True, "yes"),
+    "fp8_products": (True, "yes"),
     "context_parallel": (True, "yes"),
     "deterministic": (True, "yes"),
     "compile": (False, "-"),

@@ -23,6 +23,9 @@ SPILLS = {
     "bf16-D256-G8-S256-window-sinks": (1400, 2300),
     "bf16-D128-G4-S16-parts": (220, 1244),
     "bf16-D256-G8-S16-parts-sinks": (1950, 3816),
+    "e4m3-D128-G4-S16": (160, 800),
+    "e5m2-D64-G4-S16-parts": (32, 320),
+    "e4m3-D256-G8-S256-window-sinks": (620, 1320),
 }
 
 
@@ -35,6 +38,7 @@ def compiled() -> dict[str, dict[str, Any]]:
 # By default each element type, kind of causality, softcap and partition of keys once; under --grid other head dims,
 # windows, sinks, and the plain kernel, all of which is in the one that splits keys.
 MORE = {"bf16-D128-G4-S16", "bf16-D128-G5-S32-window", "bf16-D256-G8-S256-window-sinks", "bf16-D256-G8-S16-parts-sinks"}
+MORE |= {"e5m2-D64-G4-S16-parts", "e4m3-D256-G8-S256-window-sinks"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.grid] * (one in MORE)) for one in SPILLS])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 _LINE = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*(;|$)")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _GUARD = re.compile(r"^@(!?)(U?P\w+)\s+(.*)")
-_TARGETS = ("U", "R2UR", "S2UR")  # what begins so writes its first uniform register
+_TARGETS = ("U", "R2UR", "S2UR", "VOTEU")  # what begins so writes its first uniform register
 _NO_TARGET = ("UISETP", "UPLOP3", "USETMAXREG", "UTMALDG", "UTMASTG", "UTMACMDFLUSH", "UBLKCP")
 
 
@@ -67,7 +67,10 @@ def _instruction(at: int, address: int, text: str, labels: dict[str, int], count
     if registers and kind.startswith(_TARGETS) and kind not in _NO_TARGET:
         writes = {registers[0], registers[0] + 1} if wide else {registers[0]}
         reads = set(registers[1:]) | (writes if guard else set())
-    if kind == "HGMMA":  # a descriptor is two registers; two descriptors where both operands are in shared memory
+    if kind in (
+        "HGMMA",
+        "QGMMA",
+    ):  # a descriptor is two registers; two of them where both operands are in memory
         width = 2 if re.match(r"R\d+, R\d+,", operands) else 4
         reads |= {first + n for first in map(int, re.findall(r"gdesc\[UR(\d+)\]", operands)) for n in range(width)}
     target = re.search(r"\((\.L_x_\d+)\)", operands)

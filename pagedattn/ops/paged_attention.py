@@ -121,7 +121,8 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        family = load(f"kernels.{kernel}.kernel")
+        fp8 = kernel == "prefill_sm90" and plan.shape.codes != (None, None)
+        family = load(f"kernels.{kernel}.{'fp8_kernel' if fp8 else 'kernel'}")
         if kernel == "prefill":
             family.launch(config, part, key_starts)
         elif kernel == "prefill_sm90":

@@ -71,6 +71,7 @@ class Capabilities:
     sinks: bool = False
     lse: bool = False
     rounded_lse: bool = False  # sums probabilities in the query's dtype: off by up to half a unit in its last place
+    fp8_products: bool = False  # may multiply fp8 keys as fp8, which a tensor core sums to 13 bits: logits are as exact
     context_parallel: bool = False
     deterministic: bool = False
     compile: bool = False

@@ -12,6 +12,7 @@ from backends.peers import DTYPES, FA2, FA3, FLASHINFER, TORCH, TRITON, Peer
 
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close, assert_lse_close
+from pagedattn.testing.conformance import lse_gates
 from pagedattn.testing.problem import Problem, make_problem
 
 GPU = torch.cuda.is_available()
@@ -67,7 +68,8 @@ def outputs(peer: Peer, problem: Problem, name: str, monkeypatch: pytest.MonkeyP
     if lse is None:
         assert not case.lse
         return (out[:rows],)
-    assert_lse_close(name, lse[:rows], problem.expected_lse, case.dtype, backend.capabilities().rounded_lse)
+    gates = lse_gates(backend.capabilities(), case)
+    assert_lse_close(name, lse[:rows], problem.expected_lse, case.dtype, **gates)
     return out[:rows], lse[:rows]
 
 

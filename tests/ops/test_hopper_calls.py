@@ -118,13 +118,20 @@ def test_our_own_caches_are_served(layout: str) -> None:
     assert refused(call(key=key, value=value)) == ""
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_caches_are_served_with_their_scales(stored: torch.dtype) -> None:
+    assert refused(call(stored=stored)) == ""
+    assert refused(call(stored=stored, k_scale=torch.ones(1), v_scale=torch.ones(KV_HEADS), out_scale=2.0)) == ""
+    assert refused(call(stored=stored, scale=-0.1)) != ""
+
+
 REFUSED = {
     "no paged cache": {"block_table": None},
     "deterministic": {"deterministic": True},
     "an empty cache": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
     "a scale that is not positive": {"scale": -0.1},
     "queries of torch.float32": {"dtype": torch.float32},
-    "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn},
+    "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn, "dtype": torch.float16},
     "head dims 128 and 64": {
         "value": torch.zeros(BLOCKS, SIZE, KV_HEADS, 64, dtype=torch.bfloat16),
         "out": torch.zeros(40, HEADS, 64, dtype=torch.bfloat16),

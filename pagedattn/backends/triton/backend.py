@@ -60,6 +60,7 @@ class TritonBackend(AttentionBackend):
             alibi=True,
             sinks=True,
             lse=True,
+            fp8_products=True,
             deterministic=True,
             compile=True,
             graph_level=GraphLevel.ALWAYS,

@@ -7,6 +7,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import LN2, LOG2E, tanh
 from ..gluon_names import thread_barrier
+from .fp8_queries import split_queries
 from .split_kv import publish_and_reduce
 from .work_item import ROWS, take, tiles_of
 
@@ -26,11 +27,28 @@ class Output:
 
 
 @gluon.jit
+def _logits(q, k, shape):
+    """Begin a tile's logits [64, BLOCK_N]."""
+    zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
+    k = k.permute((1, 0))
+    if shape.CODES is not None:
+        high, low = q
+        s = warpgroup_mma(low, k, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(high, k, s, is_async=True)
+    else:
+        return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
     """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum."""
+    scale = qk_scale
+    if shape.CODES is not None:
+        scale = gl.expand_dims(qk_scale, 1)
     if shape.SOFTCAP:
-        s = tanh(s * (qk_scale / (softcap * LOG2E))) * (softcap * LOG2E)
+        s = tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
         qk_scale = 1.0
+        scale = 1.0
     if MASKED:
         key = gl.expand_dims(gl.arange(0, shape.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)
         start = tile * shape.BLOCK_N
@@ -47,7 +65,7 @@ def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr,
     shift = top
     if MASKED:
         shift = gl.where(top == -float("inf"), 0.0, top)
-    p = gl.exp2(s * qk_scale - gl.expand_dims(shift, 1))
+    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
     alpha = gl.exp2(m_i - shift)
     return p, alpha, top
 
@@ -70,14 +88,11 @@ def _steps(
     p, acc, m_i, l_i, c, high, low, q, q_pos, keys, qk_scale, softcap, pin, channels, MASKED: gl.constexpr, shape
 ):
     """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     for back in range(0, high - low):
         channels.k.wait_full(c)
-        zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, S_LAYOUT)
-        qk = warpgroup_mma(q, channels.k.tile(c).permute((1, 0)), zero, use_acc=False, is_async=True)
-        weights = gl.convert_layout(p.to(shape.DTYPE), P_LAYOUT)
+        qk = _logits(q, channels.k.tile(c), shape)
+        weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
         channels.v.wait_full(c - 1)
         pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[qk])
@@ -88,7 +103,7 @@ def _steps(
         pin.store(l_i)
         acc = warpgroup_mma_wait(0, deps=[pv])
         channels.release(c)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.O_LAYOUT)), 1)
         c += 1
     return p, acc, m_i, l_i, c
 
@@ -96,7 +111,7 @@ def _steps(
 @gluon.jit
 def _begin(item, w: gl.constexpr, sinks, shape):
     """Positions of a fresh item's rows, their maximum, and what a sink adds to their sum."""
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16]))
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, shape.S_LAYOUT)
     row = w * ROWS + gl.arange(0, ROWS, S_ROWS)
     m_i = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
     sink = gl.zeros([ROWS], gl.float32, S_ROWS)
@@ -109,16 +124,18 @@ def _begin(item, w: gl.constexpr, sinks, shape):
 
 
 @gluon.jit
-def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, output, lse_out, shape):
+def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, scales, output, lse_out, shape):
     """Store an item's rows; those past its tokens are other sequences'."""
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, shape.O_LAYOUT)
     if lse_out is not None:
         row = w * ROWS + gl.arange(0, ROWS, m_i.type.layout)
         place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.PACK + row % shape.PACK
         lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
         gl.store(lse_out + place, lse, mask=row // shape.PACK < item.tokens)
-    norm = gl.convert_layout(1.0 / gl.where(l_i == 0, 1.0, l_i), O_ROWS)
+    _, v_scale, _, s_vscale, factor = scales
+    if v_scale is not None:
+        factor = factor * gl.load(v_scale + item.head // shape.PACKS * s_vscale)
+    norm = gl.convert_layout(factor / gl.where(l_i == 0, 1.0, l_i), O_ROWS)
     # 16 bytes a thread: as the products leave them, threads hold 4, and half of every sector would be written twice.
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
     room.store((acc * gl.expand_dims(norm, 1)).to(shape.DTYPE))
@@ -146,11 +163,9 @@ def _skip(item, c, channels, shape):
 
 
 @gluon.jit
-def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspace, channels, shape):
+def consume(w: gl.constexpr, qk_scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w)
     n = 0  # items begun
@@ -165,19 +180,25 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspac
             item = take(channels.items, n, 4, shape)
         else:
             keys = item.keys
+            logit_scale = qk_scale
+            if scales[0] is not None:  # stored keys times their scale: the same as their logits times it
+                logit_scale = qk_scale * gl.load(scales[0] + item.head // shape.PACKS * scales[2])
             low, whole_low, whole_high, high = tiles_of(item, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)
-            acc = gl.zeros([ROWS, shape.D], gl.float32, O_LAYOUT)
+            acc = gl.zeros([ROWS, shape.D], gl.float32, shape.O_LAYOUT)
             channels.k.wait_full(c)
             # Outside the loops: ptxas 12.8 would otherwise set up the addresses that two of them share in the first
             # alone, which may not run.
-            q = queries.tile(n).reshape([ROWS, shape.D])
-            zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, S_LAYOUT)
-            qk = warpgroup_mma(q, channels.k.tile(c).permute((1, 0)), zero, use_acc=False, is_async=True)
+            room = queries.tile(n).reshape([ROWS, shape.D])
+            q = room
+            if shape.CODES is not None:
+                q, up = split_queries(room, shape)
+                logit_scale = gl.maximum(up * logit_scale, 2.0**-126)  # 0 times a masked logit would be NaN
+            qk = _logits(q, channels.k.tile(c), shape)
             s = warpgroup_mma_wait(0, deps=[qk])
             channels.release(c)
             c += 1
-            p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, qk_scale, softcap, True, shape)
+            p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, logit_scale, softcap, True, shape)
             l_i = _sums(p, shape)
             if sinks is not None:  # one of four parts
                 lane = gl.arange(0, 4, gl.SliceLayout(0, l_i.type.layout))
@@ -186,16 +207,16 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspac
             masked = gl.minimum(whole_high, high - 1)
             whole = gl.minimum(whole_low, masked)
             p, acc, m_i, l_i, c = _steps(
-                p, acc, m_i, l_i, c, high - 1, masked, q, q_pos, keys, qk_scale, softcap, pin, channels, True, shape
+                p, acc, m_i, l_i, c, high - 1, masked, q, q_pos, keys, logit_scale, softcap, pin, channels, True, shape
             )
             p, acc, m_i, l_i, c = _steps(
-                p, acc, m_i, l_i, c, masked, whole, q, q_pos, keys, qk_scale, softcap, pin, channels, False, shape
+                p, acc, m_i, l_i, c, masked, whole, q, q_pos, keys, logit_scale, softcap, pin, channels, False, shape
             )
             if shape.WINDOW > 0:
                 p, acc, m_i, l_i, c = _steps(
-                    p, acc, m_i, l_i, c, whole, low, q, q_pos, keys, qk_scale, softcap, pin, channels, True, shape
+                    p, acc, m_i, l_i, c, whole, low, q, q_pos, keys, logit_scale, softcap, pin, channels, True, shape
                 )
-            weights = gl.convert_layout(p.to(shape.DTYPE), P_LAYOUT)
+            weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
             channels.v.wait_full(c - 1)
             pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
             following = take(channels.items, n + 1, 4, shape)
@@ -206,7 +227,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, output, lse_out, workspac
                 if item.parts > 1:
                     complete, acc, m_i, l_i = publish_and_reduce(acc, m_i, l_i, workspace, item, w, shape)
             if complete:
-                _finish(acc, m_i, l_i, item, w, q, output, lse_out, shape)
+                _finish(acc, m_i, l_i, item, w, room, scales, output, lse_out, shape)
             queries.release(n)
             n += 1
             item = following

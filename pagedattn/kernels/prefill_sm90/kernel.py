@@ -44,7 +44,7 @@ def _prefill_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE)
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS)
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
         mbarrier.init(tail.index(i), count=1)
@@ -54,22 +54,22 @@ def _prefill_kernel(
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
-        tail,
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
     items = Items(entries, heads, max_keys)
     output = Output(out, so_t, so_h, sl_t)
+    scales = (None, None, 0, 0, 1.0)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
         [
-            (consume, (0, scale, softcap, sinks, output, lse_out, workspace, channels, shape)),
-            (consume, (1, scale, softcap, sinks, output, lse_out, workspace, channels, shape)),
+            (consume, (0, scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
+            (consume, (1, scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
             (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
             (produce_keys, (1, key, table, s_table, k_place, channels, shape)),
-            (produce_values, (0, value, table, s_table, v_place, channels, shape)),
-            (produce_values, (1, value, table, s_table, v_place, channels, shape)),
+            (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
+            (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
@@ -107,10 +107,10 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     constants = constants_of(query.shape[2], group, key.shape[1], mask=Mask.of(inputs.mask), **flags)
     pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
     heads = query.shape[1] // pack
-    rows = TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
-    (keys, k_place), (values, v_place) = _rows(key, part), _rows(value, part)
+    (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
-        *(rows, keys, values, table, out, lse, entries, workspace, inputs.sinks, heads, table.shape[1] * key.shape[1]),
+        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),
+        *(heads, table.shape[1] * key.shape[1]),
         *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
     )
@@ -119,7 +119,14 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
 
 
-def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+def query_rows(query: torch.Tensor, pack: int) -> TensorDescriptor:
+    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each."""
+    return TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
+
+
+def cache_rows(
+    cache: torch.Tensor, part: int, layout: gl.NVMMASharedLayout = _TILE
+) -> tuple[TensorDescriptor, tuple[int, int, int]]:
     """A cache [P, S, H, D] as a matrix of rows, and where block b, head h, slot s is in it: row b * x + h * y + s,
     column h * z."""
     blocks, size, heads, dim = cache.shape
@@ -128,4 +135,4 @@ def _rows(cache: torch.Tensor, part: int) -> tuple[TensorDescriptor, tuple[int, 
     place = (per_block // per_slot, per_head // per_slot if by_rows else 0, 0 if by_rows else per_head)
     rows = (blocks - 1) * place[0] + (heads - 1) * place[1] + size
     columns = dim if by_rows else (heads - 1) * per_head + dim
-    return TensorDescriptor(cache, [rows, columns], [per_slot, 1], [part, dim], _TILE), place
+    return TensorDescriptor(cache, [rows, columns], [per_slot, 1], [part, dim], layout), place

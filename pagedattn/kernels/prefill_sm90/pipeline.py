@@ -73,12 +73,11 @@ class Channels:
     q1: Ring
     k: Ring
     v: Ring
-    tail: gl.shared_memory_descriptor  # a barrier of each loader of values, for rows that it edits
     pins: gl.shared_memory_descriptor  # per consumer: sums that it stores and that are never read
 
     @gluon.constexpr_function
-    def __init__(self, items, q0, q1, k, v, tail, pins):
-        self.items, self.q0, self.q1, self.k, self.v, self.tail, self.pins = items, q0, q1, k, v, tail, pins
+    def __init__(self, items, q0, q1, k, v, pins):
+        self.items, self.q0, self.q1, self.k, self.v, self.pins = items, q0, q1, k, v, pins
 
     @gluon.jit
     def release(self, c):

@@ -15,6 +15,7 @@ from ..inputs import AttentionInputs
 from ..shape import AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
 
+FP8 = ("e4m3", "e5m2")
 HEAD_DIMS = (64, 128, 256)
 MASKS = ("sliding_window",)  # what its own masking serves beyond causality
 TILE_ROWS = 128  # packed query rows of a tile
@@ -127,7 +128,8 @@ def why_not(shape: AttentionShape, here: str) -> str:
         return "deterministic" if shape.deterministic else "no paged cache"
     if here:
         return here
-    if shape.dtype not in (torch.bfloat16, torch.float16) or shape.stored_dtype != shape.dtype:
+    native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
+    if not native and not ({*shape.codes} <= {*FP8} and shape.dtype == torch.bfloat16):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
     if shape.head_dim not in HEAD_DIMS or shape.head_dim_v != shape.head_dim:
         return f"head dims {shape.head_dim} and {shape.head_dim_v}, not {', '.join(map(str, HEAD_DIMS))}"
@@ -144,7 +146,8 @@ def why_not_tensors(inputs: AttentionInputs) -> str:
     query, key, value, table = inputs[:4]
     if table is None or not table.shape[1] or not len(key) or inputs.scale <= 0:
         return "an empty cache, or a scale that is not positive"
-    if inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0:
+    has_scales = inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0
+    if has_scales and not inputs.format.takes_scales:
         return "scales of a cache that is not fp8"
     if not (_aligned(query) and _aligned(key) and _aligned(value) and _is_matrix(key) and _is_matrix(value)):
         return "strides that TMA cannot follow"

@@ -10,7 +10,7 @@ from .work_item import ROWS, hand_out, take, tiles_of
 
 
 @gluon.jit
-def _blocks(row, key, last_page, shape):
+def block_ids(row, key, last_page, shape):
     """The cache blocks of keys key..key + LOAD; past the last page, that one again."""
     blocks = ()
     for j in gl.static_range(shape.LOAD // shape.COPY):
@@ -20,11 +20,11 @@ def _blocks(row, key, last_page, shape):
 
 
 @gluon.jit
-def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
+def load_rows(desc, blocks, key, kv_head, place, barrier, target, shape):
     """Keys key..key + LOAD into `target` [LOAD, D], one copy per block. A coordinate outside is read as 0."""
     rows, head_rows, head_columns = place
     start = kv_head * head_rows + key % shape.PAGE
-    mbarrier.expect(barrier, shape.LOAD * shape.D * 2)
+    mbarrier.expect(barrier, shape.LOAD * shape.D * (target.dtype.primitive_bitwidth // 8))
     for j in gl.static_range(shape.LOAD // shape.COPY):
         at = [blocks[j] * rows + start, kv_head * head_columns]
         tma_load(desc, at, barrier, target.slice(j * shape.COPY, shape.COPY))
@@ -44,7 +44,7 @@ def _zero_rows(tile, begin, end, shape):
 
 
 @gluon.jit
-def _load_queries(desc_q, item, n, channels, shape):
+def load_queries(desc_q, item, n, channels, shape):
     """The rows of an item's two halves."""
     at = [item.token, item.head * shape.PACK, 0]
     channels.q0.wait_empty(n)
@@ -64,10 +64,10 @@ def _load_keys(w: gl.constexpr, desc, table, s_table, place, item, c, channels, 
     last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
     for back in range(0, high - low):
         key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
-        blocks = _blocks(row, key, last_page, shape)
+        blocks = block_ids(row, key, last_page, shape)
         channels.k.wait_empty(c)
         tile = channels.k.tile(c).slice(w * shape.LOAD, shape.LOAD)
-        _load(desc, blocks, key, item.head // shape.PACKS, place, channels.k.barrier(c), tile, shape)
+        load_rows(desc, blocks, key, item.head // shape.PACKS, place, channels.k.barrier(c), tile, shape)
         c += 1
     return c
 
@@ -84,7 +84,7 @@ def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape)
     while item.live > 0:
         following = items.draw()
         hand_out(channels.items, n, item, shape)
-        _load_queries(desc_q, item, n, channels, shape)
+        load_queries(desc_q, item, n, channels, shape)
         c = _load_keys(0, desc_k, table, s_table, place, item, c, channels, shape)
         n += 1
         item = items.look_up(following, shape, False)
@@ -106,8 +106,8 @@ def produce_keys(w: gl.constexpr, desc_k, table, s_table, place, channels, shape
 
 
 @gluon.jit
-def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, shape):
-    """Loads a half of the values of every item handed out."""
+def produce_values(w: gl.constexpr, desc_v, table, s_table, place, tail, channels, shape):
+    """Loads a half of the values of every item handed out; tail: a barrier of each loader, for rows that it edits."""
     n = 0
     c = 0
     t = 0  # tiles with rows that no query sees
@@ -119,17 +119,17 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, channels, sha
         kv_head = item.head // shape.PACKS
         for back in range(0, high - low):
             key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
-            blocks = _blocks(row, key, last_page, shape)
+            blocks = block_ids(row, key, last_page, shape)
             channels.wait_empty_values(c)
             tile = channels.v.tile(c).slice(w * shape.LOAD, shape.LOAD)
             behind = 0  # rows whose blocks the window may have left to others
             if shape.WINDOW > 0:
                 behind = item.first - shape.WINDOW + 1 - key
             if (key + shape.LOAD <= item.keys) & (behind <= 0):
-                _load(desc_v, blocks, key, kv_head, place, channels.v.barrier(c), tile, shape)
+                load_rows(desc_v, blocks, key, kv_head, place, channels.v.barrier(c), tile, shape)
             else:
-                _load(desc_v, blocks, key, kv_head, place, channels.tail.index(w), tile, shape)
-                mbarrier.wait(channels.tail.index(w), t & 1)
+                load_rows(desc_v, blocks, key, kv_head, place, tail.index(w), tile, shape)
+                mbarrier.wait(tail.index(w), t & 1)
                 t += 1
                 _zero_rows(tile, behind, item.keys - key, shape)
                 fence_async_shared()

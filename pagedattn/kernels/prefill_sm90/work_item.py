@@ -19,7 +19,7 @@ LOADERS = gl.constexpr(2)  # warps that load the keys of a tile, and as many its
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
     PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, COPY of them at a
-    time, FIELDS a listed item's, by which items may be parts."""
+    time, FIELDS a listed item's, by which items may be parts. CODES: of an fp8 cache, as `RowFormat.codes`, or None."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -34,15 +34,28 @@ class Shape:
     WINDOW: gl.constexpr
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
+    V_DTYPE: gl.constexpr
+    CODES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+    CODE_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+    def __init__(
+        self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None
+    ):  # fmt: skip
         self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
-        self.LOAD = gl.constexpr(BLOCK_N // LOADERS.value)
-        self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS.value))
+        self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
+        self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS))
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
         self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
+        self.CODES = gl.constexpr(CODES)
+        self.V_DTYPE = gl.constexpr(DTYPE if CODES is None else gl.float16)  # it has every fp8, and probabilities
+        depth = 16 if CODES is None else 32
+        self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth]))
+        self.O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+        self.CODE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(min(D, 128), 8, 2))
 
 
 @aggregate

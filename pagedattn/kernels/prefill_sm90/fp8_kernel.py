@@ -1,0 +1,93 @@
+"""Gluon: prefill on Hopper over a paged fp8 cache: the warps of `kernel`, but for those that bring the values."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ...runtime.device import on_device
+from ...runtime.launcher import Launcher
+from ...runtime.target import target_of
+from ...spec import Mask
+from ..gluon_device import LOG2E
+from ..inputs import VARYING, AttentionInputs
+from .consumer import Output, consume
+from .fp8_values import convert_values, produce_codes
+from .kernel import cache_rows, constants_of, query_rows
+from .pipeline import Channels, make_ring
+from .producer import produce_items
+from .work_item import CONSUMERS, ROWS, Items, Shape
+
+
+# As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
+@gluon.jit(do_not_specialize=["heads", "max_keys", "sl_t", "s_table"], do_not_specialize_on_alignment=["table"])
+def _prefill_kernel(
+    query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, heads, max_keys, qk_scale,
+    out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t, so_h,
+    sl_t, s_kscale, s_vscale, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE:
+    gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW:
+    gl.constexpr, SOFTCAP: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = query.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES)
+    channels = Channels(
+        make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(key.dtype, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, CONSUMERS),
+        make_ring(shape.V_DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS),
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+    )
+    staging = make_ring(gl.uint8, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, 1)
+    fence_async_shared()
+    items = Items(entries, heads, max_keys)
+    output = Output(out, so_t, so_h, sl_t)
+    scales = (k_scale, v_scale, s_kscale, s_vscale, out_scale)
+    k_place = (k_rows, k_head_rows, k_head_columns)
+    v_place = (v_rows, v_head_rows, v_head_columns)
+    logit_scale = qk_scale * LOG2E
+    gl.warp_specialize(
+        [
+            (consume, (0, logit_scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
+            (consume, (1, logit_scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
+            (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
+            (produce_codes, (value, table, s_table, v_place, staging, channels, shape)),
+            (convert_values, (staging, channels, shape)),
+        ],
+        [4, 1, 1, 2],
+        [232, 40, 40, 40],
+    )
+
+
+_launch = Launcher(_prefill_kernel, VARYING)
+
+
+def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+    """As of `kernel.launch`."""
+    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    if table is None:
+        raise ValueError("packed keys have no blocks")
+    group, size = query.shape[1] // key.shape[2], key.shape[1]
+    flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
+    constants = constants_of(query.shape[2], group, size, mask=Mask.of(inputs.mask), **flags)
+    constants |= {"CODES": inputs.format.value.codes}
+    heads = query.shape[1] // constants["PACK"]
+    layout = gl.NVMMASharedLayout(min(query.shape[2], 128), 8, 2)
+    part = min(size, constants["BLOCK_N"])
+    keys, k_place = cache_rows(key, part, layout)
+    values, v_place = cache_rows(value.view(torch.uint8), part, layout)
+    arguments = (
+        *(query_rows(query, constants["PACK"]), keys, values, table, out, lse, entries, workspace, inputs.sinks),
+        *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * size),
+        *(inputs.scale, inputs.out_scale, inputs.softcap, table.stride(0)),
+        *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+    )
+    programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
+    with on_device(query):
+        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)

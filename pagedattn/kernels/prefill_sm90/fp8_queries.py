@@ -1,0 +1,50 @@
+"""Gluon: bfloat16 queries as sums of two e4m3, so that fp8 keys are multiplied as they are stored.
+
+The eight significant bits of a bfloat16 are four and four. A power of two puts each row's largest element just below
+e4m3's: of an element only what is below 2**-17 of that one is lost. Both parts take as long to multiply with as a
+bfloat16 would.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..gluon_names import reinterpret, thread_barrier
+from .work_item import ROWS
+
+
+@gluon.jit
+def split_queries(room, shape):
+    """Queries [64, D] as two e4m3, in their place, and what the logits of each row are to be multiplied with."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
+    q = room.load(WIDE).to(gl.float32)
+    exponent = (gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) >> 23) & 255
+    exponent = gl.maximum(exponent, 32)  # what follows are normal numbers
+    down = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    down, _ = gl.broadcast(gl.expand_dims(down, 1), q)
+    # Two at a time: x * 129 - (x * 129 - x) are the upper four bits of a float16. They are not had by a conversion to
+    # e4m3 and back, for which ptxas 12.8 takes wrong registers.
+    high, low = gl.inline_asm_elementwise(
+        """{ .reg .b32 x, c, d, k, both; .reg .b16 a, b; .reg .f32 s, t;
+        mov.b32 k, 0x58085808;
+        mul.rn.f32 s, $2, $6; mul.rn.f32 t, $3, $6; cvt.rn.f16x2.f32 x, t, s;
+        mul.rn.f16x2 c, x, k; sub.rn.f16x2 d, c, x; sub.rn.f16x2 c, c, d; sub.rn.f16x2 d, x, c;
+        cvt.rn.satfinite.e4m3x2.f16x2 a, c; cvt.rn.satfinite.e4m3x2.f16x2 b, d; mov.b32 both, {a, b};
+        mul.rn.f32 s, $4, $6; mul.rn.f32 t, $5, $6; cvt.rn.f16x2.f32 x, t, s;
+        mul.rn.f16x2 c, x, k; sub.rn.f16x2 d, c, x; sub.rn.f16x2 c, c, d; sub.rn.f16x2 d, x, c;
+        cvt.rn.satfinite.e4m3x2.f16x2 a, c; cvt.rn.satfinite.e4m3x2.f16x2 b, d; mov.b32 x, {a, b};
+        prmt.b32 $0, both, x, 0x5410; prmt.b32 $1, both, x, 0x7632; }""",
+        "=&r,=r,r,r,r,r,r,r,r,r",
+        [q, down],
+        (gl.float8e4nv, gl.float8e4nv),
+        True,
+        4,
+    )
+    thread_barrier()  # every thread has read what is replaced
+    parts = reinterpret(room, gl.float8e4nv, [2, ROWS, shape.D], shape.CODE_LAYOUT)
+    parts.index(0).store(high)
+    parts.index(1).store(low)
+    fence_async_shared()
+    thread_barrier()
+    up = gl.where(exponent == 255, float("inf"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
+    return (parts.index(0), parts.index(1)), gl.convert_layout(up, gl.SliceLayout(1, shape.S_LAYOUT))

@@ -1,0 +1,113 @@
+"""Gluon: the warps that bring fp8 values to prefill on Hopper: one loads codes, two convert them.
+
+They become float16, which has every fp8 and, like it, probabilities. Keys need no conversion (`fp8_queries`), and are
+loaded as keys of 16 bits are.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..gluon_names import reinterpret
+from .producer import block_ids, load_rows
+from .work_item import take, tiles_of
+
+# One copy of their code: a copy for each warp was slow to fetch, 18 cycles an instruction.
+CONVERTERS = gl.constexpr(2)
+_ROWS = gl.constexpr(8)  # that a warp converts at a time
+
+
+@gluon.jit
+def produce_codes(desc_v, table, s_table, place, staging, channels, shape):
+    """Loads the codes of the values of every item handed out."""
+    n = 0
+    c = 0
+    item = take(channels.items, n, 1, shape)
+    while item.live > 0:
+        low, _, _, high = tiles_of(item, shape)
+        row = table + item.seq.to(gl.int64) * s_table
+        last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+        for back in range(0, high - low):
+            key = (high - 1 - back) * shape.BLOCK_N
+            blocks = block_ids(row, key, last_page, shape)
+            staging.wait_empty(c)
+            load_rows(desc_v, blocks, key, item.head // shape.PACKS, place, staging.barrier(c), staging.tile(c), shape)
+            c += 1
+        n += 1
+        item = take(channels.items, n, 1, shape)
+
+
+@gluon.constexpr_function
+def _word_layout(words):
+    """Layout of words [16, D / 4] of four codes. Eight threads, which access shared memory together, have four chunks
+    of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice (D 128), neither to
+    read codes nor to write elements, both of them swizzled."""
+    registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range((words // 16).bit_length() - 1))]
+    return gl.DistributedLinearLayout(registers, [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]], [[8, 0]], [], [16, words])
+
+
+@gluon.jit
+def _elements(words, CODES: gl.constexpr):
+    """Words [rows, n] of four codes as words [rows, 2 n] of two float16."""
+    if CODES == "e4m3":
+        low, high = gl.inline_asm_elementwise(
+            """{ .reg .b16 a, b;
+            mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
+            "=&r,=r,r",
+            [words],
+            (gl.int32, gl.int32),
+            True,
+            1,
+        )
+    else:  # e5m2: the upper byte of a float16
+        low, high = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
+            "=&r,=r,r",
+            [words],
+            (gl.int32, gl.int32),
+            True,
+            1,
+        )
+    return gl.join(low, high).reshape([words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
+def _convert(source, target, begin, end, shape):
+    """Codes [BLOCK_N, D] as elements; rows outside begin..end become 0: their weights are 0, but 0 * NaN would reach
+    the output."""
+    WORDS: gl.constexpr = _word_layout(shape.D // 4)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(shape.CODE_LAYOUT.swizzle_byte_width, element_bitwidth=32, rank=2)
+    ROWS: gl.constexpr = CONVERTERS * _ROWS
+    source = reinterpret(source, gl.int32, [shape.BLOCK_N, shape.D // 4], CODE_WORDS)
+    target = reinterpret(target, gl.int32, [shape.BLOCK_N, shape.D // 2], PAIRS)
+    index = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))
+    for i in gl.static_range(shape.BLOCK_N // ROWS):
+        words = source.slice(i * ROWS, ROWS).load(WORDS)
+        live = (index >= begin - i * ROWS) & (index < end - i * ROWS)
+        words = gl.where(gl.expand_dims(live, 1), words, 0)
+        target.slice(i * ROWS, ROWS).store(_elements(words, shape.CODES))
+    fence_async_shared()
+
+
+@gluon.jit
+def convert_values(staging, channels, shape):
+    """Converts the values of every item handed out."""
+    n = 0
+    c = 0
+    item = take(channels.items, n, CONVERTERS, shape)
+    while item.live > 0:
+        low, _, _, high = tiles_of(item, shape)
+        for back in range(0, high - low):
+            key = (high - 1 - back) * shape.BLOCK_N
+            begin = 0
+            if shape.WINDOW > 0:  # rows whose blocks the window may have left to others
+                begin = item.first - shape.WINDOW + 1 - key
+            staging.wait_full(c)
+            channels.wait_empty_values(c)
+            _convert(staging.tile(c), channels.v.tile(c), begin, item.keys - key, shape)
+            mbarrier.arrive(channels.v.barrier(c), count=1)
+            staging.release(c)
+            c += 1
+        n += 1
+        item = take(channels.items, n, CONVERTERS, shape)

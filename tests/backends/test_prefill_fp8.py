@@ -1,0 +1,64 @@
+"""TRITON's prefill kernel for Hopper over fp8 caches against the oracle, on one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from backends.test_hopper import FEW_BLOCKS, HERE, LENS
+from backends.triton_kinds import KINDS, case_of_kind
+
+from pagedattn.backends.registry import get_backend
+from pagedattn.testing.case import Case
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
+DEVICE = torch.device("cuda", 0)
+CASES = {
+    f"{name}, {kind}": case_of_kind(kind).but(kv_cache_dtype=name, kv_scale=scale)
+    for index, kind in enumerate(KINDS)
+    for name, scale in (("fp8_e4m3", ("head", "float", "tensor")[index % 3]), ("fp8_e5m2", "tensor"))
+    if case_of_kind(kind).dtype == torch.bfloat16 and (name == "fp8_e4m3" or index % 3 == 0)
+}
+CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3", magnitude=300.0, scale=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that it served."""
+    family, made = import_module("pagedattn.kernels.prefill_sm90.fp8_kernel"), []
+    launch = family.launch
+
+    def seen(inputs: Any, entries: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        launch(inputs, entries, workspace)
+        assert not entries[0, :2].any(), "a counter was not left as it was found"
+        made.append(inputs)
+
+    monkeypatch.setattr(family, "launch", seen)
+    return made
+
+
+def agrees(case: Case, about: str, launches: list[Any]) -> None:
+    launches.clear()
+    check(get_backend("TRITON"), make_problem(case, DEVICE), f"{about}, {case.id}")
+    assert launches or max(case.query_lens) <= 16, f"{about}: another kernel served"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str, launches: list[Any]) -> None:
+    for queries, keys in LENS:
+        agrees(CASES[name].but(query_lens=queries, seq_lens=keys), name, launches)
+    case = CASES[name].but(query_lens=LENS[2][0], seq_lens=LENS[2][1], fused_qkv=True, padding_rows=5)
+    agrees(case.but(share_blocks=not case.poison_behind), f"{name}, fused and padded", launches)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_few_query_blocks(name: str, launches: list[Any]) -> None:
+    for queries, keys in FEW_BLOCKS:
+        case = CASES[name].but(query_lens=queries, seq_lens=keys)
+        if case.sliding_window:  # of so many keys that parts pay
+            case = case.but(sliding_window=2030 + case.sliding_window)
+        agrees(case, name, launches)
