@@ -181,7 +181,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     parser.add_argument("model", type=Path, metavar="MODEL", help="a model folder")
-    parser.add_argument("--formats", nargs="+", default=["int8", "fp8", "fp8_e5m2"])
+    parser.add_argument("--formats", nargs="+", default=["int8", "k8v4", "fp8", "fp8_e5m2"])
     parser.add_argument("--tokens", type=int, default=4096, help="of each document")
     parser.add_argument("--chunk", type=int, default=32, help="tokens that go in at a time")
     parser.add_argument(
