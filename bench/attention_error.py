@@ -2,8 +2,8 @@
 
     python -m bench.attention_error [--formats int8 fp8] [--keys 128 512] [--dim 128] [--json FILE]
 
-By the formats' torch halves in float64, on random data: rows are normal, and of keys every 32nd element is eight times as
-large, as in models without norms of keys. What that means for a model is for `bench.accuracy` to say.
+By the formats' torch halves in float64, on random data: rows are normal, and of keys every 32nd element is eight times
+as large, as in models without norms of keys. What that means for a model is for `bench.accuracy` to say.
 """
 
 from __future__ import annotations

@@ -55,4 +55,12 @@ FAULTS = (
     Fault("sealed in place of what a block had", "PagedKVCache.seal_blocks", "plane[index] = sealed", "pass", GROWN),
     Fault("a format of another layer's cache taken", "_planes", "is not form", "is None",
           "test_formats.py part_of_an_int8_cache"),
+    Fault("float16 queries over fp8 multiplied as fp8", "prefill_sm90:why_not", " and shape.dtype == torch.bfloat16):", "):",
+          "test_hopper_calls.py others_are_refused"),
+    Fault("bytes of any meaning multiplied as fp8", "prefill_sm90:why_not", "{*shape.codes} <= {*FP8}", "shape.paged",
+          "test_hopper_launch.py goes_to_the_portable_kernel"),
+    Fault("scales of an fp8 cache refused on Hopper", "why_not_tensors", " and not inputs.format.takes_scales", "",
+          "test_hopper_calls.py fp8_caches_are_served"),
+    Fault("a layer's scale with its units", "fp8_kernel:launch", "*(inputs.scale, ", "*(inputs.scale * LOG2E.value, ",
+          "test_hopper_launch.py repeat_the_launches"),
 )  # fmt: skip
