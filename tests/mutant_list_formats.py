@@ -55,7 +55,8 @@ FAULTS = (
     Fault("sealed in place of what a block had", "PagedKVCache.seal_blocks", "plane[index] = sealed", "pass", GROWN),
     Fault("a format of another layer's cache taken", "_planes", "is not form", "is None",
           "test_formats.py part_of_an_int8_cache"),
-    Fault("float16 queries over fp8 multiplied as fp8", "prefill_sm90:why_not", " and shape.dtype == torch.bfloat16):", "):",
+    Fault("float16 queries over fp8 multiplied as fp8", "prefill_sm90:why_not",
+          " and shape.dtype == torch.bfloat16):", "):",
           "test_hopper_calls.py others_are_refused"),
     Fault("bytes of any meaning multiplied as fp8", "prefill_sm90:why_not", "{*shape.codes} <= {*FP8}", "shape.paged",
           "test_hopper_launch.py goes_to_the_portable_kernel"),
@@ -63,4 +64,8 @@ FAULTS = (
           "test_hopper_calls.py fp8_caches_are_served"),
     Fault("a layer's scale with its units", "fp8_kernel:launch", "*(inputs.scale, ", "*(inputs.scale * LOG2E.value, ",
           "test_hopper_launch.py repeat_the_launches"),
+    Fault("each prompt's range looked at", "RangeCheck.look", "self.pending = False", "pass",
+          "test_cache_formats.py said_once"),
+    Fault("the range of a profiled step looked at", "RangeCheck.look", "slots = slots[slots >= 0]", "slots = slots[:0]",
+          "test_cache_formats.py said_once"),
 )  # fmt: skip

@@ -92,6 +92,22 @@ def test_blocks_take_the_bytes_of_their_format(folder: Path) -> None:
         assert cache.bytes_per_block == size and cache.nbytes == 64 * size * layers
 
 
+def test_values_beyond_fp8_are_said_once(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = _model(folder)
+    model.model.layers[2].self_attn.v_proj.weight.data *= 1500
+    save(model, tmp_path)
+    for name, said in (("fp8", 1), ("fp8_e5m2", 0), ("int8", 0)):
+        caplog.clear()
+        _, _, llm = run(tmp_path, kv_cache_dtype=name)
+        llm.generate(PROMPTS, NEW, progress=False)
+        texts = [one.getMessage() for one in caplog.records if "cut off" in one.getMessage()]
+        assert len(texts) == said, name
+        assert all("of the values of layer 2 reach 448" in text and "'int8'" in text for text in texts)
+    caplog.clear()
+    run(folder, kv_cache_dtype="fp8")
+    assert "cut off" not in caplog.text
+
+
 def test_a_format_that_is_none_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"kv_cache_dtype must be one of auto, .*int8.*got 'int3'"):
         run(folder, kv_cache_dtype="int3")
