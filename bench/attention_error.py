@@ -2,8 +2,8 @@
 
     python -m bench.attention_error [--formats int8 fp8] [--keys 128 512] [--dim 128] [--json FILE]
 
-By the formats' torch halves in float64, on random data: rows are normal, and of keys every 32nd element is eight times
-as large, as in models without norms of keys. What that means for a model is for `bench.accuracy` to say.
+By the formats' torch halves and the oracle in float64, on random data: rows are normal, and of keys every 32nd element
+is eight times as large, as in models without norms of keys. What that means for a model is for `bench.accuracy` to say.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from pathlib import Path
 
 import torch
 
-from pagedattn.formats.base import RowFormat
+from pagedattn import Mask
 from pagedattn.formats.registry import format_of
+from pagedattn.testing import attention_oracle
+from pagedattn.testing.stored import StoredRows
 
 from .ratios import Row
 from .report import ResultFile
 
 KEYS = (128, 512, 2048, 8192, 32768)
-_HEADS, _QUERIES = 4, 32
+_HEADS, _QUERIES, _BLOCK = 4, 32, 16
 _EVERY, _LARGER = 32, 8.0
 
 
@@ -49,28 +51,19 @@ def errors(formats: Sequence[str], keys: int, dim: int) -> list[Row]:
 
     query, key, value = normal(_QUERIES, _HEADS, dim), normal(keys, _HEADS, dim), normal(keys, _HEADS, dim)
     key[..., ::_EVERY] *= _LARGER
-    exact = attention(query, key, value)
-    rows = []
+    every = {"scale": dim**-0.5, "mask": Mask(causal=False)}
+    exact, _ = attention_oracle(query, key, value, **every)
+    rows, sealed = [], keys // _BLOCK
     for name in formats:
         form = format_of(name)
-        found = attention(query, stored(form.key, key), stored(form.value, value))
+        sides = ((form.key, key), (form.value, value))
+        stored = (StoredRows(side).read(data, _BLOCK, sealed) for side, data in sides)
+        found, _ = attention_oracle(query, *stored, **every)
         cosine = torch.nn.functional.cosine_similarity(found, exact, dim=-1)
         largest = ((found - exact).abs().amax(-1) / exact.abs().amax(-1)).max()
         numbers = {"cosine": cosine.mean(), "worst_cosine": cosine.min(), "largest": largest}
         rows.append({"kv_cache_dtype": name, "keys": keys, **{k: round(float(x), 6) for k, x in numbers.items()}})
     return rows
-
-
-def stored(rows: RowFormat, exact: torch.Tensor) -> torch.Tensor:
-    """Float32 rows [N, H, D] as a format stores them, in float64."""
-    planes = [plane[None] for plane in rows.encode(exact)]
-    return rows.decode(planes, exact.shape[-1], torch.float64)[0]
-
-
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[T, H, D] float64, every query over all keys."""
-    logits = torch.einsum("thd,nhd->htn", query.double(), key.double()) * query.shape[-1] ** -0.5
-    return torch.einsum("htn,nhd->thd", logits.softmax(-1), value.double())
 
 
 def _arguments() -> argparse.ArgumentParser:

@@ -64,8 +64,8 @@ FAULTS = (
           "test_hopper_calls.py fp8_caches_are_served"),
     Fault("a layer's scale with its units", "fp8_kernel:launch", "*(inputs.scale, ", "*(inputs.scale * LOG2E.value, ",
           "test_hopper_launch.py repeat_the_launches"),
-    Fault("each prompt's range looked at", "RangeCheck.look", "self.pending = False", "pass",
+    Fault("each prompt's range looked at", "ModelRunner._launch", "self._saturation_checked = True", "pass",
           "test_cache_formats.py said_once"),
-    Fault("the range of a profiled step looked at", "RangeCheck.look", "slots = slots[slots >= 0]", "slots = slots[:0]",
+    Fault("the range of a profiled step looked at", "warn_of_saturation", "[common.slot_mapping >= 0]", "[:0]",
           "test_cache_formats.py said_once"),
 )  # fmt: skip

@@ -27,7 +27,7 @@ from .device_batch import BatchSender
 from .host_batch import HostBatch, HostBatchBuilder
 from .kv_memory import size_kv_blocks, swap_config
 from .persistent_batch import PersistentBatch
-from .range_check import RangeCheck
+from .range_check import warn_of_saturation
 
 
 class ModelRunner:
@@ -79,12 +79,13 @@ class ModelRunner:
         self._counts = TokenCounts(config.max_num_seqs, self.vocab_size, self.device)
         if self.device.type == "cuda":  # what is left is the cache's, so that a step would find no room
             self._counts.reserve()
-        self._graphs, self._range = self._make_graphs(config), None
+        self._graphs = self._make_graphs(config)
+        self._saturation_checked = True  # what measures memory are no prompts
         self._allocate(config, layout.nbytes, ranks)
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture(self._layers)
-        self._range = RangeCheck(self.cache, self._layers)
+        self._saturation_checked = False
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """The buffers of captured steps, if the configuration and the device want any."""
@@ -146,8 +147,9 @@ class ModelRunner:
             inputs = self._inputs.send(packed)
             metadata = plan_step(self._attentions, inputs.common_by_group)
             hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
-            if self._range is not None and self._range.pending:
-                self._range.look(inputs.common_by_group)
+            if not self._saturation_checked:
+                self._saturation_checked = True
+                warn_of_saturation(self.cache, inputs.common_by_group)
             if not len(packed.sampled):
                 return None
             drawn, rows = None, inputs.rows

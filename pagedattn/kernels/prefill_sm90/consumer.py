@@ -124,7 +124,7 @@ def _begin(item, w: gl.constexpr, sinks, shape):
 
 
 @gluon.jit
-def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, scales, output, lse_out, shape):
+def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, of_values, output, lse_out, shape):
     """Store an item's rows; those past its tokens are other sequences'."""
     O_ROWS: gl.constexpr = gl.SliceLayout(1, shape.O_LAYOUT)
     if lse_out is not None:
@@ -132,7 +132,7 @@ def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, scales, output, lse_out,
         place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.PACK + row % shape.PACK
         lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
         gl.store(lse_out + place, lse, mask=row // shape.PACK < item.tokens)
-    _, v_scale, _, s_vscale, factor = scales
+    v_scale, s_vscale, factor = of_values
     if v_scale is not None:
         factor = factor * gl.load(v_scale + item.head // shape.PACKS * s_vscale)
     norm = gl.convert_layout(factor / gl.where(l_i == 0, 1.0, l_i), O_ROWS)
@@ -163,8 +163,9 @@ def _skip(item, c, channels, shape):
 
 
 @gluon.jit
-def consume(w: gl.constexpr, qk_scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape):
-    """Attention of 64 rows of every item handed out; w says which half."""
+def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
+    """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
+    and their strides by head; of values also one that the host knows."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w)
@@ -181,8 +182,9 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, scales, output, lse_out, 
         else:
             keys = item.keys
             logit_scale = qk_scale
-            if scales[0] is not None:  # stored keys times their scale: the same as their logits times it
-                logit_scale = qk_scale * gl.load(scales[0] + item.head // shape.PACKS * scales[2])
+            k_scale, s_kscale = of_keys
+            if k_scale is not None:  # stored keys times their scale: the same as their logits times it
+                logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)
             acc = gl.zeros([ROWS, shape.D], gl.float32, shape.O_LAYOUT)
@@ -227,7 +229,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, scales, output, lse_out, 
                 if item.parts > 1:
                     complete, acc, m_i, l_i = publish_and_reduce(acc, m_i, l_i, workspace, item, w, shape)
             if complete:
-                _finish(acc, m_i, l_i, item, w, room, scales, output, lse_out, shape)
+                _finish(acc, m_i, l_i, item, w, room, of_values, output, lse_out, shape)
             queries.release(n)
             n += 1
             item = following

@@ -9,16 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ...runtime.target import target_of
-from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
-from .fp8_values import convert_values, produce_codes
-from .kernel import cache_rows, constants_of, query_rows
+from .fp8_values import convert_values
+from .kernel import cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
-from .producer import produce_items
-from .work_item import CONSUMERS, ROWS, Items, Shape
+from .producer import produce_items, produce_tiles
+from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
@@ -47,16 +45,22 @@ def _prefill_kernel(
     fence_async_shared()
     items = Items(entries, heads, max_keys)
     output = Output(out, so_t, so_h, sl_t)
-    scales = (k_scale, v_scale, s_kscale, s_vscale, out_scale)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     logit_scale = qk_scale * LOG2E
+    of_keys, of_values = (k_scale, s_kscale), (v_scale, s_vscale, out_scale)
     gl.warp_specialize(
         [
-            (consume, (0, logit_scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
-            (consume, (1, logit_scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
+            (
+                consume,
+                (0, logit_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape),
+            ),
+            (
+                consume,
+                (1, logit_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape),
+            ),
             (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
-            (produce_codes, (value, table, s_table, v_place, staging, channels, shape)),
+            (produce_tiles, (0, value, table, s_table, v_place, staging, channels, shape)),
             (convert_values, (staging, channels, shape)),
         ],
         [4, 1, 1, 2],
@@ -72,12 +76,10 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
-    group, size = query.shape[1] // key.shape[2], key.shape[1]
-    flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
-    constants = constants_of(query.shape[2], group, size, mask=Mask.of(inputs.mask), **flags)
+    constants, heads, programs = launch_grid(inputs, entries)
     constants |= {"CODES": inputs.format.value.codes}
-    heads = query.shape[1] // constants["PACK"]
-    layout = gl.NVMMASharedLayout(min(query.shape[2], 128), 8, 2)
+    layout = code_layout(query.shape[2])
+    size = key.shape[1]
     part = min(size, constants["BLOCK_N"])
     keys, k_place = cache_rows(key, part, layout)
     values, v_place = cache_rows(value.view(torch.uint8), part, layout)
@@ -88,6 +90,5 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
     )
-    programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
     with on_device(query):
         _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)

@@ -1,7 +1,6 @@
-"""Gluon: the warps that bring fp8 values to prefill on Hopper: one loads codes, two convert them.
+"""Gluon: the warps that convert fp8 values for prefill on Hopper, which another warp has loaded to a staging tile.
 
-They become float16, which has every fp8 and, like it, probabilities. Keys need no conversion (`fp8_queries`), and are
-loaded as keys of 16 bits are.
+They become float16, which has every fp8 and, like it, probabilities. Keys need no conversion (`fp8_queries`).
 """
 
 from triton.experimental import gluon
@@ -9,32 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..gluon_names import reinterpret
-from .producer import block_ids, load_rows
 from .work_item import take, tiles_of
 
 # One copy of their code: a copy for each warp was slow to fetch, 18 cycles an instruction.
 CONVERTERS = gl.constexpr(2)
 _ROWS = gl.constexpr(8)  # that a warp converts at a time
-
-
-@gluon.jit
-def produce_codes(desc_v, table, s_table, place, staging, channels, shape):
-    """Loads the codes of the values of every item handed out."""
-    n = 0
-    c = 0
-    item = take(channels.items, n, 1, shape)
-    while item.live > 0:
-        low, _, _, high = tiles_of(item, shape)
-        row = table + item.seq.to(gl.int64) * s_table
-        last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
-        for back in range(0, high - low):
-            key = (high - 1 - back) * shape.BLOCK_N
-            blocks = block_ids(row, key, last_page, shape)
-            staging.wait_empty(c)
-            load_rows(desc_v, blocks, key, item.head // shape.PACKS, place, staging.barrier(c), staging.tile(c), shape)
-            c += 1
-        n += 1
-        item = take(channels.items, n, 1, shape)
 
 
 @gluon.constexpr_function

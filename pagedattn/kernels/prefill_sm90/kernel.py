@@ -25,7 +25,7 @@ from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
 from .plan import FIELDS, heads_per_tile, keys_per_tile
-from .producer import produce_items, produce_keys, produce_values
+from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -59,15 +59,15 @@ def _prefill_kernel(
     fence_async_shared()
     items = Items(entries, heads, max_keys)
     output = Output(out, so_t, so_h, sl_t)
-    scales = (None, None, 0, 0, 1.0)
+    of_keys, of_values = (None, 0), (None, 0, 1.0)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
         [
-            (consume, (0, scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
-            (consume, (1, scale, softcap, sinks, scales, output, lse_out, workspace, channels, shape)),
+            (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
+            (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
-            (produce_keys, (1, key, table, s_table, k_place, channels, shape)),
+            (produce_tiles, (1, key, table, s_table, k_place, channels.k, channels, shape)),
             (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
             (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),
         ],
@@ -102,11 +102,8 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     """One launch over a tile schedule. workspace: for the partials of splits,
     as for the decode kernel."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
-    group = query.shape[1] // key.shape[2]
-    flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
-    constants = constants_of(query.shape[2], group, key.shape[1], mask=Mask.of(inputs.mask), **flags)
+    constants, heads, programs = launch_grid(inputs, entries)
     pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
-    heads = query.shape[1] // pack
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),
@@ -114,9 +111,18 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         *(inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
     )
-    programs = min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
     with on_device(query):
         _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+
+
+def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[str, Any], int, int]:
+    """Constants of a launch over a tile schedule, packs of query heads, and programs."""
+    query, key = inputs.query, inputs.key
+    flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
+    group = query.shape[1] // key.shape[2]
+    constants = constants_of(query.shape[2], group, key.shape[1], mask=Mask.of(inputs.mask), **flags)
+    heads = query.shape[1] // constants["PACK"]
+    return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
 
 
 def query_rows(query: torch.Tensor, pack: int) -> TensorDescriptor:

@@ -10,7 +10,7 @@ from .work_item import ROWS, hand_out, take, tiles_of
 
 
 @gluon.jit
-def block_ids(row, key, last_page, shape):
+def _blocks(row, key, last_page, shape):
     """The cache blocks of keys key..key + LOAD; past the last page, that one again."""
     blocks = ()
     for j in gl.static_range(shape.LOAD // shape.COPY):
@@ -20,7 +20,7 @@ def block_ids(row, key, last_page, shape):
 
 
 @gluon.jit
-def load_rows(desc, blocks, key, kv_head, place, barrier, target, shape):
+def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
     """Keys key..key + LOAD into `target` [LOAD, D], one copy per block. A coordinate outside is read as 0."""
     rows, head_rows, head_columns = place
     start = kv_head * head_rows + key % shape.PAGE
@@ -44,7 +44,7 @@ def _zero_rows(tile, begin, end, shape):
 
 
 @gluon.jit
-def load_queries(desc_q, item, n, channels, shape):
+def _load_queries(desc_q, item, n, channels, shape):
     """The rows of an item's two halves."""
     at = [item.token, item.head * shape.PACK, 0]
     channels.q0.wait_empty(n)
@@ -57,25 +57,25 @@ def load_queries(desc_q, item, n, channels, shape):
 
 
 @gluon.jit
-def _load_keys(w: gl.constexpr, desc, table, s_table, place, item, c, channels, shape):
-    """Half of the keys of all tiles of an item. The number of tiles loaded, after it."""
+def _load_tiles(w: gl.constexpr, desc, table, s_table, place, item, c, ring, shape):
+    """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
     last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
     for back in range(0, high - low):
         key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
-        blocks = block_ids(row, key, last_page, shape)
-        channels.k.wait_empty(c)
-        tile = channels.k.tile(c).slice(w * shape.LOAD, shape.LOAD)
-        load_rows(desc, blocks, key, item.head // shape.PACKS, place, channels.k.barrier(c), tile, shape)
+        blocks = _blocks(row, key, last_page, shape)
+        ring.wait_empty(c)
+        tile = ring.tile(c).slice(w * shape.LOAD, shape.LOAD)
+        _load(desc, blocks, key, item.head // shape.PACKS, place, ring.barrier(c), tile, shape)
         c += 1
     return c
 
 
 @gluon.jit
 def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape):
-    """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first half
-    of their keys."""
+    """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first
+    warp's part of their keys."""
     # Nothing of what came before is read, and nothing is written, before an item is handed out.
     gdc_wait()
     n = 0  # items handed out
@@ -84,8 +84,8 @@ def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape)
     while item.live > 0:
         following = items.draw()
         hand_out(channels.items, n, item, shape)
-        load_queries(desc_q, item, n, channels, shape)
-        c = _load_keys(0, desc_k, table, s_table, place, item, c, channels, shape)
+        _load_queries(desc_q, item, n, channels, shape)
+        c = _load_tiles(0, desc_k, table, s_table, place, item, c, channels.k, shape)
         n += 1
         item = items.look_up(following, shape, False)
     hand_out(channels.items, n, item, shape)
@@ -93,14 +93,14 @@ def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape)
 
 
 @gluon.jit
-def produce_keys(w: gl.constexpr, desc_k, table, s_table, place, channels, shape):
-    """Loads a half of the keys of every item handed out. Warps share the work, for small blocks take many copies to
-    issue: one warp alone was what the computing ones waited for."""
+def produce_tiles(w: gl.constexpr, desc, table, s_table, place, ring, channels, shape):
+    """Loads a warp's part of the keys, or of the codes of values, of every item handed out. Warps share the keys of 16
+    bits, for small blocks take many copies to issue: one warp alone was what the computing ones waited for."""
     n = 0
     c = 0
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
-        c = _load_keys(w, desc_k, table, s_table, place, item, c, channels, shape)
+        c = _load_tiles(w, desc, table, s_table, place, item, c, ring, shape)
         n += 1
         item = take(channels.items, n, 1, shape)
 
@@ -119,16 +119,16 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, tail, channel
         kv_head = item.head // shape.PACKS
         for back in range(0, high - low):
             key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
-            blocks = block_ids(row, key, last_page, shape)
+            blocks = _blocks(row, key, last_page, shape)
             channels.wait_empty_values(c)
             tile = channels.v.tile(c).slice(w * shape.LOAD, shape.LOAD)
             behind = 0  # rows whose blocks the window may have left to others
             if shape.WINDOW > 0:
                 behind = item.first - shape.WINDOW + 1 - key
             if (key + shape.LOAD <= item.keys) & (behind <= 0):
-                load_rows(desc_v, blocks, key, kv_head, place, channels.v.barrier(c), tile, shape)
+                _load(desc_v, blocks, key, kv_head, place, channels.v.barrier(c), tile, shape)
             else:
-                load_rows(desc_v, blocks, key, kv_head, place, tail.index(w), tile, shape)
+                _load(desc_v, blocks, key, kv_head, place, tail.index(w), tile, shape)
                 mbarrier.wait(tail.index(w), t & 1)
                 t += 1
                 _zero_rows(tile, behind, item.keys - key, shape)

@@ -15,6 +15,12 @@ CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 LOADERS = gl.constexpr(2)  # warps that load the keys of a tile, and as many its values
 
 
+@gluon.constexpr_function
+def code_layout(dim):
+    """Of tiles of 8-bit codes in shared memory."""
+    return gl.NVMMASharedLayout(min(dim, 128), 8, 2)
+
+
 @aggregate
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
@@ -55,7 +61,7 @@ class Shape:
         depth = 16 if CODES is None else 32
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth]))
         self.O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-        self.CODE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(min(D, 128), 8, 2))
+        self.CODE_LAYOUT = gl.constexpr(code_layout(D))
 
 
 @aggregate
