@@ -28,8 +28,9 @@ def figure(rows: list[Row], note: str) -> Figure:
         for x, name in enumerate(names):
             axes.plot([x] * len(row["tok_s"][name]), row["tok_s"][name], ".", color="black", markersize=4)
             axes.annotate(f"{medians[x]:,.0f}", (x, 0), (0, 4), textcoords="offset points", ha="center", color="white")
-        count = row["requests"]
-        axes.set(title=f"{row['model']}, {count} request{'s' if count > 1 else ''}", ylim=(0, None))
+        count, gpus = row["requests"], row["options"].get("tensor_parallel_size", 1)
+        model = row["model"] if gpus == 1 else f"{row['model']}, {gpus} GPUs"
+        axes.set(title=f"{model}, {count} request{'s' if count > 1 else ''}", ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
     drawn.axes[0].set_ylabel("output tokens/s")
     drawn.supxlabel(note, fontsize=8)
