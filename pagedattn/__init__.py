@@ -14,6 +14,8 @@ from .cache.kv_cache import PagedKVCache
 from .cache.specs import FullAttentionSpec, SlidingWindowSpec
 from .call import AttentionCall
 from .formats.base import CacheFormat, LayerCache
+from .formats.fp8.calibration import KVScales
+from .formats.fp8.calibration_file import LayerMaxima
 from .layers.attention import Attention
 from .layers.functional import paged_attention
 from .layers.plan_step import StepMetadata, plan_step
@@ -64,7 +66,9 @@ __all__ = [
     "CacheFormat",
     "CommonAttentionMetadata",
     "FullAttentionSpec",
+    "KVScales",
     "LayerCache",
+    "LayerMaxima",
     "Mask",
     "PagedKVCache",
     "SlidingWindowSpec",
