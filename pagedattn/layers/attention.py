@@ -171,6 +171,25 @@ class Attention(nn.Module):
         return self._kv_group
 
     @property
+    def kv_scales(self) -> tuple[Scale, Scale]:
+        """k_scale and v_scale of this layer, tensors on its device; None is 1, or that they come with each call."""
+        return self._placed_scales.key, self._placed_scales.value
+
+    def set_kv_scales(self, k_scale: Scale, v_scale: Scale, source: str) -> None:
+        """Give the layer scales after it was built, as `k_scale` and `v_scale` would; may choose another backend.
+
+        Args:
+            source: where they are from, for `selection.describe()`.
+
+        Raises:
+            InvalidInputError: the layer's format takes no scales, or not such ones.
+            UnsupportedError: no backend serves them.
+        """
+        given = LayerScales.given(k_scale, v_scale, None, self._base.kv_cache_dtype, self._base.kv_heads)
+        self._scales = replace(given, source=source)
+        self._resolve()
+
+    @property
     def plan_key(self) -> Key:
         """Layers with equal keys share metadata."""
         return self._plan_key
