@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from pagedattn import CommonAttentionMetadata, PagedKVCache
+
 from .kv_group import KVGroup, SwapConfig
 from .scheduler_output import SampledToken, SchedulerOutput
 
@@ -43,6 +45,21 @@ class HasPlaceholders(Protocol):
 
     @property
     def placeholder_tokens(self) -> Mapping[int, str]: ...
+
+
+class StepObserver(Protocol):
+    """What a runner calls after the layers of an eager step; captured ones are not seen."""
+
+    def saw_step(self, cache: PagedKVCache, common_by_group: Mapping[int, CommonAttentionMetadata], /) -> bool:
+        """Look at the cache; whether the next step is wanted too."""
+        ...
+
+
+@runtime_checkable
+class Observed(Protocol):
+    """A runner whose steps may be looked at: it calls the observer until that wants no more."""
+
+    observer: StepObserver | None
 
 
 class Runner(Protocol):

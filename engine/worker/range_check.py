@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from pagedattn import CommonAttentionMetadata, PagedKVCache
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache
+
+from .stored_rows import layers_and_slots, stored_rows
 
 logger = logging.getLogger("pagedattn.engine")
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_REMEDY = (
+    "`pagedattn calibrate MODEL TEXT_FILE` writes scales for kv_scales=, and kv_cache_dtype='int8' has a scale of each "
+    "token and head"
+)
 
 
-def warn_of_saturation(cache: PagedKVCache, common_by_group: Mapping[int, CommonAttentionMetadata]) -> None:
-    """Say so where an element that a step has stored is its fp8's largest, to which larger ones are cut off. Waits for
-    the device."""
-    slots_by_group = {group: common.slot_mapping[common.slot_mapping >= 0] for group, common in common_by_group.items()}
-    worst, text = 0.0, ""
-    for index in range(cache.num_layers):
-        layer, slots = cache.layer(index), slots_by_group[cache.group_of(index)]
-        for name, codes in (("keys", layer.key), ("values", layer.value)):
-            if codes.dtype in _FP8 and len(slots):
-                rows = codes.view(torch.uint8)[slots // layer.block_size, slots % layer.block_size]
-                most = torch.finfo(codes.dtype).max
-                share = float((rows.view(codes.dtype).float().abs() >= most).float().mean())
-                if share > worst:
-                    worst, text = share, f"{share:.2%} of the {name} of layer {index} reach {most:g}"
-    if worst:
-        remedy = "kv_cache_dtype='int8' has a scale of each token and head"
-        logger.warning("the fp8 cache has no scales, and %s, where larger ones are cut off: %s", text, remedy)
+class RangeCheck:
+    """Warns where an element that a step has stored with a scale of 1 is its fp8's largest, to which larger ones are
+    cut off. Waits for the device, so it looks at one step only.
+    """
+
+    def __init__(self, layers: Sequence[Attention]) -> None:
+        self._layers = layers
+
+    @classmethod
+    def of(cls, layers: Sequence[Attention]) -> RangeCheck | None:
+        """A check where some layer could cut off."""
+        return cls(layers) if any(one.spec.format.takes_scales and None in one.kv_scales for one in layers) else None
+
+    def saw_step(self, cache: PagedKVCache, common_by_group: Mapping[int, CommonAttentionMetadata], /) -> bool:
+        """As `StepObserver`."""
+        worst, text = 0.0, ""
+        for index, layer, slots in layers_and_slots(cache, common_by_group):
+            scales = self._layers[index].kv_scales
+            for name, codes, scale in zip(("keys", "values"), (layer.key, layer.value), scales, strict=True):
+                if scale is None and len(slots):
+                    most = torch.finfo(codes.dtype).max
+                    share = float((stored_rows(codes, slots).abs() >= most).float().mean())
+                    if share > worst:
+                        worst, text = share, f"{share:.2%} of the {name} of layer {index} reach {most:g}"
+        if worst:
+            logger.warning("the fp8 cache has no scales, and %s, where larger ones are cut off: %s", text, _REMEDY)
+        return False

@@ -18,6 +18,7 @@ from ..models.folder import ModelFolder
 from ..models.text_part import placeholder_tokens
 from ..models.tokenizer import Tokenizer
 from ..models.tp_group import TPGroup
+from ..runner_protocol import StepObserver
 from ..sampling.sampler import AsyncTokens, BatchState, Sampler
 from ..sampling.token_counts import TokenCounts
 from ..scheduler_output import SampledToken, SchedulerOutput
@@ -27,7 +28,7 @@ from .device_batch import BatchSender
 from .host_batch import HostBatch, HostBatchBuilder
 from .kv_memory import size_kv_blocks, swap_config
 from .persistent_batch import PersistentBatch
-from .range_check import warn_of_saturation
+from .range_check import RangeCheck
 
 
 class ModelRunner:
@@ -43,6 +44,7 @@ class ModelRunner:
         kv_groups: block size and window per KV group.
         prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
+        observer: called after each eager step until it wants no more; None: nobody looks.
 
     Raises:
         WeightsError, SecurityError, UnsupportedError: a model folder that cannot be loaded.
@@ -80,12 +82,12 @@ class ModelRunner:
         if self.device.type == "cuda":  # what is left is the cache's, so that a step would find no room
             self._counts.reserve()
         self._graphs = self._make_graphs(config)
-        self._saturation_checked = True  # what measures memory are no prompts
+        self.observer: StepObserver | None = None
         self._allocate(config, layout.nbytes, ranks)
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture(self._layers)
-        self._saturation_checked = False
+        self.observer = RangeCheck.of(self._attentions)  # only now: what measures memory are no prompts
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """The buffers of captured steps, if the configuration and the device want any."""
@@ -147,9 +149,8 @@ class ModelRunner:
             inputs = self._inputs.send(packed)
             metadata = plan_step(self._attentions, inputs.common_by_group)
             hidden = self.model(inputs.input_ids, inputs.positions, self._layers, metadata)
-            if not self._saturation_checked:
-                self._saturation_checked = True
-                warn_of_saturation(self.cache, inputs.common_by_group)
+            if self.observer is not None and not self.observer.saw_step(self.cache, inputs.common_by_group):
+                self.observer = None
             if not len(packed.sampled):
                 return None
             drawn, rows = None, inputs.rows
