@@ -126,8 +126,7 @@ def _family(raw: Mapping[str, Any]) -> ModelFamily:
     named = raw.get("architectures")
     if named and family.architecture not in named:
         raise UnsupportedError(f"architectures {named} is not supported; for {model_type} it is {family.architecture}")
-    if raw.get("quantization_config"):
-        raise UnsupportedError("quantised weights (`quantization_config`) are not supported; use the original model")
+    refuse_quantised_weights(raw)
     if not raw.get("is_causal", True):
         raise UnsupportedError("`is_causal` is not true: an engine decodes causal models only")
     if raw.get("per_layer_config"):
@@ -191,6 +190,14 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
     if type(value) is not bool:
         raise InvalidInputError(f"{key} in config.json", "true or false", repr(value))
     return value
+
+
+def refuse_quantised_weights(raw: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for weights that are quantised; a scheme of the KV cache alone only brings scales."""
+    given = raw.get("quantization_config")
+    cache_only = isinstance(given, dict) and given.get("kv_cache_scheme") and not given.get("config_groups", True)
+    if given and not cache_only:
+        raise UnsupportedError("quantised weights (`quantization_config`) are not supported; use the original model")
 
 
 def read_dtype(raw: Mapping[str, Any]) -> torch.dtype:

@@ -40,7 +40,7 @@ class SelfAttention(nn.Module):
             parts = turned(qkv, self.kv_heads, self.head_dim, norms, self.eps, *place)
             return self.o_proj(self.attn(*parts, None, metadata).flatten(1))
         slots = metadata.of(self.attn.plan_key).common.slot_mapping
-        query = turn_and_write(qkv, norms, self.eps, *place, cache, slots)
+        query = turn_and_write(qkv, norms, self.eps, *place, cache, slots, self.attn.kv_scales)
         return self.o_proj(self.attn(query, None, None, cache, metadata).flatten(1))
 
 
@@ -122,6 +122,11 @@ class Decoder(nn.Module):
         """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, written to `out` where it is given."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return torch.mm(hidden, head.weight.t(), out=out)
+
+    @property
+    def kv_heads(self) -> slice:
+        """Which of the model's KV heads are here."""
+        return slice(None)
 
     @property
     def num_parameters(self) -> int:

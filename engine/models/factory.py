@@ -16,6 +16,7 @@ from ..config import EngineConfig
 from .config import load_model_config
 from .decoder import Decoder
 from .folder import ModelFolder
+from .kv_scales import load_kv_scales, set_kv_scales
 from .loader import load_weights
 from .sharding import ShardedDecoder
 from .tp_group import TPGroup
@@ -104,6 +105,7 @@ def _native(
     config: EngineConfig, folder: ModelFolder, device: torch.device, make: Callable[..., Decoder] = Decoder
 ) -> Decoder:
     shape = load_model_config(folder)
+    scales = load_kv_scales(config, folder, shape)
     model = make(
         shape,
         dtype=shape.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
@@ -114,5 +116,6 @@ def _native(
         clean_cache=config.clean_cache,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    set_kv_scales(config, folder, model.attention_layers(), scales, model.kv_heads)
     load_weights(model, folder, device, config.load_format, config.seed)
     return model

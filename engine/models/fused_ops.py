@@ -16,6 +16,8 @@ from pagedattn import LayerCache, ops
 
 from .rope import rotate
 
+Scale = float | torch.Tensor | None
+
 _FUSED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -74,6 +76,7 @@ def turn_and_write(
     positions: torch.Tensor,
     cache: LayerCache,
     slots: torch.Tensor,
+    scales: tuple[Scale, Scale] = (None, None),
 ) -> torch.Tensor:
     """Norm (where there are weights) and turn queries and keys, and write keys and values to their slots.
 
@@ -82,6 +85,7 @@ def turn_and_write(
         weights: of the query and of the key norm, each [D], or None.
         cos_sin: [max_positions, D], cosines first. positions: [T] of the tokens.
         cache: what `Attention` would write to, of any format. slots: [n] int64, n <= T; outside means skip.
+        scales: k_scale and v_scale of an fp8 cache, as `Attention.kv_scales` has them.
 
     Returns:
         The queries [T, Hq, D].
@@ -93,7 +97,9 @@ def turn_and_write(
         fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache.key, cache.value, slots)
         return qkv[:, : qkv.shape[1] - 2 * kv_heads * dim].unflatten(1, (-1, dim))
     query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)
-    ops.reshape_and_cache(key, value, cache.key, cache.value, slots, **cache.stored)
+    ops.reshape_and_cache(
+        key, value, cache.key, cache.value, slots, k_scale=scales[0], v_scale=scales[1], **cache.stored
+    )
     return query
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ _DTYPES = ("F16", "BF16", "F32", "F64")
 _MAX_HEADER_BYTES = 100_000_000
 _FOREIGN = {b"PK\x03\x04": "a zip archive (torch.save)", b"GGUF": "a GGUF file"}
 _DUMMY_STD = 0.02
+# `model.layers.3.self_attn.k_scale`; older writers say kv_scale of both, or name them under `attn` or a projection.
+_KV_SCALE = re.compile(r"(?:^|\.)(\d+)\.(?:self_)?attn\.(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,38 @@ def read_tensors(folder: ModelFolder) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def read_kv_scales(folder: ModelFolder) -> dict[int, tuple[float | None, float | None]]:
+    """The k_scale and v_scale of each layer that has one in the checkpoint, by its index.
+
+    Raises:
+        WeightsError: one is no positive finite number, or there are several.
+    """
+    found: dict[int, list[float | None]] = {}
+    for name, tensor in _text_inventory(folder).items():
+        match = _KV_SCALE.search(name)
+        if match is None:
+            continue
+        with safe_open(tensor.file, framework="pt") as file:
+            values = file.get_tensor(tensor.name).float()
+        scale = values.item() if values.numel() == 1 else math.nan
+        pair, sides = found.setdefault(int(match[1]), [None, None]), {"k": (0,), "v": (1,), "kv": (0, 1)}[match[2]]
+        if not 0 < scale < math.inf or any(pair[side] is not None for side in sides):
+            got = f"{values.flatten()[:8].tolist()} of shape {list(values.shape)}"
+            raise WeightsError(
+                f"tensor {name!r} must be one positive finite number, the layer's only one, got {got}; "
+                "give kv_scales=, a file of `pagedattn calibrate`, in its place"
+            )
+        for side in sides:
+            pair[side] = scale
+    return {index: (pair[0], pair[1]) for index, pair in found.items()}
+
+
 def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """The weights of `_text_inventory`, without scales of a cache."""
+    return {name: tensor for name, tensor in _text_inventory(folder).items() if not _KV_SCALE.search(name)}
+
+
+def _text_inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, or of its text part where it has others, by name in a model of text."""
     stored = _whole_inventory(folder)
     if not is_multimodal(folder.read_json("config.json") or {}):
@@ -98,22 +133,26 @@ def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
     return found
 
 
-def _whole_inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint, from `model.safetensors` or from the shards of the index."""
+def weight_files(folder: ModelFolder) -> dict[str, Path]:
+    """The safetensors of the checkpoint by their names in the folder: `model.safetensors`, or the shards of the index.
+
+    Raises:
+        WeightsError: there are none, or the index is broken.
+    """
     single = folder.find(_SINGLE)
     if single is not None:
-        return _read_header(single, folder.root / _SINGLE)
-    index = folder.read_json(_INDEX)
-    if index is None:
-        others = sorted(name for name in os.listdir(folder.root) if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        found = f"; {others[0]} was found, but it could run code and is never loaded; convert it" if others else ""
-        raise WeightsError(f"{folder.root} has neither {_SINGLE} nor {_INDEX}{found}")
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise WeightsError(f"{_INDEX} must have a weight_map from tensor names to file names")
-    shards = {name: _shard(folder, name) for name in dict.fromkeys(weight_map.values())}
+        return {_SINGLE: single}
+    return {name: _shard(folder, name) for name in dict.fromkeys(_weight_map(folder).values())}
+
+
+def _whole_inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint."""
+    files = weight_files(folder)
+    if list(files) == [_SINGLE]:
+        return _read_header(files[_SINGLE], folder.root / _SINGLE)
+    weight_map = _weight_map(folder)
     stored: dict[str, StoredTensor] = {}
-    for name, path in shards.items():
+    for name, path in files.items():
         for key, tensor in _read_header(path, folder.root / name).items():
             if key in stored:
                 raise WeightsError(f"tensor {key!r} is twice in the checkpoint: {stored[key].file.name} and {name}")
@@ -122,6 +161,18 @@ def _whole_inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
                 raise WeightsError(f"tensor {key!r} of {name} is not listed there by {_INDEX}")
     _refuse(f"listed by {_INDEX} but missing in their files", weight_map.keys() - stored.keys())
     return stored
+
+
+def _weight_map(folder: ModelFolder) -> dict[str, str]:
+    index = folder.read_json(_INDEX)
+    if index is None:
+        others = sorted(name for name in os.listdir(folder.root) if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        found = f"; {others[0]} was found, but it could run code and is never loaded; convert it" if others else ""
+        raise WeightsError(f"{folder.root} has neither {_SINGLE} nor {_INDEX}{found}")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise WeightsError(f"{_INDEX} must have a weight_map from tensor names to file names")
+    return weight_map
 
 
 def _shard(folder: ModelFolder, name: str) -> Path:

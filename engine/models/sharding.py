@@ -97,6 +97,11 @@ class ShardedDecoder(Decoder):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, _length(share.tokens), False, "meta", dtype)
 
+    @property
+    def kv_heads(self) -> slice:
+        """Which of the model's KV heads are here."""
+        return slice(*self.share.kv_heads)
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `Decoder.logits`, on every rank the whole vocabulary."""
         tied = self.config.tie_word_embeddings

@@ -17,8 +17,9 @@ from pagedattn import Attention, FullAttentionSpec, LayerCache, SlidingWindowSpe
 from pagedattn.errors import CapacityError, InvalidInputError, SecurityError, UnsupportedError, WeightsError
 
 from ..config import EngineConfig
-from .config import read_dtype, read_eos_token_ids
+from .config import read_dtype, read_eos_token_ids, refuse_quantised_weights
 from .folder import ModelFolder
+from .kv_scales import load_kv_scales, set_kv_scales
 from .loader import read_tensors
 from .text_part import text_config
 
@@ -109,6 +110,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
     eos = read_eos_token_ids(generation) or read_eos_token_ids(raw)
     shape = TransformersShape(hf_config.vocab_size, positions, read_dtype(raw), eos)
     dtype = shape.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    scales = load_kv_scales(config, folder)
     if dtype == torch.float64:
         hf_config._experts_implementation = "eager"  # grouped matrix products have no float64
     with _quiet(transformers):
@@ -128,6 +130,10 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
         clean_cache=config.clean_cache,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    layers = packed.attention_layers()
+    if scales is not None:
+        scales.check_shapes([(one.spec.kv_heads, one.spec.head_dim, one.spec.value_dim) for one in layers])
+    set_kv_scales(config, folder, layers, scales)
     return TransformersModel(shape, packed)
 
 
@@ -135,8 +141,8 @@ def _read_config(folder: ModelFolder) -> dict[str, Any]:
     raw = text_config(folder.require_json("config.json"))
     if raw.get("auto_map"):
         raise SecurityError("config.json has `auto_map`, which imports code of the model folder; remove it to load")
-    if raw.pop("quantization_config", None):  # transformers would stumble over an empty one
-        raise UnsupportedError("quantised weights (`quantization_config`) are not supported; use the original model")
+    refuse_quantised_weights(raw)
+    raw.pop("quantization_config", None)  # over which transformers would stumble
     return {key: value for key, value in raw.items() if not key.startswith("_") and key not in _CODE_KEYS}
 
 

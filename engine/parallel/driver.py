@@ -22,6 +22,7 @@ from ..kv_group import KVGroup, SwapConfig
 from ..models.config import load_model_config
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.folder import ModelFolder
+from ..models.kv_scales import load_kv_scales
 from ..models.sharding import ShardSpec
 from ..models.text_part import placeholder_tokens
 from ..models.tokenizer import Tokenizer
@@ -51,7 +52,9 @@ class ParallelRunner:
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         self.folder = ModelFolder(config.model)
-        ShardSpec.of(load_model_config(self.folder), 0, size)
+        shape = load_model_config(self.folder)
+        ShardSpec.of(shape, 0, size)
+        load_kv_scales(config, self.folder, shape)  # each rank does it too: here no process has to be started for it
         devices = _devices(config.device, size)
         self.prefers_overlap = devices[0] != "cpu"
         self.placeholder_tokens = placeholder_tokens(self.folder.require_json("config.json"))

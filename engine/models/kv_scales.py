@@ -1,0 +1,54 @@
+"""Scales of an fp8 cache: from a calibration, else from the checkpoint; without either each is 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagedattn import Attention, KVScales
+
+from ..config import EngineConfig
+from .config import ModelConfig
+from .folder import ModelFolder
+from .loader import read_kv_scales
+
+
+def load_kv_scales(config: EngineConfig, folder: ModelFolder, shape: ModelConfig | None = None) -> KVScales | None:
+    """The calibration that a config names, checked against the model before memory is taken; None where it names none.
+
+    Args:
+        shape: of the whole model, None where that is not known yet.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is of another model or checkpoint.
+    """
+    if config.kv_scales is None:
+        return None
+    scales = KVScales.load(config.kv_scales)
+    if shape is not None:
+        scales.check_shapes([(shape.num_kv_heads, shape.head_dim, shape.head_dim)] * shape.num_layers)
+    if config.load_format != "dummy":
+        scales.check_checkpoint(folder.find)
+    return scales
+
+
+def set_kv_scales(
+    config: EngineConfig,
+    folder: ModelFolder,
+    layers: Sequence[Attention],
+    scales: KVScales | None,
+    heads: slice | None = None,
+) -> None:
+    """Give each layer its scales, of a rank's share those of the KV heads `heads`.
+
+    Raises:
+        WeightsError: a scale of the checkpoint is no positive finite number.
+        UnsupportedError: the backend asked for does not serve such scales.
+    """
+    if scales is not None:
+        for layer, (key, value) in zip(layers, scales.scales(config.kv_cache_dtype), strict=True):
+            pair = (key, value) if heads is None else (key[heads], value[heads])
+            layer.set_kv_scales(*pair, scales.source)
+    elif config.load_format != "dummy" and layers[0].spec.format.takes_scales:
+        for index, pair in read_kv_scales(folder).items():
+            if index < len(layers):
+                layers[index].set_kv_scales(*pair, "the checkpoint")
