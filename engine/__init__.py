@@ -5,6 +5,7 @@ and tests that use them without an LLM.
 """
 
 from .api.async_llm import AsyncLLM, TokenStream
+from .api.calibrate import calibrate
 from .api.llm import LLM
 from .api.outputs import CompletionOutput, RequestOutput, TokenDelta
 from .config import EngineConfig
@@ -30,4 +31,5 @@ __all__ = [
     "SchedulerOutput",
     "TokenDelta",
     "TokenStream",
+    "calibrate",
 ]
