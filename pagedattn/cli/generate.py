@@ -46,13 +46,22 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--backend", help="attention backend by name; the fastest where not given")
     add("--kv-cache-dtype", help="format of the KV cache, as int8 or fp8; the model's dtype where not given")
+    add(
+        "--kv-scales", metavar="FILE", help="of `pagedattn calibrate`, for an fp8 cache; the checkpoint's, or 1, if not"
+    )
+    add_place_options(parser)
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="any other field of EngineConfig, as JSON")
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """Where a model runs, and in which dtype."""
+    add = parser.add_argument
     add("--device", type=present_device, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
     add(
         "--dtype",
         type=_weights_dtype,
         help="of weights and activations, as bf16 or bfloat16; the checkpoint's where not given",
     )
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="any other field of EngineConfig, as JSON")
 
 
 def _weights_dtype(given: str) -> str:
@@ -75,7 +84,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _llm(engine: Any, args: argparse.Namespace) -> Any:
     options = dict(map(_setting, args.set))
-    for name in ("backend", "kv_cache_dtype", "device", "dtype"):
+    for name in ("backend", "kv_cache_dtype", "kv_scales", "device", "dtype"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     return engine.LLM(model_folder(args.model), **options)
