@@ -8,17 +8,19 @@ the positions of a forward that has neither mask nor cache.
 from __future__ import annotations
 
 import inspect
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ... import CommonAttentionMetadata, FullAttentionSpec
+from ... import CommonAttentionMetadata, FullAttentionSpec, KVScales
 from ...errors import InvalidInputError, UnsupportedError
 from .attention import NAME, import_transformers, register
 from .batch import BatchStep
 from .dense import sequences
 from .hand_on import probe_handing_on
+from .kv_scales import load_kv_scales, set_kv_scales
 from .layers import kept_per_token, make_attention
 from .modalities import attention_of, refuse_other_inputs
 from .probe import packs_rows
@@ -40,6 +42,7 @@ def enable(
     backend: str | None = None,
     num_blocks: int | None = None,
     kv_cache_dtype: str = "auto",
+    kv_scales: str | os.PathLike[str] | KVScales | None = None,
 ) -> None:
     """Make the model's forward and `generate` run over a paged cache. Again: with other options, and new caches.
 
@@ -49,9 +52,10 @@ def enable(
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
         kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "fp8", "fp8_e5m2".
+        kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
 
     Raises:
-        InvalidInputError: an unknown format.
+        InvalidInputError: an unknown format, or scales that are not of this model or format.
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
     """
     register_generate()
@@ -64,7 +68,8 @@ def enable(
     _check_one_device(model)
     before = attention_of(model)
     try:
-        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, kv_cache_dtype)
+        scales = load_kv_scales(kv_scales, kv_cache_dtype, model)
+        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, kv_cache_dtype, scales)
     except Exception:
         model.set_attn_implementation(before)
         raise
@@ -133,6 +138,7 @@ class Paged:
         backend: str | None,
         num_blocks: int | None,
         kv_cache_dtype: str,
+        scales: KVScales | None,
     ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
@@ -140,6 +146,8 @@ class Paged:
             self.packs = packs_rows(model)
         options = {"block_size": block_size, "backend": backend, "kv_cache_dtype": kv_cache_dtype}
         self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
+        if scales is not None:
+            set_kv_scales(scales, kv_cache_dtype, {index: layer for index, (_, layer) in self.layers.items()})
         self.windowed = any(layer.window is not None for layer in learnt)
         kept = [kept_per_token(layer, model.dtype, block_size, kv_cache_dtype) for layer in learnt]
         self.specs = [FullAttentionSpec(**fields) for fields in kept]
