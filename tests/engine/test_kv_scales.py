@@ -65,7 +65,7 @@ def test_large_keys_and_values_need_the_calibration(folder: Path, name: str, imp
         assert ("`pagedattn calibrate MODEL TEXT_FILE`" in caplog.text) == (path is None)
         assert (str(path) in llm.describe_attention()) == (path is not None)
     assert same[path] > 0.7 and same[None] < 0.5
-    assert error[path] < error[None] / 2
+    assert error[path] < error[None] * (0.5 if name == "fp8" else 0.7)  # e5m2 rounds to 2 bits
 
 
 def test_a_calibration_is_the_largest_key_and_value_of_each_head(made: tuple[Path, KVScales]) -> None:
