@@ -26,11 +26,6 @@ class RangeCheck:
     def __init__(self, layers: Sequence[Attention]) -> None:
         self._layers = layers
 
-    @classmethod
-    def of(cls, layers: Sequence[Attention]) -> RangeCheck | None:
-        """A check where some layer could cut off."""
-        return cls(layers) if any(one.spec.format.takes_scales and None in one.kv_scales for one in layers) else None
-
     def saw_step(self, cache: PagedKVCache, common_by_group: Mapping[int, CommonAttentionMetadata], /) -> bool:
         """As `StepObserver`."""
         worst, text = 0.0, ""

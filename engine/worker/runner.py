@@ -87,7 +87,8 @@ class ModelRunner:
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture(self._layers)
-        self.observer = RangeCheck.of(self._attentions)  # only now: what measures memory are no prompts
+        if self._attentions[0].spec.format.takes_scales:
+            self.observer = RangeCheck(self._attentions)  # only now: what measures memory are no prompts
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """The buffers of captured steps, if the configuration and the device want any."""

@@ -22,6 +22,7 @@ from pagedattn.engine.models import factory
 from pagedattn.engine.models.folder import ModelFolder
 from pagedattn.engine.models.sharding import ShardedDecoder
 from pagedattn.engine.parallel import driver
+from pagedattn.engine.worker.kv_maxima import KVMaxima
 from pagedattn.errors import InvalidInputError, UnsupportedError, WeightsError
 
 TOKENS = torch.randint(3, 500, (60,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -86,6 +87,12 @@ def test_a_calibration_is_the_largest_key_and_value_of_each_head(made: tuple[Pat
             found[index] = torch.maximum(found[index], both)
     kept = torch.tensor([[one.key, one.value] for one in scales.layers])
     torch.testing.assert_close(kept, found, rtol=1e-4, atol=1e-4)
+    maxima, few = KVMaxima(), {"max_num_batched_tokens": 100, "max_num_seqs": 8, "enable_prefix_caching": False}
+    llm = LLM(folder, device="cpu", **few)  # which takes a dozen steps
+    llm.runner.observer = maxima  # type: ignore[attr-defined]
+    llm.generate([tokens[first : first + size] for first in range(0, len(tokens), size)], NEXT, progress=False)
+    again = torch.tensor([[one.key, one.value] for one in maxima.layers()])
+    torch.testing.assert_close(again, kept, rtol=1e-4, atol=1e-4)
     assert kept[KEY_LAYER, 0].min() > FACTOR > 100 * kept[VALUE_LAYER, 0].max()
     assert kept[VALUE_LAYER, 1, VALUE_HEAD] > 1000 * kept[VALUE_LAYER, 1, 1 - VALUE_HEAD]
 

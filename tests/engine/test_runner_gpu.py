@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pagedattn import KVScales, LayerMaxima
 from pagedattn.engine import LLM, Request, ScheduledRequest, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.sampling.sampler import Sampler
@@ -113,6 +114,16 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
         graphs = llm.runner._graphs  # type: ignore[attr-defined]
         assert graphs is None if "enforce_eager" in options else graphs.replays > 20
     assert len({token for each in wanted for token in each}) > 60
+
+
+def test_captured_steps_have_the_scales_of_each_layer_and_head(folder: Path, tmp_path: Path) -> None:
+    layers = [LayerMaxima((20.0 + index, 40.0), (3.0, 1.0 + index), 64, 64) for index in range(3)]
+    files = {"model.safetensors": folder / "model.safetensors"}
+    KVScales.measured(layers, 1, files, "").save(tmp_path / "kv_scales.json")
+    options = {"kv_cache_dtype": "fp8", "kv_scales": tmp_path / "kv_scales.json"}
+    wanted, _ = tokens(folder, KINDS[:1], enforce_eager=True, overlap=False, **options)
+    found, llm = tokens(folder, KINDS[:1], **options)
+    assert found == wanted and llm.runner._graphs.replays > 20  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
