@@ -69,7 +69,7 @@ FAULTS = (
     Fault("the range of a profiled step looked at", "layers_and_slots", "[common.slot_mapping >= 0]", "[:0]",
           "test_cache_formats.py said_once"),
     Fault("a layer with scales said to have none", "RangeCheck.saw_step", "if scale is None and", "if",
-          "test_kv_scales.py need_the_calibration"),
+          "test_kv_scales.py nobody_is_told"),
     Fault("keys written without the scales they are read with", "SelfAttention.forward", "slots, self.attn.kv_scales)",
           "slots)", "test_kv_scales.py need_the_calibration"),
     Fault("only the last step's largest kept", "KVMaxima.saw_step", "torch.maximum(known, largest)", "largest",

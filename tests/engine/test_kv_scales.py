@@ -19,6 +19,7 @@ from tiny_models import hf_model, save
 from pagedattn import KVScales
 from pagedattn.engine import LLM, EngineConfig, SamplingParams, calibrate
 from pagedattn.engine.models import factory
+from pagedattn.engine.models.config import refuse_quantised_weights
 from pagedattn.engine.models.folder import ModelFolder
 from pagedattn.engine.models.sharding import ShardedDecoder
 from pagedattn.engine.parallel import driver
@@ -97,6 +98,16 @@ def test_a_calibration_is_the_largest_key_and_value_of_each_head(made: tuple[Pat
     assert kept[VALUE_LAYER, 1, VALUE_HEAD] > 1000 * kept[VALUE_LAYER, 1, 1 - VALUE_HEAD]
 
 
+def test_nobody_is_told_of_no_scales_where_they_are_given(
+    made: tuple[Path, KVScales], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, scales = made
+    halves = [replace(one, key=tuple(number / 2 for number in one.key)) for one in scales.layers]
+    replace(scales, layers=tuple(halves)).save(tmp_path / "halves.json")  # which cut off
+    run(folder, kv_cache_dtype="fp8", kv_scales=tmp_path / "halves.json")
+    assert "no scales" not in caplog.text
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_has_the_scales_of_its_heads(made: tuple[Path, KVScales], size: int) -> None:
     folder, scales = made
@@ -154,6 +165,13 @@ def test_a_scale_of_a_checkpoint_that_is_none_is_refused(folder: Path, wrong: li
     ):
         run(copy, kv_cache_dtype="fp8")
     run(copy, kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("given", [{"config_groups": {"group_0": {}}}, {"kv_cache_scheme": None}])
+def test_weights_that_are_quantised_too_are_refused(given: dict[str, Any]) -> None:
+    refuse_quantised_weights({"quantization_config": SCHEME})
+    with pytest.raises(UnsupportedError, match="quantised weights"):
+        refuse_quantised_weights({"quantization_config": SCHEME | given})
 
 
 def test_what_is_of_another_model_is_refused_before_weights_are_loaded(
