@@ -40,12 +40,9 @@ def calibrate(
 
     if type(max_tokens) is not int or max_tokens < 1:
         raise InvalidInputError("max_tokens", "a positive integer", repr(max_tokens))
-    whole = {
-        "enable_prefix_caching": False,
-        "enforce_eager": True,
-        "overlap": False,
-    }  # every token in a step that is seen
-    llm = LLM(model, dtype=dtype, device=device, log_interval=None, **whole)
+    # An observer sees eager steps only, and a cached prefix is in none.
+    options = {"enforce_eager": True, "enable_prefix_caching": False, "overlap": False, "log_interval": None}
+    llm = LLM(model, dtype=dtype, device=device, **options)
     tokenizer, runner = llm.runner.tokenizer, llm.runner
     if tokenizer is None or not isinstance(runner, Observed):
         raise UnsupportedError("calibrate needs a tokenizer in the model folder; it has none")

@@ -53,14 +53,15 @@ def test_the_divergence_from_an_exact_cache_is_small_with_scales(
 def test_scales_of_another_model_or_format_are_refused(made: tuple[Path, KVScales], model: Any, tmp_path: Path) -> None:
     folder, loaded = made
     other = replace(loaded, checkpoint={"model.safetensors": "0"})
-    for given, name, said in (
+    refused: list[tuple[Any, str, str]] = [
         (folder / "kv_scales.json", "int8", "kv_scales must be None for kv_cache_dtype='int8'"),
         (loaded, "auto", "kv_scales must be None for kv_cache_dtype='auto', .* got 'KVScales'"),
         (other, "fp8", "of the checkpoint that is loaded, got KVScales, which has another model.safetensors"),
         (replace(loaded, layers=loaded.layers[:2]), "fp8", "of a model with 4 layers, got 2"),
         (tmp_path / "none.json", "fp8", "a file of `pagedattn calibrate`"),
         (7, "fp8", "kv_scales must be the path of a file, got int"),
-    ):
+    ]
+    for given, name, said in refused:
         before = model.config._attn_implementation
         with pytest.raises(InvalidInputError, match=said):
             hf.enable(model, kv_cache_dtype=name, kv_scales=given)

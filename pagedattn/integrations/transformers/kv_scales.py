@@ -20,8 +20,8 @@ def load_kv_scales(given: str | os.PathLike[str] | KVScales | None, kv_cache_dty
         return None
     KVScales.check_format(kv_cache_dtype, given)
     scales = given if isinstance(given, KVScales) else KVScales.load(given)
-    loaded_from = getattr(model.config, "_name_or_path", "")
-    folder = Path(loaded_from)
+    loaded_from = getattr(model.config, "_name_or_path", None)
+    folder = Path(loaded_from or ".")
     if loaded_from and folder.is_dir():
         scales.check_checkpoint(lambda name: folder / name if (folder / name).is_file() else None)
     return scales
