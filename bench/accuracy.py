@@ -1,6 +1,6 @@
 """What a cache format costs a model: loss, agreement and recall over a paged cache, beside one of the model's dtype.
 
-    python -m bench.accuracy MODEL [--formats int8 fp8] [--tokens 4096] [--text FILE ...] [--json FILE]
+    python -m bench.accuracy MODEL [--formats int8 fp8] [--tokens 4096] [--text FILE ...] [--kv-scales FILE] [--json FILE]
 
 Text goes in chunks, through `hf.enable`: each query reads stored entries, its own included (a whole prompt that
 attended to exact keys would show no loss). Every format sees the same tokens, in turns with the exact cache, so that
@@ -38,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = getattr(torch, given.dtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(given.device)
-    models = enabled(model, [EXACT, *given.formats], given.backend)
+    models = enabled(model, [EXACT, *given.formats], given.backend, given.kv_scales)
     result = ResultFile(given.json, {}, [])
     result.meta |= {"transformers": transformers.__version__, "model": folder.name, "dtype": given.dtype}
+    result.meta |= {"calibrated": given.kv_scales is not None}
     for title, text in documents(given.text):
         ids = tokenizer(text, return_tensors="pt").input_ids[0, : given.tokens]
         for row in [*losses(models, ids, given.chunk), *recall(models, tokenizer, ids, given.chunk)]:
@@ -59,12 +60,13 @@ def documents(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
     yield from ((name, topics[name]) for name in TOPICS)
 
 
-def enabled(model: Any, formats: Sequence[str], backend: str | None) -> dict[str, Any]:
-    """The model over a cache of each format; all have the same weights."""
+def enabled(model: Any, formats: Sequence[str], backend: str | None, kv_scales: Path | None = None) -> dict[str, Any]:
+    """The model over a cache of each format; all have the same weights. The scales are for those of fp8."""
     shared = {id(parameter): parameter for parameter in (*model.parameters(), *model.buffers())}
     models = {name: copy.deepcopy(model, dict(shared)) for name in formats}
     for name, one in models.items():
-        hf.enable(one, kv_cache_dtype=name, backend=backend)
+        scales = kv_scales if name.startswith("fp8") else None
+        hf.enable(one, kv_cache_dtype=name, backend=backend, kv_scales=scales)
     return models
 
 
@@ -187,6 +189,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", type=Path, nargs="+", default=[], metavar="FILE", help="documents, in place of Python's"
     )
+    parser.add_argument("--kv-scales", type=Path, metavar="FILE", help="of `pagedattn calibrate`, for fp8 formats")
     parser.add_argument("--dtype", default="bfloat16" if gpu else "float32")
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--backend", help="attention backend; the library chooses unless given")
