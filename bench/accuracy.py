@@ -1,10 +1,11 @@
 """What a cache format costs a model: loss, agreement and recall over a paged cache, beside one of the model's dtype.
 
-    python -m bench.accuracy MODEL [--formats int8 fp8] [--tokens 4096] [--text FILE ...] [--kv-scales FILE] [--json FILE]
+    python -m bench.accuracy MODEL [--formats int8 fp8] [--tokens 4096] [--text FILE ...] [--json FILE]
 
 Text goes in chunks, through `hf.enable`: each query reads stored entries, its own included (a whole prompt that
 attended to exact keys would show no loss). Every format sees the same tokens, in turns with the exact cache, so that
-what is kept of a step is its logits alone. MODEL is a folder, as `pagedattn fetch smollm2` makes one.
+what is kept of a step is its logits alone. MODEL is a folder, as `pagedattn fetch smollm2` makes one; `--kv-scales` takes
+a file of `pagedattn calibrate`.
 """
 
 from __future__ import annotations
