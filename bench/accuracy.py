@@ -4,8 +4,8 @@
 
 Text goes in chunks, through `hf.enable`: each query reads stored entries, its own included (a whole prompt that
 attended to exact keys would show no loss). Every format sees the same tokens, in turns with the exact cache, so that
-what is kept of a step is its logits alone. MODEL is a folder, as `pagedattn fetch smollm2` makes one; `--kv-scales` takes
-a file of `pagedattn calibrate`.
+what is kept of a step is its logits alone. MODEL is a folder, as `pagedattn fetch smollm2` makes one, `--kv-scales` a
+file of `pagedattn calibrate`.
 """
 
 from __future__ import annotations
