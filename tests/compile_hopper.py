@@ -16,7 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
-from pagedattn.kernels.prefill_sm90 import fp8_kernel
+from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS
 
@@ -27,9 +27,13 @@ POINTERS = {  # and numbers that are no int32
     "workspace": "*i32",
     "k_scale": "*fp32",
     "v_scale": "*fp32",
+    "k_scale_cache": "*fp32",
+    "v_scale_cache": "*fp32",
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
 FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+REGISTERS = {None: 240, "u8": 224, **dict.fromkeys(FP8, 232)}  # of a consumer's thread
+KERNELS = {None: _prefill_kernel, "u8": int8_kernel._prefill_kernel, **dict.fromkeys(FP8, fp8_kernel._prefill_kernel)}
 
 
 def descriptor(kind: str, *shape: int) -> str:
@@ -41,13 +45,13 @@ def descriptor(kind: str, *shape: int) -> str:
 def compile_one(
     name: str, kind: str, dim: int, group: int, page: int, sinks: bool, stored: str | None = None, **flags: Any
 ) -> None:
-    kernel = _prefill_kernel if stored is None else fp8_kernel._prefill_kernel
+    kernel = KERNELS[stored]
     names = kernel.arg_names
     fixed = constants_of(dim, group, page, **flags)
     constants = {**fixed, **({} if sinks else {"sinks": None})}
     if fixed["FIELDS"] == FIELDS:
         constants["workspace"] = None
-    if stored is not None:
+    if stored in FP8:
         constants["CODES"] = FP8[stored]
     part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if stored is None else 1)), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
@@ -70,7 +74,7 @@ def compile_one(
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
         "beside": softmax_beside_products(made.sass),
-        "unwritten": unwritten_reads(made.sass, f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {'0xe8' if stored else '0xf0'}"),
+        "unwritten": unwritten_reads(made.sass, f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {REGISTERS[stored]:#x}"),
     }
     print(json.dumps(facts))
 
@@ -81,10 +85,13 @@ def main() -> None:
     splits_kv: dict[str, Any] = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
+    compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
     if "--grid" in sys.argv:
         compile_one("e5m2-D64-G4-S16-parts", "bf16", 64, 4, 16, False, "fp8e5", **plain, **splits_kv)
         window: dict[str, Any] = {"mask": Mask(True, 100), "softcap": False}
         compile_one("e4m3-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, "fp8e4nv", **window)
+        compile_one("int8-D64-G8-S256-window-sinks", "bf16", 64, 8, 256, True, "u8", **window)
+        compile_one("int8-D64-G4-S16-parts-fp16", "fp16", 64, 4, 16, False, "u8", **plain, **splits_kv)
         compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
         compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, mask=Mask(True, 4096), softcap=False)
         compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, mask=Mask(True, 100), softcap=False)

@@ -14,9 +14,10 @@ import torch
 from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
-from pagedattn.kernels.prefill_sm90 import fp8_kernel, kernel
+from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel, kernel
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 
+MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
@@ -28,7 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "one head": {"query_lens": [300], "heads": (1, 1)},
     "D 80": {"query_lens": [300], "dim": 80},
     "fp8": {"query_lens": [1, 1, 300], "kv_cache_dtype": "fp8_e4m3"},
-    "int8": {"query_lens": [300], "kv_cache_dtype": "int8"},
+    "int8": {"query_lens": [1, 1, 300], "kv_cache_dtype": "int8"},
+    "int8, D 256": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 256},
+    "k8v4": {"query_lens": [300], "kv_cache_dtype": "k8v4"},
 }
 
 
@@ -74,14 +77,16 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     layer(query, None, None, caches.layer(0), plan, out)
     kept = dict(metadata.plan.calls)
     for calls, direct in ((kept, True), ({}, True), ({}, False)):
-        kernel._launch._direct = fp8_kernel._launch._direct = direct
+        for module in MODULES:
+            module._launch._direct = direct
         metadata.plan.calls.clear()
         metadata.plan.calls.update(calls)
         launched.clear()
         layer(query[:, :], None, None, caches.layer(1), plan, out)
         lines.append([line for call in launched for line in call])
     again, careful, own = lines
-    kernel._launch._direct = fp8_kernel._launch._direct = True
+    for module in MODULES:
+        module._launch._direct = True
     # What is compiled in, and hooks that nobody listens to, Triton passes too.
     pairs = [(x.data_ptr() if isinstance(x, torch.Tensor) else x, y) for x, y in zip(own, again, strict=True)]
     same = all(y is None or x == y for x, y in pairs)
@@ -91,7 +96,8 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
 def main() -> None:
     fake_gpu.install()
     sm90.why_not_here = lambda device: ""  # type: ignore[assignment]
-    kernel.target_of = fp8_kernel.target_of = lambda device: fake_gpu.HOPPER  # type: ignore[assignment]
+    for module in MODULES:
+        module.target_of = lambda device: fake_gpu.HOPPER
     with torch.no_grad():
         print(json.dumps({name: run(**case) for name, case in CASES.items()}))
 

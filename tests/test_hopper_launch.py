@@ -17,7 +17,7 @@ def calls() -> dict[str, dict[str, Any]]:
     return json.loads(output_of("launch_hopper.py", CUDA_VISIBLE_DEVICES="")[-1])
 
 
-@pytest.mark.parametrize("name", ["prompts", "blocks of unknown size", "HND", "one head", "fp8"])
+@pytest.mark.parametrize("name", ["prompts", "blocks of unknown size", "HND", "one head", "fp8", "int8"])
 def test_a_step_lists_its_items_once_and_a_layer_launches_once(name: str) -> None:
     made = calls()[name]
     assert made["launches"] == [1, 1, 1, 1] and "(for Hopper)" in made["describe"]
@@ -43,7 +43,10 @@ def test_few_query_blocks_share_their_keys_out(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["prompts", "prompts and decodes", "prompts and long decodes", "several tokens each", "HND", "one head", "fp8"],
+    [
+        *("prompts", "prompts and decodes", "prompts and long decodes", "several tokens each"),
+        *("HND", "one head", "fp8", "int8"),
+    ],
 )
 def test_other_layers_repeat_the_launches_that_triton_makes(name: str) -> None:
     assert calls()[name]["again"] == {"kept": True, "careful": True, "triton": True}
@@ -54,7 +57,14 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
     assert calls()["one head"]["grid"] == 300 // 128 + 1
 
 
-@pytest.mark.parametrize(("name", "reason"), [("D 80", "head dims 80 and 80"), ("int8", "over a cache of torch.int8")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("D 80", "head dims 80 and 80"),
+        ("int8, D 256", "head dims 256 and 256, not 64, 128"),
+        ("k8v4", "over a cache of torch.int8"),
+    ],
+)
 def test_what_it_does_not_serve_goes_to_the_portable_kernel(name: str, reason: str) -> None:
     made = calls()[name]
     assert made["launches"] == [0, 1, 0, 0] and "the portable one" in made["describe"] and reason in made["describe"]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..kernels.inputs import AttentionInputs, scale_parts
+from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
 from ..spec import Mask
@@ -121,8 +122,7 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        fp8 = kernel == "prefill_sm90" and plan.shape.codes != (None, None)
-        family = load(f"kernels.{kernel}.{'fp8_kernel' if fp8 else 'kernel'}")
+        family = load(f"kernels.{kernel}.{sm90.module_of(plan.shape) if kernel == 'prefill_sm90' else 'kernel'}")
         if kernel == "prefill":
             family.launch(config, part, key_starts)
         elif kernel == "prefill_sm90":

@@ -14,7 +14,7 @@ from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
 from .oracle import attention_oracle, logit_condition
-from .stored import StoredRows, bits, layer_cache, stored_as, unused_planes
+from .stored import StoredRows, bits, layer_cache, stored_as, unused_element, unused_planes
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
 _SEED = 20260
@@ -145,7 +145,7 @@ def _paged(
                 if case.poison_behind:  # released blocks, somebody else's by now
                     mask = case.spec(table.device).mask
                     behind = mask.first_needed_block(case.seq_lens[row] - case.query_lens[row], size)
-                    plane[table[row, :behind].long()] = case.unused
+                    plane[table[row, :behind].long()] = unused_element(plane.dtype, case)
     (_, _, key_planes), (_, _, value_planes) = sides
     return layer_cache(key_planes, value_planes, case.kv_cache_dtype), table
 

@@ -70,9 +70,13 @@ def unused_planes(planes: Sequence[Plane], num_blocks: int, case: Case) -> list[
     out = []
     for plane in planes:
         shape = (num_blocks, 1 if plane.per_block else case.block_size, case.heads[1], plane.width)
-        filling = case.unused if plane.dtype.is_floating_point else _GARBAGE * bool(case.unused)
-        out.append(torch.full(shape, filling).to(plane.dtype))
+        out.append(torch.full(shape, unused_element(plane.dtype, case)).to(plane.dtype))
     return out
+
+
+def unused_element(dtype: torch.dtype, case: Case) -> float:
+    """What lies in a plane where nothing was written."""
+    return case.unused if dtype.is_floating_point else _GARBAGE * bool(case.unused)
 
 
 def layer_cache(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kv_cache_dtype: str) -> LayerCache:

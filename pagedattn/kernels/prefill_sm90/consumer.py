@@ -31,7 +31,7 @@ def _logits(q, k, shape):
     """Begin a tile's logits [64, BLOCK_N]."""
     zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
     k = k.permute((1, 0))
-    if shape.CODES is not None:
+    if shape.SPLIT_Q:
         high, low = q
         s = warpgroup_mma(low, k, zero, use_acc=False, is_async=True)
         return warpgroup_mma(high, k, s, is_async=True)
@@ -40,10 +40,20 @@ def _logits(q, k, shape):
 
 
 @gluon.jit
+def _times_scales(s, c, key_scales, shape):
+    """Logits of int8 keys [64, BLOCK_N] times the keys' scales, which lie in shared memory."""
+    if shape.CODES == "int8":
+        scales = key_scales.index(c % key_scales.shape[0]).load(gl.SliceLayout(0, shape.S_LAYOUT))
+        return s * gl.expand_dims(scales, 0)
+    else:
+        return s
+
+
+@gluon.jit
 def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
     """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum."""
     scale = qk_scale
-    if shape.CODES is not None:
+    if shape.SPLIT_Q:
         scale = gl.expand_dims(qk_scale, 1)
     if shape.SOFTCAP:
         s = tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
@@ -84,23 +94,22 @@ def _grow(l_i, alpha, p, shape):
 
 
 @gluon.jit
-def _steps(
-    p, acc, m_i, l_i, c, high, low, q, q_pos, keys, qk_scale, softcap, pin, channels, MASKED: gl.constexpr, shape
-):
+def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, channels, MASKED: gl.constexpr, shape):
     """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
+    q, q_pos, keys, qk_scale = rows
     for back in range(0, high - low):
         channels.k.wait_full(c)
         qk = _logits(q, channels.k.tile(c), shape)
         weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
         channels.v.wait_full(c - 1)
         pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[qk])
+        s = _times_scales(warpgroup_mma_wait(1, deps=[qk]), c, key_scales, shape)
         p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, qk_scale, softcap, MASKED, shape)
         l_i = _grow(l_i, alpha, p, shape)
         # It is not read. But the release's barrier stays behind a store, and the store behind the softmax; without it
         # ptxas moves the wait for P V and the release ahead of the softmax that should run beside P V.
-        pin.store(l_i)
+        pin.store(l_i.to(pin.dtype))
         acc = warpgroup_mma_wait(0, deps=[pv])
         channels.release(c)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.O_LAYOUT)), 1)
@@ -165,10 +174,10 @@ def _skip(item, c, channels, shape):
 @gluon.jit
 def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
-    and their strides by head; of values also one that the host knows."""
+    and their strides by head; of values also one that the host knows. int8: key scales [STAGES, BLOCK_N], shared."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     queries = channels.q1 if w else channels.q0
-    pin = channels.pins.index(w)
+    pin = channels.pins.index(w % channels.pins.shape[0])
     n = 0  # items begun
     c = 0  # tiles whose logits are known
     item = take(channels.items, n, 4, shape)
@@ -183,7 +192,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             keys = item.keys
             logit_scale = qk_scale
             k_scale, s_kscale = of_keys
-            if k_scale is not None:  # stored keys times their scale: the same as their logits times it
+            if shape.SPLIT_Q and k_scale is not None:  # keys times their scale: the same as their logits times it
                 logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)
@@ -193,11 +202,11 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             # alone, which may not run.
             room = queries.tile(n).reshape([ROWS, shape.D])
             q = room
-            if shape.CODES is not None:
+            if shape.SPLIT_Q:
                 q, up = split_queries(room, shape)
                 logit_scale = gl.maximum(up * logit_scale, 2.0**-126)  # 0 times a masked logit would be NaN
             qk = _logits(q, channels.k.tile(c), shape)
-            s = warpgroup_mma_wait(0, deps=[qk])
+            s = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)
             c += 1
             p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, logit_scale, softcap, True, shape)
@@ -208,15 +217,16 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 l_i += gl.where(gl.expand_dims(lane, 0) == 0, gl.expand_dims(own, 1), 0.0)
             masked = gl.minimum(whole_high, high - 1)
             whole = gl.minimum(whole_low, masked)
+            rows = (q, q_pos, keys, logit_scale)
             p, acc, m_i, l_i, c = _steps(
-                p, acc, m_i, l_i, c, high - 1, masked, q, q_pos, keys, logit_scale, softcap, pin, channels, True, shape
+                p, acc, m_i, l_i, c, high - 1, masked, rows, k_scale, softcap, pin, channels, True, shape
             )
             p, acc, m_i, l_i, c = _steps(
-                p, acc, m_i, l_i, c, masked, whole, q, q_pos, keys, logit_scale, softcap, pin, channels, False, shape
+                p, acc, m_i, l_i, c, masked, whole, rows, k_scale, softcap, pin, channels, False, shape
             )
             if shape.WINDOW > 0:
                 p, acc, m_i, l_i, c = _steps(
-                    p, acc, m_i, l_i, c, whole, low, q, q_pos, keys, logit_scale, softcap, pin, channels, True, shape
+                    p, acc, m_i, l_i, c, whole, low, rows, k_scale, softcap, pin, channels, True, shape
                 )
             weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
             channels.v.wait_full(c - 1)

@@ -59,7 +59,7 @@ def _prefill_kernel(
                 consume,
                 (1, logit_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape),
             ),
-            (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
+            (produce_items, (query, key, table, s_table, k_place, channels.k, items, channels, shape)),
             (produce_tiles, (0, value, table, s_table, v_place, staging, channels, shape)),
             (convert_values, (staging, channels, shape)),
         ],

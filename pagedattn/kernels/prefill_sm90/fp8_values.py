@@ -16,12 +16,13 @@ _ROWS = gl.constexpr(8)  # that a warp converts at a time
 
 
 @gluon.constexpr_function
-def _word_layout(words):
-    """Layout of words [16, D / 4] of four codes. Eight threads, which access shared memory together, have four chunks
-    of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice (D 128), neither to
-    read codes nor to write elements, both of them swizzled."""
+def word_layout(words, warps):
+    """Layout of words [8 * warps, D / 4] of four codes. Eight threads, which access shared memory together, have four
+    chunks of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice (D 128),
+    neither to read codes nor to write elements, both of them swizzled."""
     registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range((words // 16).bit_length() - 1))]
-    return gl.DistributedLinearLayout(registers, [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]], [[8, 0]], [], [16, words])
+    lanes, apart = [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]], [[8 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, apart, [], [8 * warps, words])
 
 
 @gluon.jit
@@ -53,7 +54,7 @@ def _elements(words, CODES: gl.constexpr):
 def _convert(source, target, begin, end, shape):
     """Codes [BLOCK_N, D] as elements; rows outside begin..end become 0: their weights are 0, but 0 * NaN would reach
     the output."""
-    WORDS: gl.constexpr = _word_layout(shape.D // 4)
+    WORDS: gl.constexpr = word_layout(shape.D // 4, CONVERTERS)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(shape.CODE_LAYOUT.swizzle_byte_width, element_bitwidth=32, rank=2)
     ROWS: gl.constexpr = CONVERTERS * _ROWS

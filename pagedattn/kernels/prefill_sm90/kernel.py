@@ -66,7 +66,7 @@ def _prefill_kernel(
         [
             (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
-            (produce_items, (query, key, table, s_table, k_place, items, channels, shape)),
+            (produce_items, (query, key, table, s_table, k_place, channels.k, items, channels, shape)),
             (produce_tiles, (1, key, table, s_table, k_place, channels.k, channels, shape)),
             (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
             (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),

@@ -73,7 +73,7 @@ class Channels:
     q1: Ring
     k: Ring
     v: Ring
-    pins: gl.shared_memory_descriptor  # per consumer: sums that it stores and that are never read
+    pins: gl.shared_memory_descriptor  # of each consumer or both: sums that it stores and that are never read
 
     @gluon.constexpr_function
     def __init__(self, items, q0, q1, k, v, pins):

@@ -17,6 +17,7 @@ from ..tiles import MIN_SPLIT_KEYS
 
 FP8 = ("e4m3", "e5m2")
 HEAD_DIMS = (64, 128, 256)
+INT8_HEAD_DIMS = (64, 128)  # 16 warps have 128 registers a thread, too few for products 256 wide
 MASKS = ("sliding_window",)  # what its own masking serves beyond causality
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
@@ -129,16 +130,25 @@ def why_not(shape: AttentionShape, here: str) -> str:
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
-    if not native and not ({*shape.codes} <= {*FP8} and shape.dtype == torch.bfloat16):
+    fp8 = {*shape.codes} <= {*FP8} and shape.dtype == torch.bfloat16
+    int8 = {*shape.codes} == {"int8"} and shape.dtype in (torch.bfloat16, torch.float16)
+    if not (native or fp8 or int8):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
-    if shape.head_dim not in HEAD_DIMS or shape.head_dim_v != shape.head_dim:
-        return f"head dims {shape.head_dim} and {shape.head_dim_v}, not {', '.join(map(str, HEAD_DIMS))}"
+    dims = INT8_HEAD_DIMS if int8 else HEAD_DIMS
+    if shape.head_dim not in dims or shape.head_dim_v != shape.head_dim:
+        return f"head dims {shape.head_dim} and {shape.head_dim_v}, not {', '.join(map(str, dims))}"
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
     if unserved := Mask.of(shape.mask).unserved(MASKS):
         return f"masks with {', '.join(unserved)}"
     return "ALiBi" if shape.alibi else ""
+
+
+def module_of(shape: AttentionShape) -> str:
+    """Which module's kernel serves calls of a shape that is served."""
+    code = shape.codes[0]
+    return "kernel" if code is None else "int8_kernel" if code == "int8" else "fp8_kernel"
 
 
 def why_not_tensors(inputs: AttentionInputs) -> str:

@@ -73,9 +73,26 @@ def _load_tiles(w: gl.constexpr, desc, table, s_table, place, item, c, ring, sha
 
 
 @gluon.jit
-def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape):
+def _load_turns(descs, table, s_table, places, item, c, ring, shape):
+    """All tiles of an item's keys and values, by turns, to one ring. The number of tiles of each loaded, after it."""
+    low, _, _, high = tiles_of(item, shape)
+    row = table + item.seq.to(gl.int64) * s_table
+    last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+    for back in range(0, high - low):
+        key = (high - 1 - back) * shape.BLOCK_N
+        blocks = _blocks(row, key, last_page, shape)
+        for i in gl.static_range(2):
+            n = 2 * c + i
+            ring.wait_empty(n)
+            _load(descs[i], blocks, key, item.head // shape.PACKS, places[i], ring.barrier(n), ring.tile(n), shape)
+        c += 1
+    return c
+
+
+@gluon.jit
+def produce_items(desc_q, desc, table, s_table, place, ring, items, channels, shape):
     """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first
-    warp's part of their keys."""
+    warp's part of their keys; of int8 caches all codes, of which `desc` and `place` are pairs."""
     # Nothing of what came before is read, and nothing is written, before an item is handed out.
     gdc_wait()
     n = 0  # items handed out
@@ -85,7 +102,10 @@ def produce_items(desc_q, desc_k, table, s_table, place, items, channels, shape)
         following = items.draw()
         hand_out(channels.items, n, item, shape)
         _load_queries(desc_q, item, n, channels, shape)
-        c = _load_tiles(0, desc_k, table, s_table, place, item, c, channels.k, shape)
+        if shape.CODES == "int8":
+            c = _load_turns(desc, table, s_table, place, item, c, ring, shape)
+        else:
+            c = _load_tiles(0, desc, table, s_table, place, item, c, ring, shape)
         n += 1
         item = items.look_up(following, shape, False)
     hand_out(channels.items, n, item, shape)

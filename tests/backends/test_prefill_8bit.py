@@ -1,4 +1,4 @@
-"""TRITON's prefill kernel for Hopper over fp8 caches against the oracle, on one."""
+"""TRITON's prefill kernel for Hopper over 8-bit caches against the oracle, on one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,30 @@ CASES = {
     for name, scale in (("fp8_e4m3", ("head", "float", "tensor")[index % 3]), ("fp8_e5m2", "tensor"))
     if case_of_kind(kind).dtype == torch.bfloat16 and (name == "fp8_e4m3" or index % 3 == 0)
 }
+CASES |= {
+    f"int8, {kind}": case_of_kind(kind).but(kv_cache_dtype="int8")
+    for kind in KINDS
+    if case_of_kind(kind).head_dim <= 128
+}
+CASES["int8, large rows"] = case_of_kind("plain").but(kv_cache_dtype="int8", magnitude=300.0, scale=1e-5)
 CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3", magnitude=300.0, scale=1e-5)
 
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that it served."""
-    family, made = import_module("pagedattn.kernels.prefill_sm90.fp8_kernel"), []
-    launch = family.launch
+    made: list[Any] = []
+    for name in ("fp8_kernel", "int8_kernel"):
+        family = import_module(f"pagedattn.kernels.prefill_sm90.{name}")
 
-    def seen(inputs: Any, entries: torch.Tensor, workspace: torch.Tensor | None) -> None:
-        launch(inputs, entries, workspace)
-        assert not entries[0, :2].any(), "a counter was not left as it was found"
-        made.append(inputs)
+        def seen(
+            inputs: Any, entries: torch.Tensor, workspace: torch.Tensor | None, launch: Any = family.launch
+        ) -> None:
+            launch(inputs, entries, workspace)
+            assert not entries[0, :2].any(), "a counter was not left as it was found"
+            made.append(inputs)
 
-    monkeypatch.setattr(family, "launch", seen)
+        monkeypatch.setattr(family, "launch", seen)
     return made
 
 
