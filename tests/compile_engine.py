@@ -30,11 +30,14 @@ def compile_fused(arch: int, kind: str, dim: int, heads: int, kv_heads: int) -> 
         "HALF": dim // 2,
         "AT_ONCE": 8,
         "NORM": True,
+        "WRITE": True,
         "PDL": arch >= 90,
     }
     rows = types("qkv", "q_weight", "k_weight", "cos_sin", "key_cache", "value_cache")
     rows |= {"positions": "*i32", "slots": "*i64"}
     report(f"turn_and_write-sm{arch}-{kind}-D{dim}", fused._qkv_kernel, rows, shape, arch, num_warps=4)
+    shape["WRITE"] = False
+    report(f"turn-sm{arch}-{kind}-D{dim}", fused._qkv_kernel, rows, shape, arch, num_warps=4)
 
 
 def compile_row_product(arch: int, kind: str) -> None:

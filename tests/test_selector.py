@@ -71,7 +71,10 @@ def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.Mon
     fp8 = spec.replace(kv_cache_dtype="fp8_e4m3")
     assert selector._order("prefill", fp8)[0] == "TRITON"
     assert selector._order("prefill", fp8.replace(dtype=torch.float16))[0] == "FLASH_ATTN"
-    for other in ({"has_alibi": True}, {"head_dim": 96}, {"kv_cache_dtype": "int8"}, {"deterministic": True}):
+    int8 = spec.replace(kv_cache_dtype="int8")
+    assert selector._order("prefill", int8)[0] == "TRITON"
+    assert selector._order("prefill", int8.replace(head_dim=256))[0] == "FLASH_ATTN"
+    for other in ({"has_alibi": True}, {"head_dim": 96}, {"kv_cache_dtype": "k8v4"}, {"deterministic": True}):
         assert selector._order("prefill", spec.replace(**other))[0] == "FLASH_ATTN", other
 
 

@@ -81,7 +81,7 @@ def turn_and_write(
     """Norm (where there are weights) and turn queries and keys, and write keys and values to their slots.
 
     Args:
-        qkv: [T, (Hq + 2 Hkv) * D], a projection's own output; its queries may be overwritten.
+        qkv: [T, (Hq + 2 Hkv) * D], a projection's own output; its queries and keys may be overwritten.
         weights: of the query and of the key norm, each [D], or None.
         cos_sin: [max_positions, D], cosines first. positions: [T] of the tokens.
         cache: what `Attention` would write to, of any format. slots: [n] int64, n <= T; outside means skip.
@@ -91,12 +91,15 @@ def turn_and_write(
         The queries [T, Hq, D].
     """
     kv_heads, dim = cache.key.shape[2:]
-    if fuses(qkv) and cache.key.dtype == qkv.dtype:
+    if fuses(qkv):
         from .kernels import fused
 
         fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache.key, cache.value, slots)
-        return qkv[:, : qkv.shape[1] - 2 * kv_heads * dim].unflatten(1, (-1, dim))
-    query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)
+        query, key, value = _heads(qkv, kv_heads, dim)
+        if cache.key.dtype == qkv.dtype:
+            return query
+    else:
+        query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)
     ops.reshape_and_cache(
         key, value, cache.key, cache.value, slots, k_scale=scales[0], v_scale=scales[1], **cache.stored
     )
@@ -113,8 +116,15 @@ def turned(
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values [T, heads, D] of a packed projection, by torch, queries and keys normed and turned."""
-    query, key, value = qkv.unflatten(1, (-1, dim)).split((qkv.shape[1] // dim - 2 * kv_heads, kv_heads, kv_heads), 1)
+    query, key, value = _heads(qkv, kv_heads, dim)
     if weights is not None:
         query, key = rms_norm(query, weights[0], eps), rms_norm(key, weights[1], eps)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+def _heads(qkv: torch.Tensor, kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [T, heads, D] of a packed projection, as views of it."""
+    queries = qkv.shape[1] // dim - 2 * kv_heads
+    query, key, value = qkv.unflatten(1, (-1, dim)).split((queries, kv_heads, kv_heads), 1)
+    return query, key, value

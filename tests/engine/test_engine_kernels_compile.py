@@ -9,8 +9,8 @@ from uninterpreted import output_of
 
 from pagedattn.runtime.triton_versions import series
 
-FUSED = {"rms_norm-sm90-bf16", "silu_mul-sm90-bf16", "turn_and_write-sm90-bf16-D128"}
-OLDER = {"rms_norm-sm80-fp16", "silu_mul-sm80-fp16", "turn_and_write-sm80-fp16-D64"}
+FUSED = {"rms_norm-sm90-bf16", "silu_mul-sm90-bf16", "turn_and_write-sm90-bf16-D128", "turn-sm90-bf16-D128"}
+OLDER = {"rms_norm-sm80-fp16", "silu_mul-sm80-fp16", "turn_and_write-sm80-fp16-D64", "turn-sm80-fp16-D64"}
 ROW = {"row_product-sm90-bf16", "row_product-sm80-fp16"}
 PENALIZE = {"penalize-sm90-bf16", "penalize-sm80-fp32"}
 DRAW = {"cutoff-sm90-bf16", "draw-sm90-bf16", "choose-sm90", "cutoff-sm80-fp32", "draw-sm80-fp32", "choose-sm80"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn import PagedKVCache
+from pagedattn import PagedKVCache, ops
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.models import fused_ops
 from pagedattn.engine.models.kernels import fused
@@ -91,6 +91,35 @@ def test_turn_and_write(
     close(caches[1].key, caches[0].key)
     assert torch.equal(caches[1].value, caches[0].value)
     assert (caches[1].key == 7.0).all(-1).all(-1).sum() == 7 * 4 - 3, "three tokens are written, and nothing else"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "fp8"])
+def test_turn_and_write_to_a_quantised_cache(
+    dtype: torch.dtype, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, kv_heads, dim, tokens = 6, 3, 32, 5
+    qkv, angles = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), draw(40, dim // 2, dtype=dtype, seed=3)
+    cos_sin = torch.cat((angles.float().cos(), angles.float().sin()), 1).to(dtype)
+    positions = torch.tensor([0, 39, 7, 8, 8], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([13, -1, 0, 27, 999], device=DEVICE)
+    weights = (draw(dim, dtype=dtype, seed=1), draw(dim, dtype=dtype, seed=2))
+    by_torch(monkeypatch)
+    options: dict[str, Any] = {"dtype": dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype}
+    cache, wanted = (PagedKVCache(1, 7, 4, kv_heads, dim, **options).layer(0) for _ in range(2))
+    query, key, value = fused_ops.turned(qkv, kv_heads, dim, weights, 1e-6, cos_sin, positions)
+    monkeypatch.setattr(fused_ops, "fuses", lambda x: True)
+    given = qkv.clone()
+    close(fused_ops.turn_and_write(given, weights, 1e-6, cos_sin, positions, cache, slots), query)
+    heads_of = given.unflatten(1, (-1, dim))
+    close(heads_of[:, heads : heads + kv_heads], key)
+    assert torch.equal(heads_of[:, heads + kv_heads :], value)
+    ops.reshape_and_cache(
+        heads_of[:, heads : heads + kv_heads], value, wanted.key, wanted.value, slots, **wanted.stored
+    )
+    for plane, other in zip(cache.planes, wanted.planes, strict=True):
+        assert torch.equal(plane.view(torch.uint8), other.view(torch.uint8))
+    assert cache.key.view(torch.uint8).any() and cache.value.view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -38,7 +38,7 @@ def decodes(count: int = 4, keys: int = 4096, tokens: int = 1) -> BatchBounds:
 def test_decodes_of_8_bit_caches_are_its_own() -> None:
     assert kernels(SHAPE, decodes()) == ["decode_quantised"]
     mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
-    assert kernels(SHAPE, mixed) == ["decode_quantised", "prefill"]
+    assert kernels(SHAPE, mixed) == ["decode_quantised", "prefill_sm90"]
     assert kernels(SHAPE, decodes(tokens=4)) == ["decode_quantised"]
     assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), decodes()) == ["decode"]
 

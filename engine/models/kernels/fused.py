@@ -87,6 +87,18 @@ def _turned(rows, weight, cos, sin, live, eps, D: tl.constexpr, HALF: tl.constex
     )
 
 
+@triton.jit
+def _turn_in_place(rows, weight, cos, live, eps, D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr):
+    """As `_turned`, to where they were."""
+    KIND: tl.constexpr = cos.dtype.element_ty
+    dim = tl.arange(0, HALF)  # [HALF]
+    mask = live[:, None] & (dim < D // 2)[None, :]
+    first, second = _turned(rows, weight, cos, cos + D // 2, live, eps, D, HALF, NORM)
+    target = rows[:, None] + dim[None, :]
+    tl.store(target, first.to(KIND), mask=mask)
+    tl.store(target + D // 2, second.to(KIND), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_slots", "num_written"])
 def _qkv_kernel(
     qkv,
@@ -115,9 +127,11 @@ def _qkv_kernel(
     HALF: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
+    WRITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache."""
+    """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache; where
+    it does not WRITE, keys are turned in place too."""
     pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -128,12 +142,10 @@ def _qkv_kernel(
     row = qkv + token * stride_row
     if part < QUERY_PARTS:
         head = part * AT_ONCE + tl.arange(0, AT_ONCE)  # [heads]
-        live = head < HEADS
-        mask = live[:, None] & (dim < D // 2)[None, :]
-        first, second = _turned(row + head * D, q_weight, cos, cos + D // 2, live, eps, D, HALF, NORM)
-        target = row + (head * D)[:, None] + dim[None, :]
-        tl.store(target, first.to(KIND), mask=mask)
-        tl.store(target + D // 2, second.to(KIND), mask=mask)
+        _turn_in_place(row + head * D, q_weight, cos, head < HEADS, eps, D, HALF, NORM)
+    elif not WRITE:
+        head = (part - QUERY_PARTS) * AT_ONCE + tl.arange(0, AT_ONCE)
+        _turn_in_place(row + (HEADS + head) * D, k_weight, cos, head < KV_HEADS, eps, D, HALF, NORM)
     else:
         slot = tl.load(slots + token, mask=token < num_written, other=-1)
         if (slot >= 0) & (slot < num_slots):
@@ -185,7 +197,8 @@ def turn_and_write(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """As `fused_ops.turn_and_write`: a few heads of a token per program."""
+    """As `fused_ops.turn_and_write`, a few heads of a token per program. Where the cache [P, S, Hkv, D] has another
+    dtype, nothing is written to it: queries and keys are turned in place."""
     num_blocks, size, kv_heads, dim = key_cache.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
     at_once = min(8, triton.next_power_of_2(kv_heads))
@@ -204,6 +217,7 @@ def turn_and_write(
         "HALF": triton.next_power_of_2(dim // 2),
         "AT_ONCE": at_once,
         "NORM": weights is not None,
+        "WRITE": key_cache.dtype == qkv.dtype,
     }
     num_warps = 4 if at_once * dim >= 512 else 1
     # A fused multiply-add of halves skips a rounding that torch makes.
