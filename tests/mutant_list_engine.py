@@ -58,6 +58,8 @@ FAULTS: tuple[Fault, ...] = (
           "test_token_counts.py failed_step"),
     Fault("a key turned by another token's position", "_qkv_kernel", "tl.load(positions + token).to(tl.int64)",
           "tl.load(positions).to(tl.int64)", "test_fused_ops.py turn_and_write"),
+    Fault("keys of a quantised cache with the queries' norm", "_qkv_kernel", "(HEADS + head) * D, k_weight",
+          "(HEADS + head) * D, q_weight", "test_fused_ops.py quantised_cache"),
     Fault("a boundary behind tokens without text", "Detokenizer.push", "(empty or len(sure) < len(text))",
           "len(sure) < len(text)", "test_detokenizer.py blank_that_a_decoder"),
     Fault("the blocks of a request that failed", "found_tables", "_found(pool, trusted, entry, index)",
