@@ -80,6 +80,9 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
             block_size=size,
             backend=contender.backend,
             clean_cache=True,
+            sliding_window=case.window or None,
+            softcap=case.softcap or None,
+            sinks=problem.sinks,
             dtype=case.torch_dtype,
             device=DEVICE,
         )

@@ -107,7 +107,7 @@ def _checked(run: Run, problem: Problem) -> dict[str, Any]:
 
 def _speed(case: Case, us: float, nbytes: int, ceilings: Mapping[str, float]) -> dict[str, Any]:
     gb_s = nbytes / us / 1e3
-    tflops = case.work.flops(case.heads, case.dim) / us / 1e6
+    tflops = case.flops / us / 1e6
     return {
         "us": round(us, 3),
         "gb_s": round(gb_s, 1),

@@ -15,6 +15,7 @@ from pagedattn.kernels.packing import offsets
 
 from .problem import DEVICE, Paged, Problem
 from .run import Run
+from .table import Case
 
 _WORKSPACE_BYTES = 512 << 20
 _FA3_STORED = "fp8_e4m3"  # all that its 8-bit kernels read, and so what every other format is compared with
@@ -29,7 +30,7 @@ def fa3(problem: Problem) -> Run:
 
     Over an 8-bit cache queries are fp8 as well; that somebody has to make them so in each layer is not counted.
     """
-    case, plain = problem.case, problem.case.kv_cache_dtype == "auto"
+    case, plain = _without_sinks(problem), problem.case.kv_cache_dtype == "auto"
     form = "auto" if plain else _FA3_STORED
     paged, calls = problem.paged(kv_cache_dtype=form), library(FA3)
     common, queries, descales = paged.common, problem.queries, {}
@@ -39,12 +40,14 @@ def fa3(problem: Problem) -> Run:
         descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)
     decodes_only = common.num_decodes == common.num_seqs
     shared = {"cu_seqlens_q": common.query_start_loc, "causal": True, "num_splits": _DECODE_SPLITS * decodes_only}
+    window = {"window_size": (case.window - 1, 0)} if case.window else {}
+    cap = {"softcap": case.softcap} if case.softcap else {}
     schedule: list[torch.Tensor] = []
 
     def plan() -> None:
         longest = common.block_table.shape[1] * case.block_size
         sizes = common.num_seqs, common.max_query_len, longest, case.heads, case.kv_heads, case.dim
-        types = {"qkv_dtype": queries.dtype, "page_size": case.block_size}
+        types = {"qkv_dtype": queries.dtype, "page_size": case.block_size, "has_softcap": bool(cap), **window}
         schedule[:] = [calls.get_scheduler_metadata(*sizes, common.seq_lens, **types, **shared)]
 
     def attend(layer: int) -> torch.Tensor:
@@ -57,6 +60,8 @@ def fa3(problem: Problem) -> Run:
             softmax_scale=case.dim**-0.5,
             scheduler_metadata=schedule[0],
             **shared,
+            **window,
+            **cap,
             **descales,
         )
 
@@ -66,10 +71,11 @@ def fa3(problem: Problem) -> Run:
 
 def flashinfer_wrappers(problem: Problem) -> Run:
     """One wrapper for the decodes, on tensor cores, and one for the rest; a step that has both runs both."""
-    case, paged = problem.case, _unquantised(problem)
+    case, paged = _without_sinks(problem), _unquantised(problem)
     common, split = paged.common, paged.common.num_decodes
     shape = (case.heads, case.kv_heads, case.dim, case.block_size)
     kinds = {"q_data_type": case.torch_dtype, "kv_data_type": case.torch_dtype, "sm_scale": case.dim**-0.5}
+    kinds |= {"window_left": case.window - 1, "logits_soft_cap": case.softcap}
     parts: list[tuple[slice, Any, Callable[[], object]]] = []  # rows, wrapper, its plan
     if split:
         wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
@@ -99,7 +105,9 @@ def flashinfer_wrappers(problem: Problem) -> Run:
 
 def flashinfer_persistent(problem: Problem) -> Run:
     """`BatchAttention`: one persistent kernel for prompts and decodes."""
-    case, paged = problem.case, _unquantised(problem)
+    case, paged = _without_sinks(problem), _unquantised(problem)
+    if case.window:
+        raise UnsupportedError("BatchAttention has no windows")
     wrapper = _persistent()
     some = _pages(problem, 0, paged.common.num_seqs)
     shape = (case.heads, case.kv_heads, case.dim, case.dim, case.block_size)
@@ -109,6 +117,7 @@ def flashinfer_persistent(problem: Problem) -> Run:
         cache = paged.layer(layer)
         return wrapper.run(problem.queries[layer], (cache.key, cache.value))[0]
 
+    kinds |= {"logits_soft_cap": case.softcap}
     plan = partial(wrapper.plan, some.queries, some.starts, some.pages, some.lens, *shape, causal=True, **kinds)
     return Run(plan, None, attend, lambda: "BatchAttention", case.block_size)
 
@@ -131,6 +140,12 @@ def _pages(problem: Problem, first: int, end: int) -> _Pages:
     pages = [common.block_table[first + i, :count] for i, count in enumerate(counts.tolist())]
     queries = torch.tensor(work.query_lens[first:end], dtype=torch.int32)
     return _Pages(offsets(queries), offsets(counts), torch.cat(pages), (lens - 1) % size + 1, lens)
+
+
+def _without_sinks(problem: Problem) -> Case:
+    if problem.case.sinks:
+        raise UnsupportedError("called directly it is measured without sinks only")
+    return problem.case
 
 
 def _unquantised(problem: Problem) -> Paged:

@@ -52,6 +52,7 @@ class Problem:
     queries: torch.Tensor
     _paged: dict[tuple[int, str], Paged] = field(default_factory=dict)
     _samples: dict[tuple[int, str], list[_Sample]] = field(default_factory=dict)
+    sinks: torch.Tensor | None = None  # [Hq] in the model's dtype
 
     def paged(self, block_size: int | None = None, kv_cache_dtype: str | None = None) -> Paged:
         """The caches in blocks of `block_size` (the case's) tokens, stored in a format (the case's); sequences' blocks
@@ -78,7 +79,7 @@ class Problem:
         """
         key = block_size or self.case.block_size, kv_cache_dtype or self.case.kv_cache_dtype
         if key not in self._samples:
-            self._samples[key] = _samples(self.case, self.queries[0], self.paged(*key))
+            self._samples[key] = _samples(self, self.paged(*key))
         if not bool(torch.isfinite(out).all()):
             raise ArithmeticError("outputs that are not finite")
         worst = 0.0
@@ -94,11 +95,13 @@ class Problem:
 def make_problem(case: Case) -> Problem:
     """As many layers as make `_TOTAL_BYTES` of keys and values, between 2 and `_LAYERS`; fewer of long prompts."""
     work, plain, stored = case.work, case.bytes_read("auto"), case.bytes_read(case.kv_cache_dtype)
-    by_flops = int(_TOTAL_FLOPS / work.flops(case.heads, case.dim))
+    by_flops = int(_TOTAL_FLOPS / case.flops)
     layers = max(2, min(_LAYERS * plain // stored, -(-_TOTAL_BYTES // stored), by_flops))
     torch.manual_seed(0)
     shape = (layers, sum(work.query_lens), case.heads, case.dim)
-    return Problem(case, layers, torch.randn(shape, dtype=case.torch_dtype, device=DEVICE))
+    queries = torch.randn(shape, dtype=case.torch_dtype, device=DEVICE)
+    sinks = torch.randn(case.heads, dtype=case.torch_dtype, device=DEVICE) if case.sinks else None
+    return Problem(case, layers, queries, sinks=sinks)
 
 
 def _paged(case: Case, layers: int, size: int) -> Paged:
@@ -127,8 +130,9 @@ def _encoded(plain: Paged, kv_cache_dtype: str) -> Paged:
     return Paged(caches, plain.common)
 
 
-def _samples(case: Case, queries: torch.Tensor, paged: Paged) -> list[_Sample]:
+def _samples(problem: Problem, paged: Paged) -> list[_Sample]:
     """The first and last rows of four sequences, under the first and the last KV head."""
+    case = problem.case
     work, last = case.work, len(case.work.seq_lens) - 1
     starts = [0, *torch.tensor(work.query_lens).cumsum(0).tolist()]
     out = []
@@ -137,12 +141,13 @@ def _samples(case: Case, queries: torch.Tensor, paged: Paged) -> list[_Sample]:
         for first, end in {(0, min(rows, _ROWS)), (max(0, rows - _ROWS), rows)}:
             keys = work.seq_lens[seq] - rows + end  # what the last of these rows sees
             here = slice(starts[seq] + first, starts[seq] + end)
-            out.append(_sample(case, queries, paged, seq, keys, here, head))
+            out.append(_sample(problem, paged, seq, keys, here, head))
     return out
 
 
-def _sample(case: Case, queries: torch.Tensor, paged: Paged, seq: int, keys: int, rows: slice, head: int) -> _Sample:
-    cache, group = paged.layer(0), case.heads // case.kv_heads
+def _sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, head: int) -> _Sample:
+    case, cache = problem.case, paged.layer(0)
+    group = case.heads // case.kv_heads
     table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
     form = format_of(cache.format or "auto")
     key, value = (
@@ -150,7 +155,9 @@ def _sample(case: Case, queries: torch.Tensor, paged: Paged, seq: int, keys: int
         for kind, planes in zip((form.key, form.value), cache.sides, strict=True)
     )
     heads = slice(head * group, (head + 1) * group)
-    data, scale = (queries[rows, heads], key.flatten(0, 1)[:keys], value.flatten(0, 1)[:keys]), case.dim**-0.5
-    want, _ = attention_oracle(*data, scale=scale)
-    naive, _ = attention_oracle(*data, scale=scale, dtype=case.torch_dtype)
+    data = (problem.queries[0, rows, heads], key.flatten(0, 1)[:keys], value.flatten(0, 1)[:keys])
+    sinks = None if problem.sinks is None else problem.sinks[heads]
+    options = {"scale": case.dim**-0.5, "mask": case.mask, "softcap": case.softcap or None, "sinks": sinks}
+    want, _ = attention_oracle(*data, **options)
+    naive, _ = attention_oracle(*data, **options, dtype=case.torch_dtype)
     return _Sample(rows, heads, want, naive.double())

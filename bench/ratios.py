@@ -8,7 +8,12 @@ from typing import Any
 
 Row = dict[str, Any]
 # What the summary averages apart: memory bounds the one, arithmetic the other.
-PHASES = {"decode": ("decode",), "prefill+mixed": ("prefill", "mixed")}
+PHASES = {
+    "decode": ("decode",),
+    "prefill+mixed": ("prefill", "mixed"),
+    "append+speculative": ("append", "speculative"),
+}
+BEHIND = 0.95  # a ratio below which a row is behind its peer, however much measurements vary
 TRITON_AUTO = "TRITON auto"  # over a cache in the model's dtype, beside the same rows in a format
 
 
@@ -41,7 +46,8 @@ def add_ratios(rows: Sequence[Row], peers: Iterable[str]) -> None:
 
 
 def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Per contender and format: the geometric mean of `ratio` in each phase, over how many rows, and the worst row."""
+    """Per contender and format: the geometric mean of `ratio` in each phase, over how many rows, how many of all are
+    `BEHIND`, and the worst row."""
     out: dict[str, dict[str, Any]] = {}
     counted = {suite for suites in PHASES.values() for suite in suites}
     kept = [row for row in rows if row.get("ratio") is not None and row["suite"] in counted]
@@ -53,6 +59,7 @@ def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
             if ratios:
                 facts[phase] = {"ratio": round(geometric_mean(ratios), 4), "rows": len(ratios)}
         worst = min(mine, key=lambda row: row["ratio"])
+        facts["behind"] = sum(row["ratio"] < BEHIND for row in mine)
         out[name] = {**facts, "worst": {"case": worst["case"], "ratio": worst["ratio"]}}
     return out
 

@@ -19,7 +19,7 @@ import pagedattn
 from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
-from .ratios import TRITON_AUTO, Row, library, summarise
+from .ratios import BEHIND, PHASES, TRITON_AUTO, Row, library, summarise
 
 _COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "auto", "error", "plan us", "host us")
 _WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 7, 9, 8, 8)
@@ -154,8 +154,10 @@ def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Geometric means and the worst row of each contender, best peer's time over its own."""
     lines = []
     for name, facts in summary.items():
-        means = [f"{phase} {one['ratio']:.3f} ({one['rows']} rows)" for phase, one in facts.items() if phase != "worst"]
-        worst = f"worst {facts['worst']['ratio']:.3f} at {facts['worst']['case']}"
+        means = [
+            f"{phase} {facts[phase]['ratio']:.3f} ({facts[phase]['rows']} rows)" for phase in PHASES if phase in facts
+        ]
+        worst = f"{facts['behind']} below {BEHIND}, worst {facts['worst']['ratio']:.3f} at {facts['worst']['case']}"
         lines.append(f"{name} against the best peer: " + ", ".join([*means, worst]))
     return lines
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagedattn import Mask
 from pagedattn.cache.specs import FullAttentionSpec
 from pagedattn.errors import InvalidInputError
 
@@ -27,6 +28,9 @@ class Case(NamedTuple):
     block_size: int = 16
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    window: int = 0  # keys that a query sees at most; 0: all
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def work(self) -> Workload:
@@ -40,11 +44,24 @@ class Case(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 int8 blocks of 64`."""
+        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 int8 blocks of 64 window 1024`."""
         unusual = [self.dtype] if self.dtype not in ("bfloat16", "float32") else []
         unusual += [self.kv_cache_dtype] if self.kv_cache_dtype != "auto" else []
         unusual += [f"blocks of {self.block_size}"] if self.block_size != 16 else []
+        unusual += [f"window {self.window}"] if self.window else []
+        unusual += [f"soft cap {self.softcap:g}"] if self.softcap else []
+        unusual += ["sinks"] if self.sinks else []
         return " ".join([f"{self.heads}/{self.kv_heads}/{self.dim}", *unusual])
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return Mask(causal=True, sliding_window=self.window or None)
+
+    @property
+    def flops(self) -> float:
+        """Of its products."""
+        return self.work.flops(self.heads, self.dim, self.window)
 
     def bytes_read(self, kv_cache_dtype: str) -> int:
         """Bytes of keys and values, codes and scales, each read once from a cache of that format."""
@@ -55,7 +72,7 @@ class Case(NamedTuple):
             kv_cache_dtype=kv_cache_dtype,
             block_size=self.block_size,
         )
-        return self.work.keys_read * spec.bytes_per_block // self.block_size
+        return self.work.keys_read(self.window) * spec.bytes_per_block // self.block_size
 
 
 def _decode() -> list[Case]:
@@ -125,17 +142,18 @@ _SMALL = {
 }
 ATTENTION = ("decode", "prefill", "mixed")
 NO_ATTENTION = ("cache", "engine")
-SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "engine")
+RANDOM = "random"
+SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", RANDOM, "engine")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
     """The table of a suite of attention; `all` is decode, prefill and mixed. Without a GPU, tiny ones in float32.
 
-    Suites of other things than attention layers have none here.
+    Suites of other things than attention layers have none here, and RANDOM's are drawn (`random_shapes`).
     """
     if suite == "all":
         return [case for one in ATTENTION for case in cases(one, gpu)]
-    if suite in NO_ATTENTION:
+    if suite in (*NO_ATTENTION, RANDOM):
         return []
     if gpu:
         return _GPU[suite]
@@ -153,7 +171,7 @@ def case_of(text: str, gpu: bool) -> Case:
     if gpu:
         return Case(suite, work.text)
     case = Case(suite, work.text, 8, 2, 64, dtype="float32")
-    gflop = work.flops(case.heads, case.dim) / 1e9
+    gflop = case.flops / 1e9
     gb = case.bytes_read("auto") / 1e9
     if gflop > _CPU_GFLOP or gb > _CPU_GB:
         expected = f"of at most {_CPU_GFLOP:.0f} GFLOP and {_CPU_GB:.0f} GB of keys and values a layer without a GPU"

@@ -23,15 +23,16 @@ class Workload(NamedTuple):
     seq_lens: list[int]
     shared: int = 0
 
-    @property
-    def keys_read(self) -> int:
-        """Keys of all sequences, the shared ones counted once."""
+    def keys_read(self, window: int = 0) -> int:
+        """Keys of all sequences that some query sees, the shared ones counted once. window: 0 is none."""
+        if window:
+            return sum(min(s, window + q - 1) for q, s in zip(self.query_lens, self.seq_lens, strict=True))
         return self.shared + sum(n - self.shared for n in self.seq_lens)
 
-    def flops(self, heads: int, dim: int) -> float:
+    def flops(self, heads: int, dim: int, window: int = 0) -> float:
         """Multiply-adds of causal attention, counted twice each."""
         pairs = zip(self.query_lens, self.seq_lens, strict=True)
-        return 4.0 * heads * dim * sum(q * s - q * (q - 1) / 2 for q, s in pairs)
+        return 4.0 * heads * dim * sum(_seen(q, s, window or s) for q, s in pairs)
 
     @property
     def num_decodes(self) -> int:
@@ -74,6 +75,13 @@ def _length(i: int, count: int, first: int, last: str | None, ratio: str | None)
     if ratio is not None:
         return int(first * float(ratio) ** i)
     return first + (i * (_number(last) - first) // max(count - 1, 1) if last is not None else 0)
+
+
+def _seen(query: int, keys: int, window: int) -> float:
+    """Pairs of the last `query` of `keys` tokens and what they see: query i, from 0 on, min(keys - query + i + 1,
+    window) keys."""
+    whole = min(max(window - (keys - query), 0), query)  # queries that see all before them
+    return whole * (keys - query) + whole * (whole + 1) / 2 + (query - whole) * window
 
 
 def _is_decode(pair: tuple[int, int]) -> bool:

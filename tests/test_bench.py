@@ -47,7 +47,11 @@ def test_the_table_is_what_was_agreed() -> None:
     assert found == {shape: texts.split() for shape, texts in TABLE.items()}
     for suite in SUITES:
         assert len({(case.layer, case.text) for case in cases(suite, gpu=True)}) == len(cases(suite, gpu=True))
-        assert bool(cases(suite, gpu=True)) == bool(cases(suite, gpu=False)) == (suite not in ("cache", "engine"))
+        assert (
+            bool(cases(suite, gpu=True))
+            == bool(cases(suite, gpu=False))
+            == (suite not in ("cache", "engine", "random"))
+        )
     sweep = cases("sweep", gpu=True)
     assert [case.text for case in cases("shared", gpu=True)] == ["64q1s9k@8k", "256q1s2560@2k", "16q1s33k@32k"]
     assert len(sweep) > 30 and max(sum(case.work.seq_lens) for case in sweep) <= 1 << 20
@@ -78,10 +82,14 @@ def test_the_summary_is_geometric_and_names_the_worst() -> None:
     assert facts == {
         "decode": {"ratio": 1.1, "rows": 2},
         "prefill+mixed": {"ratio": 0.9, "rows": 2},
+        "behind": 1,
         "worst": {"case": "c", "ratio": 0.81},
     }
-    expected = "TRITON against the best peer: decode 1.100 (2 rows), prefill+mixed 0.900 (2 rows), worst 0.810 at c"
-    assert summary_lines({"TRITON": facts}) == [expected]
+    (text,) = summary_lines({"TRITON": facts})
+    expected = (
+        "TRITON against the best peer: decode 1.100 (2 rows), prefill+mixed 0.900 (2 rows), 1 below 0.95, worst 0.81"
+    )
+    assert text == f"{expected}0 at c"
 
 
 def test_a_line_has_its_values_under_their_names() -> None:

@@ -80,6 +80,6 @@ def test_another_text_is_refused(text: str) -> None:
 
 def test_bytes_and_operations() -> None:
     work = parse("2q1s100+1q3")
-    assert work.keys_read == 203
-    assert parse("2q1s100+1q3s90@64").keys_read == 64 + 36 + 36 + 26
+    assert work.keys_read() == 203
+    assert parse("2q1s100+1q3s90@64").keys_read() == 64 + 36 + 36 + 26
     assert work.flops(heads=32, dim=128) == 4 * 32 * 128 * (100 + 100 + 1 + 2 + 3)

@@ -141,10 +141,15 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="write meta and rows to FILE, after every workload; without a name, print them at the end",
     )
     add("--plot", action="store_true", help="draw into the folder plots beside FILE; needs matplotlib")
+    add("--seed", type=int, help="of the suite random; 0 where not given")
+    add("--cases", type=int, help="how many the suite random has; 20 where not given")
 
 
 def _bench(args: argparse.Namespace) -> int:
     if str(args.json) in import_module("pagedattn.bench.table").SUITES:
         raise UsageError(f"--json must be a file, got the suite {args.json}; put it first: bench {args.json} --json")
     run = import_module("pagedattn.bench.command").run
-    return run(args.suite, args.backends, args.workload, args.json, args.plot, args.kv_cache_dtype or ["auto"])
+    formats = args.kv_cache_dtype or ["auto"]
+    return run(
+        args.suite, args.backends, args.workload, args.json, args.plot, formats, seed=args.seed, count=args.cases
+    )

@@ -1,0 +1,75 @@
+"""Random shapes as deployed models and their traffic have them: what nobody has tuned for.
+
+A case depends on the seed and on its number alone, so that more cases of a seed begin with the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from .table import Case
+
+# Query heads, KV heads, head dim of models that are deployed.
+LAYERS = (
+    *((9, 3, 64), (14, 2, 64), (12, 2, 128), (16, 8, 128), (24, 8, 128), (28, 4, 128), (32, 8, 128), (32, 32, 128)),
+    *((40, 8, 128), (48, 8, 128), (64, 4, 128), (64, 8, 128), (64, 8, 64), (71, 1, 64), (8, 1, 256), (8, 4, 256)),
+    *((16, 8, 256), (32, 8, 96), (32, 32, 96), (40, 10, 128), (32, 8, 80), (8, 1, 128), (16, 2, 128)),
+)
+KINDS = ("decode", "speculative", "append", "prefill", "mixed")
+_KEYS = (128, 1 << 16)  # of a context
+_MOST_BYTES, _MOST_FLOPS = 4 << 30, 1e13  # of a layer's 16-bit cache, and of its products
+_SMALL = 64  # times fewer keys, and as many times fewer of both, where there is no GPU
+
+
+def random_cases(seed: int, count: int, gpu: bool = True) -> list[Case]:
+    """`count` cases of a seed, of each kind in turn; without a GPU small ones in float32."""
+    return [_case(Random(f"{seed}/{number}"), KINDS[number % len(KINDS)], gpu) for number in range(count)]
+
+
+def _case(draw: Random, kind: str, gpu: bool) -> Case:
+    less = 1 if gpu else _SMALL
+    while True:
+        heads, kv_heads, dim = draw.choice(LAYERS)
+        case = Case(
+            *(kind, _text(draw, kind, less), heads, kv_heads, dim),
+            block_size=draw.choice((16, 16, 16, 32, 64, 128)),
+            dtype=draw.choice(("bfloat16", "bfloat16", "bfloat16", "float16")) if gpu else "float32",
+            window=draw.choice((512, 1024, 4096)) // less if draw.random() < 0.15 else 0,
+            softcap=draw.choice((30.0, 50.0)) if draw.random() < 0.1 else 0.0,
+            sinks=draw.random() < 0.1,
+        )
+        nbytes, flops = 4 * sum(case.work.seq_lens) * kv_heads * dim, case.flops
+        if nbytes <= _MOST_BYTES / less**2 and flops <= _MOST_FLOPS / less**2:
+            return case
+
+
+def _text(draw: Random, kind: str, less: int) -> str:
+    """A workload of a kind, with `less` times fewer keys than on a GPU."""
+    if kind == "mixed":
+        return f"{_text(draw, draw.choice(('append', 'prefill')), less)}+{_text(draw, 'decode', less)}"
+    least, most = (max(keys // less, 2) for keys in _KEYS)
+    if kind == "decode":
+        return _part(draw, _about(draw, 1, 256), 1, least, most)
+    if kind == "speculative":
+        query = draw.randint(2, 16)
+        return _part(draw, _about(draw, 1, 128), query, max(least, 2 * query), most)
+    if kind == "append":
+        query = _about(draw, 16, max(1024 // less, 17))
+        return _part(draw, _about(draw, 1, 8), query, max(least, 4 * query), most)
+    query = _about(draw, 64, max((1 << 14) // less, 128))
+    return _part(draw, _about(draw, 1, 32), query, query, draw.choice((query, 4 * query)))
+
+
+def _part(draw: Random, count: int, query: int, least: int, most: int) -> str:
+    """`count` sequences of `query` new tokens, all of one length, or of lengths that grow by one ratio."""
+    first = _about(draw, least, max(most, least))
+    last = _about(draw, first, max(most, first))
+    ratio = (last / first) ** (1 / max(count - 1, 1))
+    ragged = count > 1 and draw.random() < 0.5
+    return f"{count}q{query}s{first}" + (f"*{max(ratio, 1.0):.4f}" if ragged else "")
+
+
+def _about(draw: Random, least: int, most: int) -> int:
+    """Log-uniform in least..most."""
+    return min(max(round(math.exp(draw.uniform(math.log(least), math.log(most)))), least), most)

@@ -1,0 +1,101 @@
+"""`pagedattn bench random`: which shapes are drawn, that they are checked with their masks, and what is timed again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn.bench import command
+from pagedattn.bench.contenders import contenders
+from pagedattn.bench.measure import empty_row, measure
+from pagedattn.bench.problem import make_problem
+from pagedattn.bench.random_shapes import KINDS, LAYERS, random_cases
+from pagedattn.bench.table import Case
+from pagedattn.bench.workload import parse
+from pagedattn.errors import InvalidInputError
+
+
+def test_a_seed_has_the_same_cases_however_many() -> None:
+    cases = random_cases(7, 200)
+    assert random_cases(7, 20) == cases[:20] != random_cases(8, 20)
+    assert [case.suite for case in cases] == [*KINDS] * 40
+    assert {(case.heads, case.kv_heads, case.dim) for case in cases} == {*LAYERS}
+    assert {case.block_size for case in cases} == {16, 32, 64, 128}
+    assert {case.dtype for case in cases} == {"bfloat16", "float16"}
+    for name, share in (("window", 0.15), ("softcap", 0.1), ("sinks", 0.1)):
+        assert 0.4 * share < sum(bool(getattr(case, name)) for case in cases) / 200 < 1.8 * share
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_kinds_and_limits(gpu: bool) -> None:
+    for case in random_cases(1, 100, gpu):
+        work, less = case.work, 1 if gpu else 64
+        assert 4 * sum(work.seq_lens) * case.kv_heads * case.dim <= (4 << 30) / less**2 and case.flops <= 1e13 / less**2
+        longest, ones = max(work.query_lens), work.num_decodes
+        if case.suite == "decode":
+            assert ones == len(work.seq_lens)
+        elif case.suite == "mixed":
+            assert 0 < ones < len(work.seq_lens)
+        else:
+            assert ones == 0 and len({*work.query_lens}) == 1
+        if case.suite == "speculative":
+            assert longest <= 16
+        if case.suite == "append":
+            assert 4 * longest <= min(work.seq_lens)
+
+
+def test_contexts_are_log_uniform() -> None:
+    decodes = [case.work.seq_lens for case in random_cases(2, 1500) if case.suite == "decode" and not case.window]
+    octaves = [math.log2(lens[0]) for lens in decodes]
+    assert 7 <= min(octaves) < 7.5 and 14 < max(octaves) <= 16 and 9.5 < sum(octaves) / len(octaves) < 11.5
+    ragged = sum(len({*lens}) > 1 for lens in decodes) / len(decodes)
+    assert 0.3 < ragged < 0.6, "of half, but for those of one sequence"
+
+
+def test_what_a_window_leaves() -> None:
+    work = parse("1q3s10+1q1s4")
+    assert work.keys_read(2) == 4 + 2 and work.keys_read(100) == 14
+    assert work.flops(1, 1, 2) == 4 * (3 * 2 + 2) and work.flops(1, 1, 9) == 4 * (8 + 9 + 9 + 4)
+    assert parse("1q5").flops(1, 1, 3) == 4 * (1 + 2 + 3 + 3 + 3)
+    assert Case("decode", "1q1s4k", window=64).bytes_read("auto") == Case("decode", "1q1s64").bytes_read("auto")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is timed for longer")
+@pytest.mark.parametrize("change", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}])
+def test_each_is_checked_with_its_mask(change: dict[str, Any]) -> None:
+    case = Case("mixed", "1q20s60+2q1s50", 4, 2, 16, dtype="float32")._replace(**change)
+    (row,) = measure(case, contenders("TORCH"), {})
+    assert row["refused"] is None and row["error"] < 1e-5
+    plain, other = (make_problem(case._replace(window=0, softcap=0.0, sinks=False)), make_problem(case))
+    out = contenders("TORCH")[0].run(other)
+    out.plan()
+    if change:
+        with pytest.raises(ArithmeticError, match="error"):
+            plain.error(out.attend(0))
+
+
+def test_what_is_behind_is_timed_three_times() -> None:
+    def rows(ratio: float | None) -> list[dict[str, Any]]:
+        return [{**empty_row("decode", "a", "TRITON"), "ratio": ratio}, empty_row("decode", "a", "FA3")]
+
+    for given, wanted in (([1.2], 1.2), ([0.9, 1.1, 0.94], 0.94), ([None], None), ([0.5, 0.6, 2.0], 0.6)):
+        left = iter(given)
+        assert command.median_of_three(lambda left=left: rows(next(left)))[0]["ratio"] == wanted
+        assert next(left, "none") == "none"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_the_suite_from_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    assert command.run("random", None, [], path, plot=False, seed=3, count=5) == 0
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["meta"]["seed"] == 3 and [row["suite"] for row in content["rows"]] == [*KINDS]
+    with pytest.raises(InvalidInputError, match="used with the suite random"):
+        command.run("decode", None, [], None, plot=False, seed=3)
+    with pytest.raises(InvalidInputError, match="--cases must be a positive integer"):
+        command.run("random", None, [], None, plot=False, count=0)
