@@ -52,6 +52,7 @@ ODD = {
     "lse": (True, "yes"),
     "rounded_lse": (True, "yes"),
     "fp8_products": (True, "yes"),
+    "fp8_queries": (True, "yes"),
     "context_parallel": (True, "yes"),
     "deterministic": (True, "yes"),
     "compile": (False, "-"),

@@ -71,7 +71,7 @@ class Selection:
         if self.scales:
             lines.append(f"  scales of the {self.spec.kv_cache_dtype} cache: {self.scales}")
         for name, reasons in self.rejections.items():
-            lines.append(f"  not {name}: " + ("; ".join(map(str, reasons)) or "lower priority"))
+            lines.append(f"  not {name}: " + ("; ".join(map(str, reasons)) or why_passed_over(name, self.spec)))
         return "\n".join(lines)
 
 
@@ -174,9 +174,23 @@ def _pick(
 
 
 def _order(phase: str, spec: AttentionSpec) -> list[str]:
-    """The priority of a phase, but who was measured to be the fastest at just this comes first."""
+    """The priority of a phase, but who was measured to be the fastest at just this comes first, and who rounds queries
+    last: so much precision is given up only by whoever asks for it, or where nobody else serves."""
     names = PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]
-    return sorted(names, key=lambda name: not get_backend(name).is_fastest_for(phase, spec))
+    return sorted(names, key=lambda name: (_rounds_queries(name, spec), not _is_fastest(name, phase, spec)))
+
+
+def why_passed_over(name: str, spec: AttentionSpec) -> str:
+    """Why a backend that serves `spec` was not chosen."""
+    return "lower priority" + (", as it rounds queries and probabilities to fp8" if _rounds_queries(name, spec) else "")
+
+
+def _rounds_queries(name: str, spec: AttentionSpec) -> bool:
+    return get_backend(name).capabilities().rounds_queries(spec)
+
+
+def _is_fastest(name: str, phase: str, spec: AttentionSpec) -> bool:
+    return get_backend(name).is_fastest_for(phase, spec)
 
 
 def _check_composite(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from ..backends.base import Availability
 from ..backends.flash_attn.versions import VERSIONS
 from ..backends.registry import backend_names, get_backend
-from ..backends.selector import Selection, select_backend
+from ..backends.selector import Selection, select_backend, why_passed_over
 from ..errors import UnsupportedError
 from ..spec import AttentionSpec
 from ..spec.capabilities import Capabilities, Rejection
@@ -96,7 +95,7 @@ def why(args: argparse.Namespace) -> int:
             show_rows((name, str(value)) for name, value in facts.items() if value)
             for drawback in _drawbacks(selection):
                 print(display.wrapped(drawback, 4))
-            print(_losers(selection.rejections))
+            print(_losers(selection))
         else:
             able = [name for name, reasons in rejections.items() if not reasons]
             print(error, *([f"who can: {', '.join(able)}"] if able else []), sep="\n")
@@ -121,10 +120,10 @@ def _drawbacks(selection: Selection) -> list[str]:
     return [f"{name}: {state.reason} ({state.hint})" for name, state in kept.items()]
 
 
-def _losers(rejections: Mapping[str, Sequence[Rejection]]) -> str:
+def _losers(selection: Selection) -> str:
     lines = []
-    for name, reasons in rejections.items():
-        lines += [f"not {name}:" if reasons else f"not {name}: lower priority"]
+    for name, reasons in selection.rejections.items():
+        lines += [f"not {name}:" if reasons else f"not {name}: {why_passed_over(name, selection.spec)}"]
         lines += [display.wrapped(f"  {reason}", 4) for reason in reasons]
     return "\n".join(lines)
 

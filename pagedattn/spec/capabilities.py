@@ -72,6 +72,7 @@ class Capabilities:
     lse: bool = False
     rounded_lse: bool = False  # sums probabilities in the query's dtype: off by up to half a unit in its last place
     fp8_products: bool = False  # may multiply fp8 keys as fp8, which a tensor core sums to 13 bits: logits are as exact
+    fp8_queries: bool = False  # rounds queries and probabilities to fp8 over fp8 caches: off by percents
     context_parallel: bool = False
     deterministic: bool = False
     compile: bool = False
@@ -81,6 +82,10 @@ class Capabilities:
     def rejections(self, spec: AttentionSpec) -> list[Rejection]:
         """Every way in which `spec` asks for more than this."""
         return [*self._value_rejections(spec), *self._feature_rejections(spec)]
+
+    def rounds_queries(self, spec: AttentionSpec) -> bool:
+        """Whether attention of `spec` is by queries and probabilities of 8 bits, which `fp8_queries` says."""
+        return self.fp8_queries and spec.uses_cache and spec.kv_cache_dtype.startswith("fp8")
 
     def _value_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         kinds = tuple(kind.value for kind in self.attn_types)

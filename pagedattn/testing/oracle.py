@@ -9,6 +9,7 @@ import torch
 from ..spec import Mask
 
 _CAUSAL = Mask(causal=True)
+_LARGEST = 448.0  # of e4m3
 
 
 def attention_oracle(
@@ -37,6 +38,40 @@ def attention_oracle(
         return torch.zeros(rows, heads, value.shape[2], dtype=dtype, device=query.device), empty
     weights = joined.softmax(-1)[..., :length].nan_to_num(0.0)
     return torch.einsum("hqk,khd->qhd", weights, v), joined.logsumexp(-1).T
+
+
+def fp8_oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    mask: Mask = _CAUSAL,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE as `attention_oracle` gives them, by queries and probabilities of e4m3, and rounded to bfloat16.
+
+    The largest query element of a KV head becomes 448, the largest probability of a row 256. Keys and values are as
+    they are stored. It makes the naive implementation that backends with `Capabilities.fp8_queries` are measured
+    against.
+    """
+    if not len(key) or not len(query):
+        return attention_oracle(query, key, value, scale=scale, mask=mask)
+    groups = query.double().unflatten(1, (key.shape[1], -1))
+    steps = groups.abs().amax((0, 2, 3), keepdim=True) / _LARGEST
+    steps = torch.where(steps == 0, 1.0, steps)
+    rounded = (_e4m3(groups / steps) * steps).flatten(1, 2)
+    logits, v = _logits(rounded, key, value, scale, mask, softcap, alibi_slopes, torch.float64)
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak.masked_fill(peak == -math.inf, 0.0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    shares = _e4m3(256 * weights) / (256 * total).masked_fill(total == 0, 1.0)
+    return torch.einsum("hqk,khd->qhd", shares, v).bfloat16().double(), (total.log() + peak).squeeze(-1).T
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).double()
 
 
 def logit_condition(

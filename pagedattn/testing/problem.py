@@ -13,7 +13,7 @@ from ..formats.base import LayerCache
 from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
-from .oracle import attention_oracle, logit_condition
+from .oracle import attention_oracle, fp8_oracle, logit_condition
 from .stored import StoredRows, bits, layer_cache, stored_as, unused_element, unused_planes
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
@@ -26,7 +26,8 @@ _HUGE = 100.0
 class Problem:
     """Tensors of a case, the answer, and what the cache must look like afterwards.
 
-    `condition` is `logit_condition` [T, Hq, Dv], where there are logits large enough to need it.
+    `condition` is `logit_condition` [T, Hq, Dv], where there are logits large enough to need it. `fp8`, `fp8_lse`: what
+    `fp8_oracle` gives over an fp8 cache, for backends that round queries.
     """
 
     case: Case
@@ -41,6 +42,8 @@ class Problem:
     naive: torch.Tensor
     stored: tuple[StoredRows, StoredRows]  # of K and V
     condition: torch.Tensor | None = None
+    fp8: torch.Tensor | None = None
+    fp8_lse: torch.Tensor | None = None
     cache_after: LayerCache | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
@@ -93,14 +96,14 @@ def make_problem(
     parts = [[x.to(where) for x in one] for one in (queries, *read)]
     extras = [None if x is None else x.to(where) for x in (sinks, slopes)]
     answers = [_answers(case, spec, q, k, v, *extras) for q, k, v in zip(*parts, strict=True)]
-    expected, lse, naive, condition = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    expected, lse, naive, condition, *fp8 = (torch.cat(parts) for parts in zip(*answers, strict=True))
     new_key, new_value = _given(case, keys, values)
     after = None
     if cache is not None:
         after = _written(case, stored, cache, common.slot_mapping, new_key, new_value)
     parts = _strided(case, torch.cat(queries), new_key, new_value)
     facts = {"expected": expected, "expected_lse": lse, "naive": naive, "stored": stored}
-    facts["condition"] = condition if condition.any() else None
+    facts |= {"condition": condition if condition.any() else None, **dict(zip(("fp8", "fp8_lse"), fp8, strict=False))}
     problem = Problem(case, spec, *parts, cache=None, common=common, **facts)
     problem.cache_after, problem.sinks, problem.alibi_slopes = after, sinks, slopes
     _move(problem, cache, device)
@@ -206,8 +209,9 @@ def _answers(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, LSE, the naive output, and the condition: zeros where it is not needed."""
+) -> tuple[torch.Tensor, ...]:
+    """Output, LSE, the naive output, and the condition: zeros where it is not needed; then `fp8` and `fp8_lse`, where
+    the cache is of fp8."""
     options: dict[str, Any] = {
         "scale": spec.softmax_scale,
         "mask": spec.mask,
@@ -218,7 +222,8 @@ def _answers(
     naive, _ = attention_oracle(q, k, v, sinks=sinks, dtype=case.dtype, **options)
     needed = case.dtype.itemsize > 2 and bool((lse[lse.isfinite()].abs() > _HUGE).any())
     condition = logit_condition(q, k, v, out, lse, **options) if needed else torch.zeros_like(out)
-    return out, lse, naive, condition
+    rounded = case.paged and case.kv_cache_dtype.startswith("fp8") and sinks is None
+    return out, lse, naive, condition, *(fp8_oracle(q, k, v, **options) if rounded else ())
 
 
 def _given(
@@ -289,7 +294,8 @@ def _move(problem: Problem, cache: LayerCache | None, device: torch.device) -> N
         x = x.to(device)
         return x if problem.case.layout == "NHD" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    for name in ("query", "key", "value", "expected", "expected_lse", "naive", "condition", "sinks", "alibi_slopes"):
+    results = ("expected", "expected_lse", "naive", "condition", "fp8", "fp8_lse")
+    for name in ("query", "key", "value", *results, "sinks", "alibi_slopes"):
         tensor = getattr(problem, name)
         setattr(problem, name, None if tensor is None else tensor.to(device))
     if cache is not None:

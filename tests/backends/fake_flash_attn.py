@@ -10,13 +10,15 @@ import torch
 
 from pagedattn import Mask
 from pagedattn.testing import attention_oracle
+from pagedattn.testing.oracle import fp8_oracle
 
 CALLS: list[dict[str, object]] = []
 
 
-def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None):
+def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None, oracle=attention_oracle):
     """Packed q [T, Hq, D]; k, v are lists of [n, Hkv, D]. Returns out and lse [Hq, T], +inf for rows without keys."""
-    assert q.dtype in (torch.float16, torch.bfloat16) and all(x.dtype == q.dtype for x in (*k, *v))
+    exact = torch.float64 if oracle is fp8_oracle else None
+    assert q.dtype in (torch.float16, torch.bfloat16, exact) and all(x.dtype == q.dtype for x in (*k, *v))
     left, right = (None if side is None or side < 0 else side for side in window)
     assert not causal or right in (None, 0)
     assert left is None or causal or left == right, "the oracle knows symmetric windows only"
@@ -24,7 +26,7 @@ def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None
     for rows, n, keys, values in zip(q[: sum(lens_q)].split(lens_q), lens_k, k, v, strict=True):
         options = {"alibi_slopes": slopes, "softcap": softcap or None, "scale": scale}
         mask = Mask(causal, None if left is None else left + 1)
-        out, lse = attention_oracle(rows, keys[:n], values[:n], mask=mask, **options)
+        out, lse = oracle(rows, keys[:n], values[:n], mask=mask, **options)
         outs.append(out.to(q.dtype))
         lses.append(lse.float())
     lse = torch.cat(lses)
@@ -36,6 +38,23 @@ def _pages(cache, table, lens):
     counts = [-(-n // cache.shape[1]) for n in lens.tolist()]
     rows = [cache[row[:count].long()].flatten(0, 1) for row, count in zip(table, counts, strict=True)]
     return [row.clone() for row in rows]
+
+
+def _descaled(q, keys, values, lens_q, *descales):
+    """Float64 of what fp8 elements and their factors [B, Hkv] mean. fp8_oracle rounds such queries to themselves, where
+    the largest element of a sequence and KV head is 448."""
+    for one in descales:
+        assert one.dtype == torch.float32 and one.shape == (len(lens_q), keys[0].shape[1])
+    CALLS[-1]["descales"], CALLS[-1]["query"] = descales, q
+    assert q.is_contiguous() and q.shape[2] % 16 == 0
+    rows, group = q.double(), q.shape[1] // keys[0].shape[1]
+    factors = descales[0].repeat_interleave(torch.tensor(lens_q), 0).repeat_interleave(group, 1)[:, :, None]
+    rows = torch.cat((rows[: sum(lens_q)] * factors, rows[sum(lens_q) :]))
+    keys, values = (
+        [one.double() * factor[:, None] for one, factor in zip(many, of, strict=True)]
+        for many, of in ((keys, descales[1]), (values, descales[2]))
+    )
+    return rows, keys, values
 
 
 def _packed(rows, starts):
@@ -92,15 +111,15 @@ def _fa3_kvcache(
         assert scheduler_metadata.dtype == torch.int32
         assert scheduler_metadata.tolist()[:4] == [len(cache_seqlens), k_cache.shape[1], num_splits, q.itemsize]
         assert scheduler_metadata.tolist()[4:] == cache_seqlens.tolist()
-    if q.dtype == torch.float8_e4m3fn:
-        assert k_cache.dtype == v_cache.dtype == q.dtype
-        for scale in (q_descale, k_descale, v_descale):
-            assert scale is not None and bool((scale == 1).all())
-            assert scale.shape == (len(cache_seqlens), k_cache.shape[2])
-        q, k_cache, v_cache = (x.to(torch.bfloat16) for x in (q, k_cache, v_cache))
+    assert k_cache.dtype == v_cache.dtype == q.dtype
     keys, values = (_pages(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
-    args = (softmax_scale, causal, window_size, softcap)
-    out, lse = _attend(q, keys, values, lens_q, cache_seqlens.tolist(), *args)
+    args = (lens_q, cache_seqlens.tolist(), softmax_scale, causal, window_size, softcap)
+    if q.dtype == torch.float8_e4m3fn:
+        q, keys, values = _descaled(q, keys, values, lens_q, q_descale, k_descale, v_descale)
+        out, lse = _attend(q, keys, values, *args, oracle=fp8_oracle)
+        out, q = out.bfloat16(), q.bfloat16()
+    else:
+        out, lse = _attend(q, keys, values, *args)
     out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
     lse = torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1]))
     return (out, lse) if return_softmax_lse else out

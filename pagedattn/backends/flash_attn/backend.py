@@ -26,8 +26,8 @@ class FlashAttnImpl(AttentionImpl):
             got = type(metadata).__name__
             raise InvalidInputError("metadata", "of FLASH_ATTN", got, "build it with the layer")
         check_matches_spec(self.spec, call)
-        if call.k_scale is not None or call.v_scale is not None:
-            raise UnsupportedError("FLASH_ATTN reads no scaled caches; the spec must announce scales (kv_scale)")
+        if self.spec.kv_scale == "none" and (call.k_scale is not None or call.v_scale is not None):
+            raise UnsupportedError("FLASH_ATTN was told of no scales; the spec must announce them (kv_scale)")
         (key, _), query, dim = call.keys_and_values, call.query, self.spec.value_dim
         empty = not key.numel() or (call.kv_cache is not None and metadata.common.block_table.shape[1] == 0)
         if empty or not len(query) or not metadata.common.num_seqs:
@@ -39,7 +39,7 @@ class FlashAttnImpl(AttentionImpl):
         if call.lse is not None and lse is not None:
             call.lse[: len(lse)].copy_(lse)
         if call.out is None and len(result) == len(query):
-            return result
+            return result.to(query.dtype)  # FA3 computes bfloat16 from fp8
         out = call.output(dim)  # with rows past the last sequence
         out[: len(result)].copy_(result)
         return out

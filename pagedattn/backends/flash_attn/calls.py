@@ -14,6 +14,7 @@ from ...call import AttentionCall
 from ...errors import InvalidInputError, UnsupportedError
 from ...spec import AttentionSpec
 from .metadata import FlashAttnMetadata, window_size
+from .queries import fp8_queries
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # output [T, Hq, Dv], and LSE [T, Hq] where the call asks for it
 
@@ -43,9 +44,10 @@ def fa2(lib: ModuleType, call: AttentionCall, spec: AttentionSpec, metadata: Fla
 
 
 def fa3(lib: ModuleType, call: AttentionCall, spec: AttentionSpec, metadata: FlashAttnMetadata) -> Result:
-    """FlashAttention 3: `flash_attn_interface`."""
+    """FlashAttention 3: `flash_attn_interface`. Over fp8 caches its queries are fp8 too, and its output is bfloat16."""
     common, asked = metadata.common, call.lse is not None
     if call.kv_cache is not None:
+        query, descales = fp8_queries(call, spec, common) if metadata.fp8_queries else (call.query, {})
         options = _options(
             spec,
             cache_seqlens=common.seq_lens,
@@ -55,8 +57,9 @@ def fa3(lib: ModuleType, call: AttentionCall, spec: AttentionSpec, metadata: Fla
             scheduler_metadata=metadata.schedule,
             num_splits=metadata.splits,
             return_softmax_lse=asked,
+            **descales,
         )
-        got = lib.flash_attn_with_kvcache(call.query, *call.keys_and_values, **options)
+        got = lib.flash_attn_with_kvcache(query, *call.keys_and_values, **options)
     else:
         # Older builds take no such argument, and return LSE always or never.
         function = lib.flash_attn_varlen_func

@@ -26,10 +26,12 @@ _DECODE_SPLITS = 32
 
 @dataclass(slots=True)
 class FlashAttnMetadata(AttentionMetadata):
-    """`decode`: one query row per sequence. `schedule`: FA3's scheduler metadata. `key_starts`: [B + 1] int32."""
+    """`decode`: one query row per sequence. `fp8_queries`: over a cache. `schedule`: FA3's scheduler metadata.
+    `key_starts`: [B + 1] int32."""
 
     version: FlashAttnVersion
     decode: bool
+    fp8_queries: bool = False
     schedule: torch.Tensor | None = None
     key_starts: torch.Tensor | None = None
 
@@ -56,6 +58,7 @@ class FlashAttnMetadata(AttentionMetadata):
     def describe(self) -> str:
         common = self.common
         kind = "decode" if self.decode else f"up to {common.max_query_len} queries"
+        kind += ", fp8 queries" if self.fp8_queries else ""
         return f"{self.version.label} via {self.version.module()}, {common.num_seqs} sequences, {kind}"
 
 
@@ -80,8 +83,9 @@ class FlashAttnBuilder(AttentionMetadataBuilder):
         version = self._version
         if capture:
             check_capture(version.capabilities.graph_level, common)
+        rounds = version.capabilities.rounds_queries(self.spec)
         decode = 0 < common.num_decodes == common.num_seqs
-        metadata = FlashAttnMetadata(clone_for_capture(common) if capture else common, version, decode)
+        metadata = FlashAttnMetadata(clone_for_capture(common) if capture else common, version, decode, rounds)
         # Without a block size the cache is unknown yet, and FA3 schedules in each call.
         if version is FA3 and self.spec.block_size and common.num_tokens and common.block_table.shape[1]:
             metadata.schedule = _schedule(self.spec, metadata.common, metadata.splits)
@@ -129,7 +133,7 @@ def _schedule(spec: AttentionSpec, common: CommonAttentionMetadata, splits: int)
         spec.kv_heads,
         spec.head_dim,
         common.seq_lens,
-        qkv_dtype=spec.dtype,
+        qkv_dtype=spec.stored_dtype,
         cu_seqlens_q=common.query_start_loc,
         page_size=size,
         causal=bool(spec.causal),

@@ -93,6 +93,8 @@ class FlashAttnVersion:
         if self.number == 2 and spec.has_alibi and spec.needs_lse:
             reason = "its LSE leaves out the query's own position"
             out.append(Rejection("needs_lse", True, "no LSE with ALiBi", reason))
+        if self.number == 3 and spec.kv_cache_dtype == "fp8_e4m3" and spec.head_dim % 16:
+            out.append(Rejection("head_dim", spec.head_dim, "multiples of 16 over fp8 caches", "use another backend"))
         return [replace(r, hint=self.hints.get(r.feature, r.hint)) for r in out]
 
 
@@ -121,12 +123,16 @@ FA3 = FlashAttnVersion(
         _COMMON,
         min_capability=(9, 0),
         max_capability=(9, 0),
+        kv_cache_dtypes=("auto", "fp8_e4m3"),
+        kv_scales=("none", "float", "tensor", "head"),
+        fp8_products=True,
+        fp8_queries=True,
         needs_clean_cache=True,
         graph_level=GraphLevel.ALWAYS,
     ),
     {
         "has_alibi": "FlashAttention 3 has no ALiBi",
-        "kv_cache_dtype": "FlashAttention 3 wants fp8 queries for fp8 caches",
+        "kv_cache_dtype": "FlashAttention 3 reads 8-bit caches of e4m3 only",
     },
 )
 VERSIONS = (FA3, FA2)  # best first
