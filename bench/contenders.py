@@ -14,7 +14,7 @@ from pagedattn.backends.flash_attn.versions import VERSIONS
 from pagedattn.backends.registry import backend_names, get_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
-from .peers import fa3, flashinfer_persistent, flashinfer_wrappers
+from .peers import FP8_TOLERANCE, fa3, flashinfer_persistent, flashinfer_wrappers
 from .problem import DEVICE, Problem
 from .ratios import TRITON_AUTO, Row
 from .run import Run
@@ -101,7 +101,10 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
 
     # FlashAttention's build is nothing but device work (FA3's tile schedule), so that it belongs into the graph.
     in_graph = plan if "FLASH_ATTN" in attention.selection.name else step
-    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size, form)
+    chosen_ones = {attention.selection.prefill, attention.selection.decode}
+    rounds = any(one.capabilities().rounds_queries(attention.spec) for one in chosen_ones)
+    tolerance = FP8_TOLERANCE if rounds else 0.0
+    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size, form, tolerance)
 
 
 def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]:

@@ -21,7 +21,7 @@ _WORKSPACE_BYTES = 512 << 20
 _FA3_STORED = "fp8_e4m3"  # all that its 8-bit kernels read, and so what every other format is compared with
 # They round queries and probabilities to 3 bits of mantissa as well, which naive attention over that cache does not:
 # 4 % of the output, and accumulators of fewer bits add to it over a long context. Reading wrong rows makes it 100 %.
-_FA3_TOLERANCE = 0.25
+FP8_TOLERANCE = 0.25
 _DECODE_SPLITS = 32  # what engines let FA3 use at most in a graph of decodes; the kernel balances up to that many
 
 
@@ -66,7 +66,7 @@ def fa3(problem: Problem) -> Run:
         )
 
     kernel = f"flash_attn_with_kvcache{'' if plain else ', fp8 queries'}"
-    return Run(plan, plan, attend, lambda: kernel, case.block_size, form, 0.0 if plain else _FA3_TOLERANCE)
+    return Run(plan, plan, attend, lambda: kernel, case.block_size, form, 0.0 if plain else FP8_TOLERANCE)
 
 
 def flashinfer_wrappers(problem: Problem) -> Run:

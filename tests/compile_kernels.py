@@ -22,6 +22,7 @@ from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.prefill import kernel as attention
 from pagedattn.kernels.prefill.plan import attention_config
+from pagedattn.kernels.quantise_queries import kernel as quantise_queries
 from pagedattn.runtime.target import Target
 
 TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, supports_pdl=True)}
@@ -218,6 +219,9 @@ def main() -> None:
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)
+    types = {**TYPES, "query": "*bf16", "codes": "*u8", "descales": "*fp32", "k_scale": "fp32", "v_scale": "fp32"}
+    given = {"partial": None, "PARTS": 1, "G": 4, "D": 128, "ROWS": 32, "BLOCK_D": 128}
+    report("quantise_queries-sm90-bf16", quantise_queries._quantise_kernel, types, given, 90, num_warps=4)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ EXPECTED = {
     "reshape_and_cache-sm80-int8",
     "reshape_and_cache-sm80-k8v4",
     "merge_states-sm90-bf16",
+    "quantise_queries-sm90-bf16",
 }
 MORE = {
     "attention-sm90-bf16-D128-G4",

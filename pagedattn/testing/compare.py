@@ -31,7 +31,7 @@ def assert_close(
     are nearly equal, it has one rounding of their difference, possibly a small one, and another order of summation has
     another.
 
-    `fp8_queries`: the backend says that it rounds queries and probabilities to fp8 (`Capabilities.fp8_queries`), `naive`
+    `fp8_queries`: the backend rounds queries and probabilities to fp8, as `Capabilities.fp8_queries` says; `naive`
     does so too (`oracle.fp8_oracle`), and gate 2 is twice the relative error of that.
 
     Raises:

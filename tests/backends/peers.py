@@ -12,14 +12,16 @@ from pagedattn.testing.case import Case
 
 
 class Peer(NamedTuple):
-    """A backend, and for FLASH_ATTN the version that PAGEDATTN_FLASH_ATTN names."""
+    """A backend, for FLASH_ATTN the version that PAGEDATTN_FLASH_ATTN names, and what its caches are of."""
 
     backend: str
     version: str = ""
+    kv_cache_dtype: str = "auto"
 
     @property
     def name(self) -> str:
-        return f"FA{self.version}" if self.version else self.backend
+        name = f"FA{self.version}" if self.version else self.backend
+        return name if self.kv_cache_dtype == "auto" else f"{name}, {self.kv_cache_dtype}"
 
     def load(self) -> type[AttentionBackend]:
         """The backend class; the caller has set PAGEDATTN_FLASH_ATTN."""
@@ -34,5 +36,6 @@ class Peer(NamedTuple):
 
 
 FA2, FA3 = Peer("FLASH_ATTN", "2"), Peer("FLASH_ATTN", "3")
+FA3_FP8 = Peer("FLASH_ATTN", "3", "fp8_e4m3")
 FLASHINFER, TRITON, TORCH = Peer("FLASHINFER"), Peer("TRITON"), Peer("TORCH")
 DTYPES = (torch.bfloat16, torch.float16)

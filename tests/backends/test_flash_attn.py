@@ -260,7 +260,7 @@ def test_what_the_spec_did_not_announce_is_refused(install: Install, monkeypatch
         with pytest.raises(InvalidInputError, match=rf"^{name} must be None, as the spec announces none"):
             impl.forward(call._replace(**{name: torch.ones(4)}), metadata)
     for name in ("k_scale", "v_scale"):
-        with pytest.raises(UnsupportedError, match=r"^FLASH_ATTN reads no scaled caches; .*\(kv_scale\)"):
+        with pytest.raises(UnsupportedError, match=r"^FLASH_ATTN was told of no scales; .*\(kv_scale\)"):
             impl.forward(call._replace(**{name: 0.5}), metadata)
     with pytest.raises(InvalidInputError, match=r"^key and value must be given where there is no kv_cache"):
         impl.forward(AttentionCall(problem.query), metadata)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends.peers import FA2, FA3, FLASHINFER, TORCH, TRITON, Peer
+from backends.peers import FA2, FA3, FA3_FP8, FLASHINFER, TORCH, TRITON, Peer
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, UnsupportedError
@@ -21,6 +21,7 @@ DECODES, UNIFORM, ANY = [(1, 1), (7, 1), (64, 1)], [(5, 4), (3, 33)], [(6, None)
 STATED = {
     TRITON: (GraphLevel.ALWAYS, DECODES + UNIFORM + ANY),
     FA3: (GraphLevel.ALWAYS, DECODES + UNIFORM + ANY),
+    FA3_FP8: (GraphLevel.ALWAYS, DECODES + UNIFORM + ANY),
     FA2: (GraphLevel.UNIFORM_BATCH, DECODES + UNIFORM),
     FLASHINFER: (GraphLevel.UNIFORM_SINGLE_TOKEN_DECODE, DECODES),
     TORCH: (GraphLevel.NEVER, []),
@@ -37,10 +38,13 @@ class Captured:
         self.size = 256 if peer is FA2 else 16
         kind = {"dtype": torch.bfloat16, "device": "cuda"}
         level = STATED[peer][0]
+        self.form = peer.kv_cache_dtype
+        scales = {} if self.form == "auto" else {"k_scale": 0.5, "v_scale": 0.25}
         options = {"block_size": self.size, "backend": peer.backend, "clean_cache": True, "graph_level": level}
-        self.layer = Attention(HEADS, DIM, KV_HEADS, **options, **kind)
+        self.layer = Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype=self.form, **scales, **options, **kind)
         self.columns = KEYS // self.size
-        self.cache = PagedKVCache(1, batch * self.columns + 1, self.size, KV_HEADS, DIM, **kind)
+        blocks = batch * self.columns + 1
+        self.cache = PagedKVCache(1, blocks, self.size, KV_HEADS, DIM, kv_cache_dtype=self.form, **kind)
         self.query = torch.randn(self.tokens, HEADS, DIM, **kind)
         self.key, self.value = (torch.randn(self.tokens, KV_HEADS, DIM, **kind) for _ in range(2))
         self.fill()
@@ -53,8 +57,10 @@ class Captured:
             self.out = self.run()
 
     def fill(self) -> None:
-        for tensor in (self.query, self.key, self.value, self.cache.slabs.view(torch.bfloat16)):
+        for tensor in (self.query, self.key, self.value):
             tensor.normal_()
+        stored = self.cache.slabs.view(torch.bfloat16 if self.form == "auto" else torch.float8_e4m3fn)
+        stored.copy_(torch.randn(stored.shape, dtype=torch.bfloat16, device="cuda"))
 
     def make(self, query_lens: list[int], seq_lens: list[int]) -> CommonAttentionMetadata:
         """A step, padded to the captured batch with empty sequences; the integers are the captured bounds."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from backends.peers import FA2, FA3, FLASHINFER, TORCH, TRITON, Peer
+from backends.peers import FA2, FA3, FA3_FP8, FLASHINFER, TORCH, TRITON, Peer
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, ops, plan_step
 
@@ -20,7 +20,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("lens", [([1, 1, 1], [40, 300, 17]), ([1, 30, 5], [40, 300, 17])], ids=["decode", "mixed"])
-@pytest.mark.parametrize("peer", [TRITON, TORCH, FA2, FA3, FLASHINFER], ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", [TRITON, TORCH, FA2, FA3, FA3_FP8, FLASHINFER], ids=lambda peer: peer.name)
 @pytest.mark.usefixtures("no_waiting")
 def test_a_step(peer: Peer, lens: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", peer.version)
@@ -28,8 +28,9 @@ def test_a_step(peer: Peer, lens: tuple[list[int], list[int]], monkeypatch: pyte
         pytest.skip(f"{peer.name} is not installed")
     size = 256 if peer is FA2 else 16
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
-    layer = Attention(8, 128, 2, block_size=size, backend=peer.backend, clean_cache=True, **kind)
-    cache = PagedKVCache(1, 64, size, 2, 128, **kind)
+    form = {"kv_cache_dtype": peer.kv_cache_dtype}
+    layer = Attention(8, 128, 2, block_size=size, backend=peer.backend, clean_cache=True, **form, **kind)
+    cache = PagedKVCache(1, 64, size, 2, 128, **form, **kind)
     table = torch.arange(60, dtype=torch.int32, device="cuda").view(3, 20)
     common = CommonAttentionMetadata.from_lengths(*lens, table, block_size=size)
     query, key, value = (torch.randn(sum(lens[0]), heads, 128, **kind) for heads in (8, 2, 2))
