@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..runtime.distributions import release_of
+
 
 @dataclass(frozen=True, slots=True)
 class Releases:
@@ -16,6 +18,11 @@ class Releases:
 
     def __str__(self) -> str:
         return f"{self.oldest} to {self.newest}"
+
+    @property
+    def installed(self) -> str | None:
+        """The release that is here, as `release_of`."""
+        return release_of(self.distribution)
 
     @property
     def requirement(self) -> str:

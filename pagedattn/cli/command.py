@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from .. import env
 from ..errors import InvalidInputError, PagedAttnError, describe_error
+from ..runtime.distributions import release_of
 from . import backends as cli_backends
 from . import calibrate, chat, env_report, fetch, generate
 from . import conformance as cli_conformance
@@ -85,7 +86,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     about = "Paged attention: backends, how one is chosen, this machine, and text from a model."
     parser = _Parser(prog="pagedattn", description=about, epilog=_EXIT_STATUS)
-    parser.add_argument("--version", action="version", version=f"pagedattn {env_report.package_version('pagedattn')}")
+    parser.add_argument("--version", action="version", version=f"pagedattn {release_of('pagedattn')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:

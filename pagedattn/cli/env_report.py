@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from .. import env
 from ..backends.registry import backend_names
 from ..integrations.vllm import releases as vllm_releases
 from ..runtime import op_registry
+from ..runtime.distributions import release_of
 from . import display
 from .backends import probe, state_of
 from .terminal import show_rows
@@ -25,7 +25,7 @@ _EXTRAS = ("transformers", "safetensors", "tokenizers", "jinja2", "tqdm", "gguf"
 
 def run(args: argparse.Namespace) -> int:
     """What this machine has."""
-    facts, extras = _machine(), {name: package_version(name) for name in _EXTRAS}
+    facts, extras = _machine(), {name: release_of(name) for name in _EXTRAS}
     backends = {name: probe(name)[0] for name in backend_names()}
     vllm = vllm_releases.describe()
     values = {name: os.environ.get(name) for name in env.VARIABLES}
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
 def _machine() -> dict[str, object]:
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {
-        "pagedattn": package_version("pagedattn"),
+        "pagedattn": release_of("pagedattn"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cuda_of_torch": torch.version.cuda,
-        "triton": package_version("triton"),
+        "triton": release_of("triton"),
         "gpus": [
             "{} ({}.{})".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)) for i in gpus
         ],
@@ -69,14 +69,6 @@ def _paths_of(op: str) -> str:
     """Who does the work of an op on the devices that are here: `csrc on cpu, triton on cuda`."""
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
     return ", ".join(f"{op_registry.path_of(op, device)} on {device.type}" for device in devices)
-
-
-def package_version(package: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:

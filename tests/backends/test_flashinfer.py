@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -124,14 +123,9 @@ def test_what_it_does_not_serve_is_refused_by_name(changes: dict[str, Any], feat
 def test_availability_says_why_not(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, str], reason: str, hint: str
 ) -> None:
-    def version(name: str) -> str:
-        if name not in found:
-            raise PackageNotFoundError(name)
-        return found[name]
-
     monkeypatch.delenv("FLASHINFER_DISABLE_VERSION_CHECK", raising=False)
     monkeypatch.setattr(adapter, "find_spec", lambda name: object() if found else None)
-    monkeypatch.setattr(adapter, "version", version)
+    monkeypatch.setattr(adapter, "release_of", found.get)
     state = adapter._availability.__wrapped__()
     assert state.ok == (not reason) and reason in state.reason and hint in state.hint
     if state.ok:

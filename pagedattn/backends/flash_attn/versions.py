@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -14,6 +13,7 @@ import torch
 
 from ... import env
 from ...errors import UnsupportedError
+from ...runtime.distributions import release_of
 from ...spec import AttentionSpec, AttentionType, GraphLevel
 from ...spec.capabilities import Capabilities, IntRange, Rejection
 from ..base import Availability
@@ -182,15 +182,6 @@ def library(version: FlashAttnVersion) -> ModuleType:
         return import_module(name)
     except ImportError as error:
         raise UnsupportedError(f"{version.label} ({name}) cannot be loaded: {error}; {version.install}") from error
-
-
-@cache
-def release_of(distribution: str) -> str | None:
-    """The installed release; None where there is none, or none that says so, as of a build without a distribution."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from ...call import AttentionCall
 from ...errors import InvalidInputError, UnsupportedError
+from ...runtime.distributions import release_of
 from ...spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from ...spec.capabilities import Capabilities, IntRange, Rejection
 from ..base import AttentionBackend, AttentionImpl, AttentionMetadata, Availability
@@ -166,7 +166,7 @@ def _availability() -> Availability:
     install = f"pip install '{RELEASES.requirement}'"
     if find_spec("flashinfer") is None:
         return Availability(ok=False, reason="flashinfer is not installed", hint=install)
-    found = _version(RELEASES.distribution)
+    found = release_of(RELEASES.distribution)
     if found is None:
         reason = f"flashinfer can be imported, but no distribution {RELEASES.distribution} says which version it is"
         return Availability(ok=False, reason=reason, hint=install)
@@ -179,19 +179,12 @@ def _availability() -> Availability:
     return Availability(ok=True, version=f"{found} (serves {RELEASES})")
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def _other_release(found: str) -> str | None:
     """A package of compiled kernels, with its version, that keeps flashinfer `found` from being imported."""
     if os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK") or precedence(found) >= precedence(_IGNORES_OTHERS):
         return None
     for name in _COMPILED:
-        release = _version(name)
+        release = release_of(name)
         if release is not None and release.partition("+")[0] != found:
             return f"{name} {release}"
     return None

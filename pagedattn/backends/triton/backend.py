@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -33,11 +32,11 @@ class TritonBackend(AttentionBackend):
     @classmethod
     @cache
     def availability(cls) -> Availability:
-        try:
-            reason = triton_versions.why_untried()
-            return Availability(True, version("triton"), reason, triton_versions.REMEDY if reason else "")
-        except PackageNotFoundError:
+        found = triton_versions.installed()
+        if found is None:
             return Availability(ok=False, reason="triton is not installed", hint="pip install triton")
+        reason = triton_versions.why_untried()
+        return Availability(True, found, reason, triton_versions.REMEDY if reason else "")
 
     @classmethod
     @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 from ... import env
 from ...backends.releases import Releases
@@ -16,10 +16,7 @@ _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 def installed() -> str | None:
     """The version of vLLM that can be imported here, None where there is none."""
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return None
+    return SERVED.installed
 
 
 def why_untested(release: str) -> str:
