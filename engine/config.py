@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from pagedattn import KVScales
+from pagedattn import KVCacheDtype, KVScales
 from pagedattn.errors import InvalidInputError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
@@ -44,7 +44,8 @@ class EngineConfig:
         backend: attention backend by name; None chooses.
         kv_cache_dtype: format of the KV cache: "auto" is the model's dtype, "int8" a byte per element and a scale of
             each token and head, "k8v4" the same of keys and half a byte of values, "fp8" ("fp8_e4m3") and "fp8_e5m2" a
-            byte per element, with the scales of kv_scales, else the checkpoint's, else 1.
+            byte per element, with the scales of kv_scales, else the checkpoint's, else 1. "int8:skip=0,-1", or a
+            `KVCacheDtype`, keeps the first and the last layer in the model's dtype.
         kv_scales: a file of `pagedattn calibrate`, from which an fp8 cache gets a scale for each layer and KV head.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.
@@ -83,7 +84,7 @@ class EngineConfig:
     step_timeout: float = 300.0
     heartbeat_timeout: float = 60.0
     backend: str | None = None
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str | KVCacheDtype = "auto"
     kv_scales: str | None = None
     model_impl: str = "auto"
     load_format: str = "auto"
@@ -101,13 +102,13 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
-        if not isinstance(self.kv_cache_dtype, str):
-            raise InvalidInputError("kv_cache_dtype", "the name of a format", repr(self.kv_cache_dtype))
+        stored = KVCacheDtype.of(self.kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
             if not isinstance(self.kv_scales, str | os.PathLike):
                 raise InvalidInputError("kv_scales", "the path of a file, or None", repr(self.kv_scales))
             object.__setattr__(self, "kv_scales", os.fspath(self.kv_scales))
-            KVScales.check_format(self.kv_cache_dtype, self.kv_scales)
+            KVScales.check_format(stored.name, self.kv_scales)
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.device is not None:
             object.__setattr__(self, "device", str(self.device))

@@ -16,6 +16,7 @@ from .call import AttentionCall
 from .formats.base import CacheFormat, LayerCache
 from .formats.fp8.calibration import KVScales
 from .formats.fp8.calibration_file import LayerMaxima
+from .formats.per_layer import KVCacheDtype
 from .layers.attention import Attention
 from .layers.functional import paged_attention
 from .layers.plan_step import StepMetadata, plan_step
@@ -66,6 +67,7 @@ __all__ = [
     "CacheFormat",
     "CommonAttentionMetadata",
     "FullAttentionSpec",
+    "KVCacheDtype",
     "KVScales",
     "LayerCache",
     "LayerMaxima",

@@ -21,6 +21,7 @@ from pagedattn import (
     AttentionSpec,
     BlockPool,
     CommonAttentionMetadata,
+    KVCacheDtype,
     KVScales,
     PagedKVCache,
     env,
@@ -204,6 +205,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "the device failed": lambda here: failing_device(here),
     "pip could not download": lambda here: no_index(here.monkeypatch, here.folder),
     "option must be": lambda here: load(here.folder, max_seqs=1),
+    "skip_layers must be layers in [-4, 4)": lambda here: KVCacheDtype("int8", (4,)).of_layers(4),
     "kv_scales must be None": lambda here: load(here.folder, kv_cache_dtype="int8", kv_scales="kv_scales.json"),
     "kv_scales must be a file": lambda here: load(here.folder, kv_cache_dtype="fp8", kv_scales="/nowhere"),
     "kv_scales must be of schema_version": lambda here: calibrated(

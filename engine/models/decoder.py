@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from pagedattn import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
+from pagedattn import (
+    Attention,
+    FullAttentionSpec,
+    KVCacheDtype,
+    LayerCache,
+    PagedKVCache,
+    SlidingWindowSpec,
+    StepMetadata,
+)
 
 from .config import ModelConfig
 from .fused_ops import turn_and_write, turned
@@ -95,7 +103,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.dtype, self.kv_cache_dtype = dtype, kv_cache_dtype
+        self.dtype, self.kv_cache_dtypes = dtype, KVCacheDtype.of(kv_cache_dtype).of_layers(config.num_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         self._attentions = self._build_attentions(block_size, device, backend, clean_cache)
         self.layers = nn.ModuleList(DecoderLayer(config, attention, dtype, "meta") for attention in self._attentions)
@@ -143,12 +151,13 @@ class Decoder(nn.Module):
             "num_kv_heads": self.config.num_kv_heads,
             "head_dim": self.config.head_dim,
             "dtype": self.dtype,
-            "kv_cache_dtype": self.kv_cache_dtype,
             "block_size": block_size,
         }
         return [
-            FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(sliding_window=window, **shape)
-            for window in self.config.sliding_windows
+            FullAttentionSpec(**shape, kv_cache_dtype=form)
+            if window is None
+            else SlidingWindowSpec(**shape, kv_cache_dtype=form, sliding_window=window)
+            for window, form in zip(self.config.sliding_windows, self.kv_cache_dtypes, strict=True)
         ]
 
     def checkpoint_views(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -182,7 +191,7 @@ class Decoder(nn.Module):
                 config.num_kv_heads,
                 scale=config.head_dim**-0.5,
                 sliding_window=window,
-                kv_cache_dtype=self.kv_cache_dtype,
+                kv_cache_dtype=self.kv_cache_dtypes[layer],
                 block_size=layout.groups[layout.group_of(layer)].spec.block_size,
                 backend=backend,
                 dtype=self.dtype,

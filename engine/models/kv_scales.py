@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedattn import Attention, KVScales
+from pagedattn import Attention, KVCacheDtype, KVScales
 
 from ..config import EngineConfig
 from .config import ModelConfig
@@ -45,10 +45,12 @@ def set_kv_scales(
         UnsupportedError: the backend asked for does not serve such scales.
     """
     if scales is not None:
-        for layer, (key, value) in zip(layers, scales.scales(config.kv_cache_dtype), strict=True):
-            pair = (key, value) if heads is None else (key[heads], value[heads])
-            layer.set_kv_scales(*pair, scales.source)
-    elif config.load_format != "dummy" and layers[0].spec.format.takes_scales:
+        name = KVCacheDtype.of(config.kv_cache_dtype).name
+        for layer, (key, value) in zip(layers, scales.scales(name), strict=True):
+            if layer.spec.format.takes_scales:
+                pair = (key, value) if heads is None else (key[heads], value[heads])
+                layer.set_kv_scales(*pair, scales.source)
+    elif config.load_format != "dummy" and any(layer.spec.format.takes_scales for layer in layers):
         for index, pair in read_kv_scales(folder).items():
-            if index < len(layers):
+            if index < len(layers) and layers[index].spec.format.takes_scales:
                 layers[index].set_kv_scales(*pair, "the checkpoint")

@@ -32,7 +32,7 @@ class RangeCheck:
         for index, layer, slots in layers_and_slots(cache, common_by_group):
             scales = self._layers[index].kv_scales
             for name, codes, scale in zip(("keys", "values"), (layer.key, layer.value), scales, strict=True):
-                if scale is None and len(slots):
+                if scale is None and len(slots) and self._layers[index].spec.format.takes_scales:
                     most = torch.finfo(codes.dtype).max
                     share = float((stored_rows(codes, slots).abs() >= most).float().mean())
                     if share > worst:

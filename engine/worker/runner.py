@@ -87,7 +87,7 @@ class ModelRunner:
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture(self._layers)
-        if self._attentions[0].spec.format.takes_scales:
+        if any(layer.spec.format.takes_scales for layer in self._attentions):
             self.observer = RangeCheck(self._attentions)  # only now: what measures memory are no prompts
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:

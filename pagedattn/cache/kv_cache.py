@@ -20,9 +20,9 @@ _TOO_MUCH = re.compile("can't allocate memory|out of memory|calculation overflow
 class PagedKVCache:
     """Blocks for all layers of a model in one zeroed allocation of slabs [n, P, bytes per block].
 
-    Layers of one kind share a slab each; layers of several kinds are cut into groups that overlay the same slabs, so
-    that a block id belongs to one group at a time (see `group_layers`). A block of one layer is contiguous: its keys,
-    then its values, then its scales. Block 0 is a block like any other here.
+    Layers of one kind have a slab each, or one slab where their formats differ; layers of several kinds are cut into
+    groups that overlay the same slabs, so that a block id belongs to one group at a time (see `group_layers`). A block
+    of one layer is contiguous: its keys, then its values, then its scales. Block 0 is a block like any other here.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class PagedKVCache:
         self.groups: tuple[KVCacheGroup, ...] = group_layers(specs)
         self.layout = layout
         self.num_blocks = num_blocks
-        self.bytes_per_block = self.groups[0].spec.bytes_per_block
-        shape = (max(len(group.layers) for group in self.groups), num_blocks, self.bytes_per_block)
+        self.bytes_per_block = self.groups[0].starts[-1]
+        num_slabs = 1 if self.groups[0].is_mixed else max(len(group.layers) for group in self.groups)
+        shape = (num_slabs, num_blocks, self.bytes_per_block)
         try:
             self.slabs = torch.zeros(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:
@@ -90,9 +91,9 @@ class PagedKVCache:
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
         self._layers = {
-            layer: _views(self.slabs[slab], group.spec, layout)
+            layer: _views(self.slabs[min(slab, num_slabs - 1)], start, spec, layout)
             for group in self.groups
-            for slab, layer in enumerate(group.layers)
+            for slab, (layer, spec, start) in enumerate(zip(group.layers, group.specs, group.starts[:-1], strict=True))
         }
         self._group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
 
@@ -138,9 +139,9 @@ class PagedKVCache:
 
         Nothing changes where a token is stored for good when it comes, as in all formats that are here.
         """
-        spec, index = self.groups[group].spec, _int64(ids).to(self.device)
-        form, dims = spec.format, (spec.head_dim, spec.value_dim)
-        for layer in self.groups[group].layers:
+        index = _int64(ids).to(self.device)
+        for layer, spec in zip(self.groups[group].layers, self.groups[group].specs, strict=True):
+            form, dims = spec.format, (spec.head_dim, spec.value_dim)
             for rows, dim, planes in zip((form.key, form.value), dims, self._layers[layer].sides, strict=True):
                 if not rows.seals:
                     continue
@@ -153,12 +154,12 @@ def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
     return values.long() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
-def _views(slab: torch.Tensor, spec: KVCacheSpec, layout: str) -> LayerCache:
-    """The planes [P, S or 1, H, n] of one slab [P, bytes per block]."""
+def _views(slab: torch.Tensor, start: int, spec: KVCacheSpec, layout: str) -> LayerCache:
+    """The planes [P, S or 1, H, n] of a layer that begins at byte `start` of a slab's blocks [P, bytes per block]."""
     # Planes of one dtype are views of one view of that dtype: torch.compile takes no others that a graph writes to.
     typed = {dtype: slab.view(dtype) for dtype in {plane.dtype for plane in spec.planes.values()}}
     planes = zip(spec.planes.items(), spec.offsets[:-1], strict=True)
-    views = {name: _view(typed[plane.dtype], first, plane, spec, layout) for (name, plane), first in planes}
+    views = {name: _view(typed[plane.dtype], start + first, plane, spec, layout) for (name, plane), first in planes}
     if isinstance(spec, MLASpec):
         views["value"] = views["key"][..., : spec.latent_dim]
     return LayerCache(**views, format=spec.format.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 
 import torch
 
@@ -65,6 +65,12 @@ class KVCacheSpec:
         return tuple(ends)
 
     @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of one token in each plane that has rows of tokens."""
+        rows = [plane for plane in self.planes.values() if not plane.per_block]
+        return tuple(plane.width * self.num_kv_heads * plane.dtype.itemsize for plane in rows)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in one layer."""
         return self.offsets[-1]
@@ -117,10 +123,35 @@ class MLASpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers of one kind that share a block table. `layers` are model layer indices, one per slab of the cache."""
+    """Layers of one kind that share a block table. `layers` are model layer indices, one per slab of the cache, or all
+    in one slab where their formats differ. `spec`: of each, but for its format, which `specs` has."""
 
-    spec: KVCacheSpec
+    specs: tuple[KVCacheSpec, ...]
     layers: tuple[int, ...]
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """Of the first layer: how many tokens a block of each of them has, and of which window."""
+        return self.specs[0]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether layers have different formats."""
+        return len({*self.specs}) > 1
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where in a slab's block each layer begins, in bytes, and where the block ends.
+
+        In a slab of several layers each begins at a whole number of its slots, and so does the next block: kernels that
+        copy rows (TMA) see all blocks of a layer as one matrix.
+        """
+        if not self.is_mixed:
+            return (*([0] * len(self.layers)), self.spec.bytes_per_block)
+        step, ends = lcm(_ALIGNMENT, *(size for spec in self.specs for size in spec.slot_bytes)), [0]
+        for spec in self.specs:
+            ends.append(ends[-1] + -(-spec.bytes_per_block // step) * step)
+        return tuple(ends)
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
@@ -129,6 +160,7 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     Layers of one kind are cut into groups of n, where n is the number of layers of the rarest kind (all layers where
     there is one kind), so that n slabs hold the whole model and a block id serves any group. Block sizes of kinds with
     fewer bytes per token are scaled up until bytes per block are equal. Source: the hybrid allocator of vLLM.
+    Layers that differ in their format alone are one group.
 
     Raises:
         InvalidInputError: no layers.
@@ -136,6 +168,8 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     """
     if not specs:
         raise InvalidInputError("specs", "one KVCacheSpec per layer", "an empty sequence")
+    if len({replace(spec, kv_cache_dtype="auto") for spec in specs}) == 1:
+        return (KVCacheGroup(tuple(specs), tuple(range(len(specs)))),)
     kinds: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)
@@ -144,7 +178,8 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     groups = []
     for spec, layers in kinds.items():
         cuts = range(0, len(layers), per_group)
-        groups += [KVCacheGroup(scaled[spec], tuple(layers[cut : cut + per_group])) for cut in cuts]
+        for some in (tuple(layers[cut : cut + per_group]) for cut in cuts):
+            groups.append(KVCacheGroup((scaled[spec],) * len(some), some))
     return tuple(groups)
 
 

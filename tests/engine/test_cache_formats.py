@@ -9,14 +9,16 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
+from pagedattn import KVCacheDtype
 from pagedattn.engine import LLM, EngineConfig, SamplingParams
 from pagedattn.errors import InvalidInputError
 from pagedattn.integrations import transformers as hf
 
-FORMATS = ("int8", "k8v4", "fp8", "fp8_e5m2")
+MIXED = "int8:skip=0,-1"
+FORMATS = ("int8", "k8v4", "fp8", "fp8_e5m2", MIXED)
 # Products of other sizes may differ in their last bits, and then an element is stored as the code beside its own, which
 # the coarser a format is, the more it changes log-probabilities: at most by so much.
-STEP = {"int8": 0.01, "k8v4": 0.1, "fp8": 0.1, "fp8_e5m2": 0.2}
+STEP = {"int8": 0.01, MIXED: 0.01, "k8v4": 0.1, "fp8": 0.1, "fp8_e5m2": 0.2}
 PROMPTS = [[5, 9, 200, 31, 7] * 4, [44, 3, 90], [8, 8, 300, 17, 25, 60, 12, 99, 101]]
 NEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 
@@ -86,10 +88,25 @@ def test_blocks_take_the_bytes_of_their_format(folder: Path) -> None:
     elements, layers = 2 * 4 * 2 * 32, 4
     expected = {"auto": 4 * elements, "fp8": elements, "int8": elements + 2 * 4 * 2 * 4}
     expected["k8v4"] = expected["int8"] - elements // 4
+    # All layers in one slab, where each begins at a whole number of the largest row, of 2 heads of float32.
+    row = 2 * 32 * 4
+    expected[MIXED] = 2 * expected["auto"] + 2 * -(-expected["int8"] // row) * row
     for name, size in expected.items():
         _, _, llm = run(folder, kv_cache_dtype=name)
         cache: Any = llm.runner.cache  # type: ignore[attr-defined]
-        assert cache.bytes_per_block == size and cache.nbytes == 64 * size * layers
+        assert cache.bytes_per_block == size and cache.nbytes == 64 * size * (1 if name == MIXED else layers)
+
+
+def test_layers_that_are_skipped_are_exact(folder: Path) -> None:
+    exact, stored = run(folder)[1], "int8:skip="
+    errors = {}
+    for skipped in ("", "0", "0,1,2,3"):
+        name = stored + skipped if skipped else "int8"
+        found, llm = run(folder, kv_cache_dtype=name)[1:]
+        errors[skipped] = sum(abs(a - b) for a, b in zip(found, exact, strict=True))
+        kept = [layer.spec.kv_cache_dtype for layer in llm.runner.model.attention_layers()]  # type: ignore[attr-defined]
+        assert kept == ["auto" if str(index) in skipped.split(",") else "int8" for index in range(4)]
+    assert 0 == errors["0,1,2,3"] < errors["0"] < errors[""]
 
 
 def test_values_beyond_fp8_are_said_once(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,9 +128,14 @@ def test_values_beyond_fp8_are_said_once(folder: Path, tmp_path: Path, caplog: p
 def test_a_format_that_is_none_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"kv_cache_dtype must be one of auto, .*int8.*got 'int3'"):
         run(folder, kv_cache_dtype="int3")
-    with pytest.raises(InvalidInputError, match="kv_cache_dtype must be the name of a format, got 8"):
+    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype must be the name of a format, .* got 8"):
         EngineConfig.from_options(folder, {"kv_cache_dtype": 8})
     model = _model(folder)
+    for kind in ("native", "transformers"):
+        with pytest.raises(InvalidInputError, match=r"skip_layers must be layers in \[-4, 4\), got 4"):
+            run(folder, kv_cache_dtype=KVCacheDtype("int8", (4,)), model_impl=kind)
+    with pytest.raises(InvalidInputError, match="skip_layers must be layers"):
+        hf.enable(model, kv_cache_dtype="int8:skip=9")
     with pytest.raises(InvalidInputError, match="kv_cache_dtype must be one of"):
         hf.enable(model, kv_cache_dtype="int3")
     assert model.config._attn_implementation != "pagedattn"

@@ -202,6 +202,13 @@ def test_what_is_of_another_model_is_refused_before_weights_are_loaded(
         LLM(folder, device="cpu", kv_cache_dtype="fp8", kv_scales=tmp_path / "sharded.json")
 
 
+@pytest.mark.parametrize("kind", ["native", "transformers"])
+def test_layers_that_are_skipped_take_no_scales(made: tuple[Path, KVScales], kind: str) -> None:
+    _, _, llm = run(made[0], kv_cache_dtype="fp8:skip=1,-1", kv_scales=made[0] / "kv_scales.json", model_impl=kind)
+    layers = llm.runner.model.attention_layers()  # type: ignore[attr-defined]
+    assert [layer.kv_scales[0] is not None for layer in layers] == [True, False, True, False]
+
+
 def test_a_calibration_of_other_shapes_is_refused_by_transformers_models(
     made: tuple[Path, KVScales], tmp_path: Path
 ) -> None:

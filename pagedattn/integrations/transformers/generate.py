@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ... import CommonAttentionMetadata, FullAttentionSpec, KVScales
+from ... import CommonAttentionMetadata, FullAttentionSpec, KVCacheDtype, KVScales
 from ...errors import InvalidInputError, UnsupportedError
 from .attention import NAME, import_transformers, register
 from .batch import BatchStep
@@ -41,7 +41,7 @@ def enable(
     block_size: int = 16,
     backend: str | None = None,
     num_blocks: int | None = None,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: str | KVCacheDtype = "auto",
     kv_scales: str | os.PathLike[str] | KVScales | None = None,
 ) -> None:
     """Make the model's forward and `generate` run over a paged cache. Again: with other options, and new caches.
@@ -51,7 +51,8 @@ def enable(
         block_size: tokens per block.
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
-        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "fp8", "fp8_e5m2".
+        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "fp8", "fp8_e5m2";
+            with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
 
     Raises:
@@ -68,8 +69,9 @@ def enable(
     _check_one_device(model)
     before = attention_of(model)
     try:
-        scales = load_kv_scales(kv_scales, kv_cache_dtype, model)
-        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, kv_cache_dtype, scales)
+        stored = KVCacheDtype.of(kv_cache_dtype)
+        scales = load_kv_scales(kv_scales, stored.name, model)
+        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, stored, scales)
     except Exception:
         model.set_attn_implementation(before)
         raise
@@ -137,19 +139,22 @@ class Paged:
         block_size: int,
         backend: str | None,
         num_blocks: int | None,
-        kv_cache_dtype: str,
+        kv_cache_dtype: KVCacheDtype,
         scales: KVScales | None,
     ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
-        options = {"block_size": block_size, "backend": backend, "kv_cache_dtype": kv_cache_dtype}
-        self.layers = {layer.call.layer: (layer.call, make_attention(layer, model, **options)) for layer in learnt}
+        names, options = kv_cache_dtype.of_layers(len(learnt)), {"block_size": block_size, "backend": backend}
+        self.layers = {
+            layer.call.layer: (layer.call, make_attention(layer, model, kv_cache_dtype=name, **options))
+            for layer, name in zip(learnt, names, strict=True)
+        }
         if scales is not None:
-            set_kv_scales(scales, kv_cache_dtype, {index: layer for index, (_, layer) in self.layers.items()})
+            set_kv_scales(scales, kv_cache_dtype.name, {index: layer for index, (_, layer) in self.layers.items()})
         self.windowed = any(layer.window is not None for layer in learnt)
-        kept = [kept_per_token(layer, model.dtype, block_size, kv_cache_dtype) for layer in learnt]
+        kept = [kept_per_token(layer, model.dtype, block_size, name) for layer, name in zip(learnt, names, strict=True)]
         self.specs = [FullAttentionSpec(**fields) for fields in kept]
         self.placed = model.dtype, model.device
         self.names = list(inspect.signature(model.forward).parameters)

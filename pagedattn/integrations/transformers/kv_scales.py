@@ -32,4 +32,5 @@ def set_kv_scales(scales: KVScales, kv_cache_dtype: str, layers: dict[int, Atten
     ordered = [layers[index] for index in sorted(layers)]
     scales.check_shapes([(one.spec.kv_heads, one.spec.head_dim, one.spec.value_dim) for one in ordered])
     for layer, pair in zip(ordered, scales.scales(kv_cache_dtype), strict=True):
-        layer.set_kv_scales(*pair, scales.source)
+        if layer.spec.format.takes_scales:
+            layer.set_kv_scales(*pair, scales.source)

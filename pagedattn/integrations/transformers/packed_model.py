@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from ... import Attention, FullAttentionSpec, LayerCache, PagedKVCache, SlidingWindowSpec, StepMetadata
+from ... import (
+    Attention,
+    FullAttentionSpec,
+    KVCacheDtype,
+    LayerCache,
+    PagedKVCache,
+    SlidingWindowSpec,
+    StepMetadata,
+)
 from .attention import PackedStep
 from .attention import register as register_attention
 from .hand_on import probe_handing_on
@@ -38,7 +46,7 @@ class PackedModel:
         backend: str | None = None,
         max_model_len: int | None = None,
         clean_cache: bool = False,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | KVCacheDtype = "auto",
     ) -> None:
         """Wrap a loaded model; runs it on two tokens to learn what its layers ask for.
 
@@ -48,7 +56,7 @@ class PackedModel:
             backend: attention backend by name; None chooses.
             max_model_len: longest sequence that will be run; None is the model's own limit.
             clean_cache: blocks are zeroed when handed out (`PagedKVCache.zero_blocks`), which some backends need.
-            kv_cache_dtype: format of the cache, as of `Attention`.
+            kv_cache_dtype: format of the cache, as of `Attention`, or as `int8:skip=0,-1`.
 
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
@@ -58,7 +66,6 @@ class PackedModel:
         refuse(type(model), model.config, max_model_len)
         self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
-        self._kv_cache_dtype = kv_cache_dtype
         self._body = decoder_of(model)
         check_signature(self._body)
         self._head = without_decoder(model, self._body)
@@ -69,6 +76,7 @@ class PackedModel:
         except Exception:
             model.set_attn_implementation(before)
             raise
+        self._kv_cache_dtypes = KVCacheDtype.of(kv_cache_dtype).of_layers(len(self._learnt))
         calls = [layer.call for layer in self._learnt]
         self._layers = {
             call.layer: (call, attention)
@@ -95,7 +103,8 @@ class PackedModel:
 
     def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
         """What every layer keeps per token, for blocks of `block_size` tokens."""
-        kept = [kept_per_token(layer, self.dtype, block_size, self._kv_cache_dtype) for layer in self._learnt]
+        stored = zip(self._learnt, self._kv_cache_dtypes, strict=True)
+        kept = [kept_per_token(layer, self.dtype, block_size, name) for layer, name in stored]
         return [
             FullAttentionSpec(**fields)
             if layer.window is None
@@ -111,7 +120,7 @@ class PackedModel:
                 self.model,
                 block_size=layout.groups[layout.group_of(index)].spec.block_size,
                 backend=backend,
-                kv_cache_dtype=self._kv_cache_dtype,
+                kv_cache_dtype=self._kv_cache_dtypes[index],
                 clean_cache=clean_cache,
                 kv_group=layout.group_of(index),
             )

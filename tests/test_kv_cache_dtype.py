@@ -1,0 +1,88 @@
+"""KVCacheDtype: what it says of each layer, and caches whose layers have different formats."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pagedattn import FullAttentionSpec, KVCacheDtype, PagedKVCache, SlidingWindowSpec, ops
+from pagedattn.cache.specs import KVCacheSpec, group_layers
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.formats.registry import format_of
+
+
+def test_what_it_says_of_each_layer() -> None:
+    some = KVCacheDtype("int8", (0, -1))
+    assert some.of_layers(4) == ["auto", "int8", "int8", "auto"] and some.of_layers(2) == ["auto", "auto"]
+    assert KVCacheDtype.of("int8:skip=0,-1") == some == KVCacheDtype.of(some) and str(some) == "int8:skip=0,-1"
+    assert KVCacheDtype.of("fp8").of_layers(2) == ["fp8", "fp8"] and str(KVCacheDtype()) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KVCacheDtype.of("int9:skip=0"), "kv_cache_dtype must be one of auto, .*, got 'int9'"),
+        (lambda: KVCacheDtype.of("int8:0,1"), "kv_cache_dtype must be the name of a format, or NAME:skip=LAYERS"),
+        (lambda: KVCacheDtype.of("int8:skip=first"), "NAME:skip=LAYERS such as int8:skip=0,-1, got 'int8:skip=first'"),
+        (lambda: KVCacheDtype.of(cast(Any, 8)), "kv_cache_dtype must be the name of a format, .* got 8"),
+        (lambda: KVCacheDtype("int8", (1, 1)), r"skip_layers must be integers, each once, got \(1, 1\)"),
+        (lambda: KVCacheDtype("int8", (True,)), "skip_layers must be integers"),
+        (lambda: KVCacheDtype("auto", (1,)), r"skip_layers must be \(\) for kv_cache_dtype='auto', got \(1,\); name a"),
+        (lambda: KVCacheDtype("int8", (4,)).of_layers(4), r"skip_layers must be layers in \[-4, 4\), got 4"),
+        (lambda: KVCacheDtype("int8", (3, -1)).of_layers(4), r"skip_layers must be each layer once, got \(3, -1\)"),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        make()
+
+
+def specs(names: list[str], heads: int = 3, dim: int = 20, dtype: torch.dtype = torch.float16) -> list[KVCacheSpec]:
+    shape: dict[str, Any] = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype, "block_size": 4}
+    return [FullAttentionSpec(**shape, kv_cache_dtype=name) for name in names]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"), [(3, 20, torch.float16), (2, 128, torch.bfloat16), (1, 7, torch.float32)]
+)
+def test_layers_of_several_formats_share_blocks(layout: str, heads: int, dim: int, dtype: torch.dtype) -> None:
+    names = ["auto", "int8", "k8v4", "fp8_e4m3", "auto"]
+    kinds = specs(names, heads, dim, dtype)
+    cache = PagedKVCache.from_specs(kinds, 6, layout=layout)
+    assert len(cache.groups) == 1 and cache.num_layers == 5 and cache.slabs.shape == (1, 6, cache.bytes_per_block)
+    least = sum(spec.bytes_per_block for spec in kinds)
+    assert least <= cache.bytes_per_block < 1.5 * least
+    rows = torch.randn(5, 2, 9, heads, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    slots = torch.tensor([3, 0, 23, 9, 17, 4, 12, 20, 6])
+    for index in range(5):
+        layer = cache.layer(index)
+        key, value = rows[index]
+        ops.reshape_and_cache(key, value, layer.key, layer.value, slots, path="torch", **layer.stored)
+    cache.copy_blocks([(5, 3)])
+    for index, name in enumerate(names):
+        layer, form = cache.layer(index), format_of(name)
+        for given, kind, planes in zip(rows[index], (form.key, form.value), layer.sides, strict=True):
+            for block in (5, 3):
+                found = [plane[block : block + 1, 3].view(torch.uint8) for plane in planes]
+                wanted = [one[2:3].view(torch.uint8) for one in kind.encode(given)]
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (name, block)
+        for plane in layer.planes:
+            step = plane.stride(1) * plane.element_size()
+            assert plane.storage_offset() * plane.element_size() % 4 == 0 or dim == 7
+            assert layout == "HND" or plane.stride(0) * plane.element_size() % step == 0, "whole slots apart"
+    cache.zero_blocks([3, 5])
+    assert not cache.slabs[:, [3, 5]].any() and cache.slabs.any()
+
+
+def test_formats_beside_windows_are_refused() -> None:
+    shape: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "dtype": torch.float16}
+    mixed = [
+        FullAttentionSpec(**shape),
+        FullAttentionSpec(**shape, kv_cache_dtype="int8"),
+        SlidingWindowSpec(**shape, sliding_window=8, kv_cache_dtype="int8"),
+    ]
+    with pytest.raises(UnsupportedError, match=r"does not divide the \d+ bytes of the largest kind"):
+        group_layers(mixed)
