@@ -198,8 +198,8 @@ _OPS = (
 )  # fmt: skip
 
 _LIBRARY = (
-    Fault("V is a view of K", "_views", "_view(typed[plane.dtype], first, plane",
-          "_view(typed[plane.dtype], 0, plane", "test_kv_cache.py share_out"),
+    Fault("V is a view of K", "_views", "_view(typed[plane.dtype], start + first, plane",
+          "_view(typed[plane.dtype], start, plane", "test_kv_cache.py share_out"),
     Fault("blocks of unequal bytes overlaid", "_equal_blocks", "block_size=spec.block_size * factor",
           "block_size=spec.block_size", "test_cache_spec.py scaled"),
     Fault("changes of other rows than are committed", "BlockTable.commit",
