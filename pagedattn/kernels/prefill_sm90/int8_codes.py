@@ -65,37 +65,26 @@ def _pairs(words, KIND: gl.constexpr):
     return gl.join(low, high).reshape([words.shape[0], 2 * words.shape[1]])
 
 
+@gluon.constexpr_function
+def _multiplication(kind):
+    """Code of `_scaled_pairs`: the second bytes of 47000000h, which are codes + 128, times $3, plus $4."""
+    return """{ .reg .b32 x, k; .reg .f32 a, b; mov.b32 k, 0x47000000; xor.b32 x, $2, 0x80808080;
+        .reg .b32 p, q; prmt.b32 p, x, k, 0x7404; prmt.b32 q, x, k, 0x7414; mov.b32 a, p; mov.b32 b, q;
+        fma.rn.f32 a, a, $3, $4; fma.rn.f32 b, b, $3, $4; cvt.rn.KIND.f32 $0, b, a;
+        prmt.b32 p, x, k, 0x7424; prmt.b32 q, x, k, 0x7434; mov.b32 a, p; mov.b32 b, q;
+        fma.rn.f32 a, a, $3, $4; fma.rn.f32 b, b, $3, $4; cvt.rn.KIND.f32 $1, b, a; }""".replace(
+        "KIND", "bf16x2" if kind == gl.bfloat16 else "f16x2"
+    )
+
+
 @gluon.jit
 def _scaled_pairs(words, scale, KIND: gl.constexpr):
     """Words of four codes, times the scale of their row, as two words of two elements."""
     # 32768 + (code + 128) is a float32 with the code in its second byte.
     offset = scale * -32896.0
-    if KIND == gl.bfloat16:
-        low, high = gl.inline_asm_elementwise(
-            """{ .reg .b32 x, k; .reg .f32 a, b; mov.b32 k, 0x47000000; xor.b32 x, $2, 0x80808080;
-            .reg .b32 p, q; prmt.b32 p, x, k, 0x7404; prmt.b32 q, x, k, 0x7414; mov.b32 a, p; mov.b32 b, q;
-            fma.rn.f32 a, a, $3, $4; fma.rn.f32 b, b, $3, $4; cvt.rn.bf16x2.f32 $0, b, a;
-            prmt.b32 p, x, k, 0x7424; prmt.b32 q, x, k, 0x7434; mov.b32 a, p; mov.b32 b, q;
-            fma.rn.f32 a, a, $3, $4; fma.rn.f32 b, b, $3, $4; cvt.rn.bf16x2.f32 $1, b, a; }""",
-            "=&r,=r,r,r,r",
-            [words, scale, offset],
-            (gl.int32, gl.int32),
-            True,
-            1,
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            """{ .reg .b32 x, k; .reg .f32 a, b; mov.b32 k, 0x47000000; xor.b32 x, $2, 0x80808080;
-            .reg .b32 p, q; prmt.b32 p, x, k, 0x7404; prmt.b32 q, x, k, 0x7414; mov.b32 a, p; mov.b32 b, q;
-            fma.rn.f32 a, a, $3, $4; fma.rn.f32 b, b, $3, $4; cvt.rn.f16x2.f32 $0, b, a;
-            prmt.b32 p, x, k, 0x7424; prmt.b32 q, x, k, 0x7434; mov.b32 a, p; mov.b32 b, q;
-            fma.rn.f32 a, a, $3, $4; fma.rn.f32 b, b, $3, $4; cvt.rn.f16x2.f32 $1, b, a; }""",
-            "=&r,=r,r,r,r",
-            [words, scale, offset],
-            (gl.int32, gl.int32),
-            True,
-            1,
-        )
+    low, high = gl.inline_asm_elementwise(
+        _multiplication(KIND), "=&r,=r,r,r,r", [words, scale, offset], (gl.int32, gl.int32), True, 1
+    )
     return gl.join(low, high).reshape([words.shape[0], 2 * words.shape[1]])
 
 
