@@ -159,16 +159,17 @@ class DecodeGraphs:
             (self._sharing if shares else self._steps)[size] = self._capture(size, metadata, caches)
 
     def _capture(self, size: int, metadata: StepMetadata, caches: Sequence[LayerCache]) -> CapturedStep:
-        planned = {layer.kv_group: metadata.by_key[layer.plan_key].common for layer in self._model.attention_layers()}
-        common_by_group = [planned[group] for group in range(len(self._state.block_sizes))]
+        groups = range(len(self._state.block_sizes))
+        # Layers of one group may have several formats, and so metadata with tensors of their own.
+        planned = [[one.common for key, one in metadata.by_key.items() if key[0] == group] for group in groups]
+        common_by_group = [every[0] for every in planned]
         rows = self._rows.first(size)
 
         def run() -> None:
-            for table, block_size, common in zip(
-                self._state.tables, self._state.block_sizes, common_by_group, strict=True
-            ):
-                where = common.query_start_loc, common.seq_lens, common.slot_mapping
-                ops.compute_slot_mapping(table, block_size, *where, rows=rows.state_rows)
+            for table, block_size, every in zip(self._state.tables, self._state.block_sizes, planned, strict=True):
+                for common in every:
+                    where = common.query_start_loc, common.seq_lens, common.slot_mapping
+                    ops.compute_slot_mapping(table, block_size, *where, rows=rows.state_rows)
             hidden = self._model(rows.ids, rows.positions, caches, metadata)
             self._model.logits(hidden, out=self._logits[:size])
             if self._draws:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn import KVCacheDtype
+from pagedattn import KVCacheDtype, plan_step
 from pagedattn.engine import LLM, EngineConfig, SamplingParams
+from pagedattn.engine.worker import decode_graphs
 from pagedattn.errors import InvalidInputError
 from pagedattn.integrations import transformers as hf
 
@@ -107,6 +108,19 @@ def test_layers_that_are_skipped_are_exact(folder: Path) -> None:
         kept = [layer.spec.kv_cache_dtype for layer in llm.runner.model.attention_layers()]  # type: ignore[attr-defined]
         assert kept == ["auto" if str(index) in skipped.split(",") else "int8" for index in range(4)]
     assert 0 == errors["0,1,2,3"] < errors["0"] < errors[""]
+
+
+def test_captured_steps_write_slots_of_every_format(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, chosen, _ = run(folder, kv_cache_dtype=MIXED)
+
+    def with_own_tensors(layers: Any, common: Any, into: Any = None, capture: bool = False) -> Any:
+        return plan_step(layers, common, into, capture=into is None)  # as on a GPU
+
+    monkeypatch.setattr(decode_graphs, "plan_step", with_own_tensors)
+    monkeypatch.setattr("pagedattn.backends.op_backend.check_capture", lambda *_: None)
+    others, other, llm = run(folder, kv_cache_dtype=MIXED, graph_sizes=(4,))
+    assert llm.runner._graphs.replays > 5  # type: ignore[attr-defined]
+    assert others == tokens and max(abs(a - b) for a, b in zip(chosen, other, strict=True)) < STEP[MIXED]
 
 
 def test_values_beyond_fp8_are_said_once(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
