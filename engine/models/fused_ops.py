@@ -94,9 +94,10 @@ def turn_and_write(
     if fuses(qkv):
         from .kernels import fused
 
-        fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache.key, cache.value, slots)
+        exact = cache.key.dtype == qkv.dtype
+        fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache.key, cache.value, slots, write=exact)
         query, key, value = _heads(qkv, kv_heads, dim)
-        if cache.key.dtype == qkv.dtype:
+        if exact:
             return query
     else:
         query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)

@@ -45,11 +45,7 @@ def set_kv_scales(
         UnsupportedError: the backend asked for does not serve such scales.
     """
     if scales is not None:
-        name = KVCacheDtype.of(config.kv_cache_dtype).name
-        for layer, (key, value) in zip(layers, scales.scales(name), strict=True):
-            if layer.spec.format.takes_scales:
-                pair = (key, value) if heads is None else (key[heads], value[heads])
-                layer.set_kv_scales(*pair, scales.source)
+        scales.give(layers, KVCacheDtype.of(config.kv_cache_dtype).name, heads)
     elif config.load_format != "dummy" and any(layer.spec.format.takes_scales for layer in layers):
         for index, pair in read_kv_scales(folder).items():
             if index < len(layers) and layers[index].spec.format.takes_scales:

@@ -132,7 +132,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
     )
     layers = packed.attention_layers()
     if scales is not None:
-        scales.check_shapes([(one.spec.kv_heads, one.spec.head_dim, one.spec.value_dim) for one in layers])
+        scales.check_layers(layers)
     set_kv_scales(config, folder, layers, scales)
     return TransformersModel(shape, packed)
 

@@ -30,9 +30,12 @@ class RangeCheck:
         """As `StepObserver`."""
         worst, text = 0.0, ""
         for index, layer, slots in layers_and_slots(cache, common_by_group):
-            scales = self._layers[index].kv_scales
-            for name, codes, scale in zip(("keys", "values"), (layer.key, layer.value), scales, strict=True):
-                if scale is None and len(slots) and self._layers[index].spec.format.takes_scales:
+            attention = self._layers[index]
+            if not attention.spec.format.takes_scales or not len(slots):
+                continue
+            sides = zip(("keys", "values"), (layer.key, layer.value), attention.kv_scales, strict=True)
+            for name, codes, scale in sides:
+                if scale is None:
                     most = torch.finfo(codes.dtype).max
                     share = float((stored_rows(codes, slots).abs() >= most).float().mean())
                     if share > worst:

@@ -80,9 +80,9 @@ class PagedKVCache:
         self.groups: tuple[KVCacheGroup, ...] = group_layers(specs)
         self.layout = layout
         self.num_blocks = num_blocks
-        self.bytes_per_block = self.groups[0].starts[-1]
-        num_slabs = 1 if self.groups[0].is_mixed else max(len(group.layers) for group in self.groups)
-        shape = (num_slabs, num_blocks, self.bytes_per_block)
+        self.bytes_per_block = self.groups[0].bytes_per_block
+        last_slab = max(slab for group in self.groups for slab, _ in group.places)
+        shape = (last_slab + 1, num_blocks, self.bytes_per_block)
         try:
             self.slabs = torch.zeros(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:
@@ -91,9 +91,9 @@ class PagedKVCache:
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
         self._layers = {
-            layer: _views(self.slabs[min(slab, num_slabs - 1)], start, spec, layout)
+            layer: _views(self.slabs[slab], start, spec, layout)
             for group in self.groups
-            for slab, (layer, spec, start) in enumerate(zip(group.layers, group.specs, group.starts[:-1], strict=True))
+            for layer, spec, (slab, start) in zip(group.layers, group.specs, group.places, strict=True)
         }
         self._group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
 

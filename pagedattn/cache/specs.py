@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import gcd, lcm
 
 import torch
@@ -140,18 +141,23 @@ class KVCacheGroup:
         return len({*self.specs}) > 1
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """Where in a slab's block each layer begins, in bytes, and where the block ends.
-
-        In a slab of several layers each begins at a whole number of its slots, and so does the next block: kernels that
-        copy rows (TMA) see all blocks of a layer as one matrix.
-        """
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer its slab, and the byte of the slab's blocks where it begins."""
         if not self.is_mixed:
-            return (*([0] * len(self.layers)), self.spec.bytes_per_block)
-        step, ends = lcm(_ALIGNMENT, *(size for spec in self.specs for size in spec.slot_bytes)), [0]
-        for spec in self.specs:
-            ends.append(ends[-1] + -(-spec.bytes_per_block // step) * step)
-        return tuple(ends)
+            return tuple((slab, 0) for slab in range(len(self.layers)))
+        return tuple((0, end - size) for end, size in zip(accumulate(self._padded), self._padded, strict=True))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in one slab."""
+        return sum(self._padded) if self.is_mixed else self.spec.bytes_per_block
+
+    @property
+    def _padded(self) -> tuple[int, ...]:
+        """What each layer takes of a slab's block, where all are in one: whole numbers of slots, of its own and of the
+        others, since kernels that copy rows (TMA) see all blocks of a layer as one matrix."""
+        step = lcm(_ALIGNMENT, *(size for spec in self.specs for size in spec.slot_bytes))
+        return tuple(-(-spec.bytes_per_block // step) * step for spec in self.specs)
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:

@@ -122,7 +122,8 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        family = load(f"kernels.{kernel}.{sm90.module_of(plan.shape) if kernel == 'prefill_sm90' else 'kernel'}")
+        module = sm90.module_of(plan.shape) if kernel == "prefill_sm90" else "kernel"
+        family = load(f"kernels.{kernel}.{module}")
         if kernel == "prefill":
             family.launch(config, part, key_starts)
         elif kernel == "prefill_sm90":

@@ -6,15 +6,12 @@ kernel for Hopper and the launches past Triton's dispatcher are off, and everyth
 
 from __future__ import annotations
 
-from functools import cache
-
 from .distributions import release_of
 
 TRIED = ("3.6", "3.7", "3.8", "3.9")
 REMEDY = f"install a newer pagedattn, or triton {TRIED[-1]} with the torch that requires it"
 
 
-@cache
 def installed() -> str | None:
     """The version of Triton, or None where it is not installed; Triton itself is not imported."""
     return release_of("triton")

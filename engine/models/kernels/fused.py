@@ -196,9 +196,10 @@ def turn_and_write(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
+    write: bool = True,
 ) -> None:
-    """As `fused_ops.turn_and_write`, a few heads of a token per program. Where the cache [P, S, Hkv, D] has another
-    dtype, nothing is written to it: queries and keys are turned in place."""
+    """As `fused_ops.turn_and_write`, a few heads of a token per program. Unless it is to `write`, the cache is left as
+    it is, and keys are turned in place as queries are."""
     num_blocks, size, kv_heads, dim = key_cache.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
     at_once = min(8, triton.next_power_of_2(kv_heads))
@@ -217,7 +218,7 @@ def turn_and_write(
         "HALF": triton.next_power_of_2(dim // 2),
         "AT_ONCE": at_once,
         "NORM": weights is not None,
-        "WRITE": key_cache.dtype == qkv.dtype,
+        "WRITE": write,
     }
     num_warps = 4 if at_once * dim >= 512 else 1
     # A fused multiply-add of halves skips a rounding that torch makes.

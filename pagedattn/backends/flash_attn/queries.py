@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from ...call import AttentionCall
+from ...formats.fp8.format import FP8, SMALLEST_MAXIMUM
 from ...kernels.inputs import scale_parts
 from ...runtime.op_registry import choose, load
 from ...spec import AttentionSpec
 from ...step.metadata import CommonAttentionMetadata
 
-_SMALLEST = 2.0**-117  # below, a scale would be no normal number
+_MOST = FP8[torch.float8_e4m3fn]
 
 
 def fp8_queries(
@@ -58,7 +59,7 @@ def quantise_queries(
     groups = query.float().unflatten(1, (kv_heads, -1))
     largest = torch.zeros(num_seqs + 1, kv_heads, device=device)
     largest.scatter_reduce_(0, seq[:, None].expand(-1, kv_heads), groups.abs().amax((2, 3)), "amax")
-    scale = torch.where(largest < _SMALLEST, 1.0, largest / 448.0)
+    scale = torch.where(largest < SMALLEST_MAXIMUM, 1.0, largest / _MOST)
     codes = (groups / scale[seq][:, :, None, None]).flatten(1, 2).to(torch.float8_e4m3fn)
     every = torch.ones_like(scale[:-1])
     return codes, torch.stack((scale[:-1], every * k_scale, every * v_scale))

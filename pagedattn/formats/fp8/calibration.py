@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,14 @@ from .fingerprint import fingerprint
 from .format import FP8, Fp8Rows
 
 _TINY = torch.finfo(torch.float32).tiny  # a smaller scale would be flushed to zero
+
+
+class ScaledLayer(Protocol):
+    """What a calibration needs of an `Attention`."""
+
+    @property
+    def spec(self) -> Any: ...
+    def set_kv_scales(self, k_scale: Any, v_scale: Any, source: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,22 @@ class KVScales:
                 raise InvalidInputError(
                     "kv_scales", "of the checkpoint that is loaded", f"{self.source}, {what}", remedy
                 )
+
+    def check_layers(self, layers: Iterable[ScaledLayer]) -> None:
+        """As `check_shapes`, of these layers."""
+        self.check_shapes([(one.spec.kv_heads, one.spec.head_dim, one.spec.value_dim) for one in layers])
+
+    def give(self, layers: Sequence[ScaledLayer], kv_cache_dtype: str, heads: slice | None = None) -> None:
+        """Give each layer whose cache takes scales its own, those of the KV heads `heads` of the model, None for all.
+
+        Raises:
+            InvalidInputError: a format that takes no scales.
+            UnsupportedError: the backend asked for does not serve such scales.
+        """
+        some = heads or slice(None)
+        for layer, (key, value) in zip(layers, self.scales(kv_cache_dtype), strict=True):
+            if layer.spec.format.takes_scales:
+                layer.set_kv_scales(key[some], value[some], self.source)
 
     def scales(self, kv_cache_dtype: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer, k_scale and v_scale, float32 [Hkv] on the CPU: maximum / largest finite value of the format,

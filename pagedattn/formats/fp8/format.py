@@ -10,6 +10,7 @@ import torch
 from ..base import CacheFormat, Plane, RowFormat, RowKernels
 
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
+SMALLEST_MAXIMUM = 2.0**-117  # of elements: below, their scale, which is it / 448, would be no normal number
 _SCALES = (2.0**-150, 2.0**128 - 2.0**103)  # what lies between is a positive finite float32 when rounded
 
 

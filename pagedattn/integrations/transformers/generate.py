@@ -146,15 +146,16 @@ class Paged:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
-        names, options = kv_cache_dtype.of_layers(len(learnt)), {"block_size": block_size, "backend": backend}
+        options = {"block_size": block_size, "backend": backend}
+        stored = list(zip(learnt, kv_cache_dtype.of_layers(len(learnt)), strict=True))
         self.layers = {
             layer.call.layer: (layer.call, make_attention(layer, model, kv_cache_dtype=name, **options))
-            for layer, name in zip(learnt, names, strict=True)
+            for layer, name in stored
         }
         if scales is not None:
             set_kv_scales(scales, kv_cache_dtype.name, {index: layer for index, (_, layer) in self.layers.items()})
         self.windowed = any(layer.window is not None for layer in learnt)
-        kept = [kept_per_token(layer, model.dtype, block_size, name) for layer, name in zip(learnt, names, strict=True)]
+        kept = [kept_per_token(layer, model.dtype, block_size, name) for layer, name in stored]
         self.specs = [FullAttentionSpec(**fields) for fields in kept]
         self.placed = model.dtype, model.device
         self.names = list(inspect.signature(model.forward).parameters)

@@ -30,7 +30,5 @@ def load_kv_scales(given: str | os.PathLike[str] | KVScales | None, kv_cache_dty
 def set_kv_scales(scales: KVScales, kv_cache_dtype: str, layers: dict[int, Attention]) -> None:
     """Give the layers, by index, their scales; InvalidInputError where the calibration is of other shapes."""
     ordered = [layers[index] for index in sorted(layers)]
-    scales.check_shapes([(one.spec.kv_heads, one.spec.head_dim, one.spec.value_dim) for one in ordered])
-    for layer, pair in zip(ordered, scales.scales(kv_cache_dtype), strict=True):
-        if layer.spec.format.takes_scales:
-            layer.set_kv_scales(*pair, scales.source)
+    scales.check_layers(ordered)
+    scales.give(ordered, kv_cache_dtype)

@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 
 from ...formats.fp8.device import fp8_bits
+from ...formats.fp8.format import FP8, SMALLEST_MAXIMUM
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 
+_MOST, _SMALLEST = tl.constexpr(FP8[torch.float8_e4m3fn]), tl.constexpr(SMALLEST_MAXIMUM)
 _TILE = 4096  # elements
 _ROWS_OF_PART = 256  # rows of a query head; below, one program per sequence and KV head and one launch are fastest
 _MOST_PARTS = 64
@@ -64,8 +66,7 @@ def _quantise_kernel(
         largest = _largest_of(query, query_start_loc, seq, kv_head, part, s_t, s_h, PARTS, G, D, ROWS, BLOCK_D)
     else:
         largest = tl.max(tl.load(partial + at * PARTS + tl.arange(0, PARTS)), 0)
-    SMALLEST: tl.constexpr = 2.0**-117  # below, a scale would be no normal number; codes are 0 then
-    scale = tl.where(largest < SMALLEST, 1.0, tl.div_rn(largest, 448.0))
+    scale = tl.where(largest < _SMALLEST, 1.0, tl.div_rn(largest, _MOST))  # with a scale of 1 codes are 0
     if part == 0:
         every = tl.num_programs(0) * kv_heads
         tl.store(descales + at, scale)
