@@ -59,7 +59,8 @@ def quantise_queries(
     groups = query.float().unflatten(1, (kv_heads, -1))
     largest = torch.zeros(num_seqs + 1, kv_heads, device=device)
     largest.scatter_reduce_(0, seq[:, None].expand(-1, kv_heads), groups.abs().amax((2, 3)), "amax")
-    scale = torch.where(largest < SMALLEST_MAXIMUM, 1.0, largest / _MOST)
+    # by a tensor: CUDA multiplies by the reciprocal of a number, which rounds another way than the kernel
+    scale = torch.where(largest < SMALLEST_MAXIMUM, 1.0, largest / torch.full_like(largest, _MOST))
     codes = (groups / scale[seq][:, :, None, None]).flatten(1, 2).to(torch.float8_e4m3fn)
     every = torch.ones_like(scale[:-1])
     return codes, torch.stack((scale[:-1], every * k_scale, every * v_scale))
