@@ -8,10 +8,9 @@ import triton.language as tl
 from ..base import RowKernels
 from ..hadamard.device import hadamard, rotate_back, signs
 from ..int8.device import row_scale
-from .format import EDGES, FRACTION, LEVELS, SPREAD, step_size, steps_per_unit
+from .format import FRACTION, HALF_STEPS, step_size, steps_per_unit
 
-_EDGES, _LEVELS = tl.constexpr(EDGES), tl.constexpr(LEVELS)
-_SPREAD, _FRACTION = tl.constexpr(SPREAD), tl.constexpr(FRACTION)
+_HALF_STEPS, _FRACTION = tl.constexpr(HALF_STEPS), tl.constexpr(FRACTION)
 _steps_per_unit = triton.constexpr_function(steps_per_unit)
 _step_size = triton.constexpr_function(step_size)
 
@@ -48,27 +47,16 @@ def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     turned = tl.where(mask & finite[:, None], turned, 0.0)
     # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point.
     steps = ((turned * _steps_per_unit(D, _FRACTION) + 12582912.0) - 12582912.0).to(tl.int32)
-    size = tl.abs(steps).to(tl.int64)
-    square = size * size
-    total = tl.sum(square, 1)
-    square *= 4 * _SPREAD * D
+    size = tl.abs(steps)  # below 2**18, as are elements below 2
+    most = tl.max(size, 1)
     number = tl.zeros(steps.shape, tl.int32)
-    for i in tl.static_range(7):
-        number += (square > (_EDGES[i] * _EDGES[i] * total)[:, None]).to(tl.int32)
-    level = tl.where(mask, _level(number), 0).to(tl.int64)
+    for edge in tl.static_range(2, 16, 2):
+        number += (size * _HALF_STEPS >= (most * edge)[:, None]).to(tl.int32)
+    level = tl.where(mask, 2 * number + 1, 0)
     norm = tl.maximum(tl.sum(level * level, 1), 1)  # 0 of no head
     found = tl.div_rn(tl.sum(size * level, 1).to(tl.float32), norm.to(tl.float32))
     of_row = tl.where(finite, found * _step_size(D, _FRACTION) * up, float("nan"))
-    return tl.where(mask, number + tl.where(steps < 0, 8, 0), 0), of_row
-
-
-@triton.jit
-def _level(number):
-    """int32 levels of their numbers 0..7."""
-    level = tl.full(number.shape, _LEVELS[0], tl.int32)
-    for i in tl.static_range(1, 8):
-        level = tl.where(number == i, _LEVELS[i], level)
-    return level
+    return tl.where(mask, tl.where(steps < 0, 7 - number, 8 + number), 0), of_row
 
 
 @triton.jit
@@ -80,8 +68,7 @@ def load_tile(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: tl.
         some = some & seen[:, None]
     packed = tl.load(at, mask=some, other=0).to(tl.int32)
     code = tl.reshape(tl.join(packed & 15, packed >> 4), (row.shape[0], BLOCK_D))
-    level = tl.where(tl.arange(0, BLOCK_D)[None, :] < D, _level(code & 7), 0)
-    return tl.where(code > 7, -level, level).to(tl.int8)
+    return tl.where(tl.arange(0, BLOCK_D)[None, :] < D, 2 * code - 15, 0).to(tl.int8)
 
 
 KERNELS = RowKernels(write_row, load_tile, row_scale, rotate_back)

@@ -1,8 +1,9 @@
 """The k8v4 format: keys as int8, values rotated and as one of 16 levels times a float32 scale of each token and head.
 
 Values bear few bits: their errors average out over the keys, while those of keys are in the exponent. Rotated, a row's
-elements are nearly normal, and the levels are those of the quantiser with the least squared error for that (Lloyd-Max).
-Source: Max, "Quantizing for minimum distortion", 1960; TurboQuant (2025).
+elements are nearly normal. Levels are evenly spaced, so that kernels turn a code into a number by one multiplication; in
+steps of each row's own largest element they cost a squared error of 1.03 % at 128 elements, where the best levels for a
+normal distribution (Lloyd-Max) have 0.92 %. Source: QuaRot (2024).
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from ..base import CacheFormat, Plane, RowFormat, RowKernels
 from ..hadamard.rotation import hadamard, rotate_back, signs
 from ..int8.format import ROWS as INT8_ROWS
 
-LEVELS = (6, 18, 31, 44, 58, 75, 96, 127)  # of positive codes, 46.48 of them the standard deviation
-EDGES = (24, 49, 75, 102, 133, 171, 223)  # twice the middle of neighbours
-SPREAD = 2160  # the square of the standard deviation, in levels
+HALF_STEPS = 17  # that a row's largest element is long; levels are odd numbers of them up to 15
 FRACTION = 12  # binary digits behind the point of a rotated element
 
 
 class RotatedRows4(RowFormat):
-    """Two codes a byte, the element of the lower place in the lower half; a code is a sign (8) and a level's number.
+    """Two codes c in 0..15 a byte, the element of the lower place in the lower half; c stands for 2c - 15.
 
     The scale is the one of least squared error for its codes. All sums are of integers, so that their order does not
     matter, and kernels write the same bits. A row with an element that is not finite becomes NaN.
     """
+
+    codes = "rotated_int4"
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.uint8, -(-dim // 2)), Plane(torch.float32, 1)
@@ -35,21 +36,19 @@ class RotatedRows4(RowFormat):
     def encode(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         dim = rows.shape[-1]
         up, steps = _steps(rows.float())
-        size, total = steps.abs(), (steps * steps).sum(-1, keepdim=True)
-        square, number = size * size * (4 * SPREAD * dim), torch.zeros_like(size)
-        for edge in EDGES:
-            number += square > edge * edge * total
-        level = torch.tensor(LEVELS, device=rows.device)[number]
+        size, number = steps.abs(), torch.zeros_like(steps)
+        for edge in range(2, 16, 2):
+            number += size * HALF_STEPS >= size.amax(-1, keepdim=True) * edge
+        level = 2 * number + 1
         found = (size * level).sum(-1, keepdim=True).float() / (level * level).sum(-1, keepdim=True).float()
         of_row = found * step_size(dim, FRACTION) * up
-        codes = torch.nn.functional.pad((number + 8 * (steps < 0)).to(torch.uint8), (0, dim % 2))
+        codes = torch.nn.functional.pad(torch.where(steps < 0, 7 - number, 8 + number).to(torch.uint8), (0, dim % 2))
         return codes[..., ::2] | codes[..., 1::2] << 4, of_row
 
     def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
         packed, of_row = planes
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :dim].long()
-        level = torch.tensor([*LEVELS, *(-x for x in LEVELS)], dtype=dtype, device=packed.device)[codes]
-        return rotate_back(level * of_row.to(dtype))
+        return rotate_back((2 * codes - 15).to(dtype) * of_row.to(dtype))
 
     @cached_property
     def kernels(self) -> RowKernels:
