@@ -38,9 +38,10 @@ def compile_one(
     tokens: int = 1,
     mask: tuple[int, int] = (1, 0),
     given: Sequence[str] = (),
+    values: str | None = None,
 ) -> None:
     codes = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[stored]
-    features = (mask, False, True, False, BLOCK_SIZE, (codes, codes))
+    features = (mask, False, True, False, BLOCK_SIZE, (codes, values or codes))
     shape = AttentionShape(torch.bfloat16, stored, KV_HEADS, group, dim, dim, *features)
     bounds = BatchBounds(batch * tokens, batch, batch if tokens == 1 else 0, tokens, 4096, 4096)
     config = quantised_decode_config(shape, bounds, Target(132, 232448, True))
@@ -91,10 +92,13 @@ def main() -> None:
     every = ("lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "softcap")
     compile_one("e4m3-D128-G4", torch.float8_e4m3fn, 128, 4, 64)
     compile_one("int8-D128-G4", torch.int8, 128, 4, 64)
+    compile_one("k8v4-D128-G4", torch.int8, 128, 4, 64, values="rotated_int4")
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), every)
     if "--grid" in sys.argv:
         compile_one("e4m3-D128-G4-few", torch.float8_e4m3fn, 128, 4, 1)
         compile_one("int8-D256-G8", torch.int8, 256, 8, 300)
+        compile_one("k8v4-D256-G8", torch.int8, 256, 8, 300, values="rotated_int4")
+        compile_one("k8v4-D64-G4-few", torch.int8, 64, 4, 1, given=every, values="rotated_int4")
         compile_one("e4m3-D128-G16-few", torch.float8_e4m3fn, 128, 16, 4)
 
 

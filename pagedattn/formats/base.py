@@ -81,8 +81,8 @@ class RowFormat(ABC):
     one, where there is one, scales, [P, S, Hkv, width], or of a block, [P, 1, Hkv, width].
     """
 
-    # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", or "int8", beside which the
-    # second plane is a float32 factor of each row. None: only the device half reads it.
+    # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8", or "rotated_int4"
+    # (`k8v4`), beside which the second plane is a float32 factor of each row. None: only the device half reads it.
     codes: str | None = None
     takes_scale = False  # whether a scale comes with each call: what is stored is row / scale
     seals = False  # whether a full block is stored otherwise than its rows were when they came

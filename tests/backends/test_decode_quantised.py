@@ -19,7 +19,7 @@ from pagedattn.testing.problem import make_problem
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
 DEVICE = torch.device("cuda", 0)
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dim": 128, "query_lens": (1,), "seq_lens": (1,)}
-E4M3, E5M2, INT8 = ({"kv_cache_dtype": name} for name in ("fp8_e4m3", "fp8_e5m2", "int8"))
+E4M3, E5M2, INT8, K8V4 = ({"kv_cache_dtype": name} for name in ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4"))
 KINDS = {
     "e4m3": Case(**BF16 | E4M3),
     "e4m3, scales of heads, HND": Case(**BF16 | E4M3, kv_scale="head", layout="HND"),
@@ -32,6 +32,15 @@ KINDS = {
         **BF16 | INT8 | {"heads": (16, 1), "head_dim": 64}, head_dim_v=128, layout="HND", block_size=32
     ),
     "int8, queries beyond float16": Case(**BF16 | INT8, magnitude=3e5, scale=1e-12),
+    "int8, small values": Case(**BF16 | INT8, magnitude=1e-6, scale=1e11),
+    "k8v4": Case(**BF16 | K8V4),
+    "k8v4, fp16, 64, window, sinks, HND": Case(
+        **BF16 | K8V4 | {"dtype": torch.float16, "head_dim": 64}, sliding_window=70, sinks=0.5, layout="HND"
+    ),
+    "k8v4, 256, eight heads a group, soft cap": Case(**BF16 | K8V4 | {"heads": (8, 1), "head_dim": 256}, softcap=9.0),
+    "k8v4, 128, values of 64, 16 heads a group, ALiBi": Case(
+        **BF16 | K8V4 | {"heads": (16, 1)}, head_dim_v=64, block_size=32, alibi=True
+    ),
 }
 LENS = [
     (1, 15, 16, 17, 63, 64, 65, 127, 500, 3000, 5),

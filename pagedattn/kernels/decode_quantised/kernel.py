@@ -28,6 +28,7 @@ from .axes import along, in_3d
 from .key_loop import attend
 from .operands import KEYS, in_order, key_element
 from .plan import QuantisedDecodeConfig
+from .rotation import rotate_back
 from .split_kv import publish_and_reduce
 
 
@@ -75,7 +76,7 @@ def _rows(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constex
 @gluon.jit
 def _finish(
     acc, m_i, l_i, out, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
     """Write the output and LSE of an item's rows."""
     R: gl.constexpr = acc.shape[0]
@@ -85,6 +86,8 @@ def _finish(
     token = (q_start + q_row).to(gl.int64)
     dim = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
     acc = acc * gl.expand_dims(out_scale / gl.where(l_i == 0, 1.0, l_i), 1)
+    if ROTATED:
+        acc = rotate_back(acc)
     to = out + gl.expand_dims(token * so_t + head * so_h, 1) + gl.expand_dims(dim, 0)
     gl.store(to, acc.to(out.dtype.element_ty), mask=gl.expand_dims(exists, 1))
     if lse_out is not None:
@@ -93,7 +96,7 @@ def _finish(
 
 
 @gluon.jit
-def _together(acc, m_i, l_i, exchange, MINE: gl.constexpr):
+def _together(acc, m_i, l_i, exchange, V_CODES: gl.constexpr, MINE: gl.constexpr):
     """The states of all warps [W, ..] as one, [R, DV] and [R] in layout MINE. Outputs by way of `exchange`: a reduction
     over warps would take each element through shared memory by itself."""
     ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
@@ -102,7 +105,7 @@ def _together(acc, m_i, l_i, exchange, MINE: gl.constexpr):
     m = gl.max(m_i, 0)
     weight = gl.exp2(m_i - gl.expand_dims(gl.where(m == -float("inf"), 0.0, m), 0))
     l_i = gl.sum(gl.sum(l_i, 1) * weight, 0)
-    exchange.store(in_order(acc * gl.expand_dims(weight, 1)))
+    exchange.store(in_order(acc * gl.expand_dims(weight, 1), V_CODES))
     thread_barrier()
     acc = exchange.slice(0, R).load(MINE)
     for i in gl.static_range(1, W):
@@ -128,8 +131,9 @@ def _decode_kernel(
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     STATES: gl.constexpr = gl.SliceLayout(1, MMA)  # [W, R]
     MINE: gl.constexpr = gl.BlockedLayout([1, DV // 32], [1, 32], [W, 1], [1, 0])
-    # Scaled by those of integers, probabilities may be below float16's range, and bfloat16 is too coarse for its users.
-    SPLIT_P: gl.constexpr = V_CODES == "int8" and query.dtype.element_ty == gl.float16
+    # A sink is a key whose value is nothing. Where values have scales, the running maximum is that of what codes are
+    # multiplied by: a sink is counted as if a value of 1 were a code of 2**SINK, near to where those of others are.
+    SINK: gl.constexpr = 0.0 if V_STRIDES is None else 7.0
     TILE: gl.constexpr = W * KEYS
     BLOCK_Q: gl.constexpr = R // GROUP
     kv_head = gl.program_id(0) % KV_HEADS
@@ -218,8 +222,8 @@ def _decode_kernel(
                 if sinks is not None:
                     if at == origin:
                         sink = gl.load(sinks + head, mask=exists, other=-float("inf")).to(gl.float32) * LOG2E
-                        m_i = gl.where(gl.expand_dims(state, 1) == 0, gl.expand_dims(sink, 0), m_i)
-                        l_i = gl.where((first_key == 0) & (in_3d(sink, 2) != -float("inf")), 1.0, l_i)
+                        m_i = gl.where(gl.expand_dims(state, 1) == 0, gl.expand_dims(sink - SINK, 0), m_i)
+                        l_i = gl.where((first_key == 0) & (in_3d(sink, 2) != -float("inf")), 2.0**SINK, l_i)
                 acc = gl.zeros([W, DV, R], gl.float32, MMA)
                 from_key = (first_tile + at - origin) * TILE
                 to_key = gl.minimum((first_tile + stop - origin) * TILE, gl.minimum(seq_len, max_keys))
@@ -231,9 +235,9 @@ def _decode_kernel(
                         value + kv_head.to(gl.int64) * sv_h, k_scale_cache, v_scale_cache, kv_head,
                         table + seq.to(gl.int64) * s_table, from_key, to_key, low, seq_len - q_len + q_row, slope,
                         softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_CODES, V_CODES, K_STRIDES, V_STRIDES, S, D, DV,
-                        R, W, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, SPLIT_P, MMA,
+                        R, W, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, MMA,
                     )  # fmt: skip
-                all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, MINE)
+                all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, V_CODES, MINE)
                 scale = out_scale
                 if v_scale is not None:
                     scale *= gl.load(v_scale + kv_head * s_vscale)
@@ -247,7 +251,7 @@ def _decode_kernel(
                 if complete:
                     _finish(
                         all_acc, all_m, all_l, out, lse_out, q_start, q_len, q_block, kv_head, scale, so_t, so_h, sl_t,
-                        GROUP, BLOCK_Q,
+                        GROUP, BLOCK_Q, V_CODES == "rotated_int4",
                     )  # fmt: skip
                 at = stop
 

@@ -9,7 +9,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ..gluon_device import LOG2E, tanh
 from .axes import along, in_3d
-from .operands import KEYS, key_operand, key_words, value_operand, value_words
+from .operands import KEYS, codes_of_word, key_offset, key_operand, key_words, value_operand, value_words
+
+SMALLEST_SCALE = gl.constexpr(2.0**-100)  # what is smaller is read as this: a sum of exp(logit) then is a float32
+
+
+@gluon.jit
+def _log2(x):
+    """Of normal numbers; exact to 2**-22 of 1, where `gl.log2` is to the last digit by 20 instructions."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -20,9 +28,15 @@ def _first_key(start, low, end, warp):
 
 @gluon.jit
 def _load_rows(codes, at, block, row, word, low, end, s_block, s_slot, S: gl.constexpr):
-    """Words of the keys at + row of blocks, or of the nearest ones in low..end."""
-    near = gl.minimum(gl.maximum(in_3d(at, 0) + in_3d(row, 1), low), end - 1)
-    return gl.load(codes + in_3d(block * s_block, 0) + ((near % S) * s_slot + word))
+    """Words of a warp's 16 keys from `at` on, which lie in one block, or of the nearest of them in low..end."""
+    first = codes + in_3d(block * s_block + (at % S) * s_slot, 0)
+    return gl.load(first + word + _near_row(row, at, low, end) * s_slot)
+
+
+@gluon.jit
+def _near_row(row, at, low, end):
+    """Rows [W, 16, 1] of keys at + row in low..end, or nearest to it."""
+    return gl.minimum(gl.maximum(in_3d(row, 1), in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
 
 
 @gluon.jit
@@ -31,23 +45,27 @@ def attend(
     num_blocks, sk_b, sk_s, sv_b, sv_s, K_CODES: gl.constexpr, V_CODES: gl.constexpr, K_STRIDES: gl.constexpr,
     V_STRIDES: gl.constexpr, S: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, W: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, ONE_TOKEN: gl.constexpr,
-    SPLIT_P: gl.constexpr, MMA: gl.constexpr,
+    MMA: gl.constexpr,
 ):  # fmt: skip
     """The states [W, ..] after keys begin..end, of which low..end are seen. Where a warp's keys reach beyond those, it
     reads the nearest ones again and gives them no weight.
 
     Codes of the next tile are loaded as soon as those of this one have been multiplied, into the same registers, and
-    block ids a tile earlier. SPLIT_P: probabilities are multiplied as two numbers, the second what rounding took off.
+    block ids a tile earlier.
+
+    Where rows of V have scales, the running maximum is that of exp(logit) * scale: what codes are multiplied by is then
+    at most 1, in the range of float16, however small the scales are.
     """
     KW: gl.constexpr = key_words(W, D // 4)
-    VW: gl.constexpr = value_words(W, DV // 4)
+    VALUE_WORDS: gl.constexpr = DV // codes_of_word(V_CODES)
+    VW: gl.constexpr = value_words(W, VALUE_WORDS)
     K_WARPS: gl.constexpr = along(0, KW)
     V_WARPS: gl.constexpr = along(0, VW)
     TILE: gl.constexpr = W * KEYS
     k_row = gl.arange(0, KEYS, along(1, KW))
     k_word = in_3d(gl.arange(0, D // 4, along(2, KW)), 2)
     v_row = 2 * gl.arange(0, KEYS // 2, along(1, VW))
-    v_word = in_3d(gl.arange(0, DV // 4, along(2, VW)), 2)
+    v_word = in_3d(gl.arange(0, VALUE_WORDS, along(2, VW)), 2)
     warp = gl.arange(0, W, along(0, MMA))
     row = gl.arange(0, KEYS, along(1, MMA))
 
@@ -62,23 +80,28 @@ def attend(
     v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
     even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, sv_s, S)
     odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, sv_s, S)
+    nothing = gl.zeros([W, KEYS, R], gl.float32, MMA)
+    if key_offset(K_CODES) != 0:
+        q_sum = gl.convert_layout(gl.sum(q.to(gl.float32), 1), gl.SliceLayout(1, MMA))
+        nothing -= gl.expand_dims(q_sum, 1) * key_offset(K_CODES)
     for start in range(begin, end, TILE):
-        near = gl.minimum(gl.maximum(in_3d(at, 0) + in_3d(row, 1), low), end - 1)  # [W, 16, 1]
+        near = _near_row(row, at, low, end)
         n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
-        keep = in_3d(known, 0) & (near == n)
+        keep = in_3d(known, 0) & (in_3d(at, 0) + near == n)
         if K_STRIDES is not None:
-            of_key = in_3d(block * K_STRIDES[0], 0) + ((near % S) * K_STRIDES[1] + kv_head * K_STRIDES[2])
-            key_scale = gl.load(k_scales + of_key)
+            first = k_scales + in_3d(block * K_STRIDES[0] + ((at % S) * K_STRIDES[1] + kv_head * K_STRIDES[2]), 0)
+            key_scale = gl.load(first + near * K_STRIDES[1])
         if V_STRIDES is not None:
-            of_value = in_3d(block * V_STRIDES[0], 0) + ((near % S) * V_STRIDES[1] + kv_head * V_STRIDES[2])
-            value_scale = gl.load(v_scales + of_value)
+            first = v_scales + in_3d(block * V_STRIDES[0] + ((at % S) * V_STRIDES[1] + kv_head * V_STRIDES[2]), 0)
+            value_scale = gl.load(first + near * V_STRIDES[1])
+            value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
         at = next_at
         known = next_block.to(gl.uint32) < num_blocks.to(gl.uint32)
         block = gl.where(known, next_block, 0).to(gl.int64)
         next_at = _first_key(start + 2 * TILE, low, end, warp)
         next_block = gl.load(table + next_at // S)
 
-        s = mma_v2(key_operand(k, K_CODES, MMA), q, gl.zeros([W, KEYS, R], gl.float32, MMA))
+        s = mma_v2(key_operand(k, K_CODES, MMA), q, nothing)
         k_at, k_block = gl.convert_layout(at, K_WARPS), gl.convert_layout(block, K_WARPS)
         k = _load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, sk_s, S)
         scale = gl.expand_dims(row_scale, 1)
@@ -101,20 +124,19 @@ def attend(
                 if not CAUSAL:
                     keep = keep & (distance < WINDOW)
         s = gl.where(keep, s, -float("inf"))
-        m_new = gl.maximum(m_i, gl.max(s, 1))
+        weight = s
+        if V_STRIDES is not None:
+            weight = gl.where(keep, s + _log2(value_scale), -float("inf"))
+        m_new = gl.maximum(m_i, gl.max(weight, 1))
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
         p = gl.exp2(s - gl.expand_dims(shift, 1))
         alpha = gl.expand_dims(gl.exp2(m_i - shift), 1)
         m_i = m_new
         l_i = l_i * alpha + p
         if V_STRIDES is not None:
-            p *= value_scale
+            p = gl.exp2(weight - gl.expand_dims(shift, 1))
         v = value_operand(even, odd, V_CODES, MMA)
-        rounded = p.to(v.dtype)
-        acc = mma_v2(v, gl.convert_layout(rounded, gl.DotOperandLayout(1, MMA, 2)), acc * alpha)
-        if SPLIT_P:
-            rest = (p - rounded.to(gl.float32)).to(v.dtype)
-            acc = mma_v2(v, gl.convert_layout(rest, gl.DotOperandLayout(1, MMA, 2)), acc)
+        acc = mma_v2(v, gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2)), acc * alpha)
         v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
         even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, sv_s, S)
         odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, sv_s, S)

@@ -1,17 +1,18 @@
-"""Gluon: codes of 8 bits as they come from memory, turned into operands of `mma.sync` without leaving their thread.
+"""Gluon: codes of 8 or 4 bits as they come from memory, turned into operands of `mma.sync` without leaving their thread.
 
 Which element of a row, or which row, stands at an index of a product does not matter as long as both operands agree. So
 the indices are chosen such that the 16 bytes a thread loads at a time are elements that its part of the operand needs:
 no shared memory, no shuffle. Keys are K of S = Q K^T, whose operands hold pairs of a row's elements; values are V of
 O = P V, whose operands hold pairs of rows, which two words of neighbouring rows are interleaved to.
 
-Words are int32 of four codes. W warps have 16 keys each.
+Words are int32 of four codes, or eight of 4 bits. W warps have 16 keys each.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 KEYS = gl.constexpr(16)  # of a warp's product
+SIXTEEN = gl.constexpr((gl.float16,) * 16)
 
 
 @gluon.constexpr_function
@@ -26,6 +27,11 @@ def key_words(warps, words):
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     of_warps = [[1 << i, 0, 0] for i in range(_bits(warps))]
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 16, words])
+
+
+@gluon.constexpr_function
+def codes_of_word(codes):
+    return 8 if codes == "rotated_int4" else 4
 
 
 @gluon.constexpr_function
@@ -52,9 +58,16 @@ def key_element(index):
     return low | (index >> 6 << 6)
 
 
+@gluon.constexpr_function
+def key_offset(codes):
+    """What elements of `key_operand` are larger by than the codes stand for. It is taken off the products, where they
+    begin: a subtraction per element was a tenth of the loop's instructions."""
+    return 1152.0 if codes == "int8" else 0.0
+
+
 @gluon.jit
 def key_operand(words, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, 16, D], elements in the order of `key_element`."""
+    """float16 [W, 16, D] plus `key_offset`, elements in the order of `key_element`."""
     if CODES == "e4m3":
         a, b, c, d = gl.inline_asm_elementwise(
             """{ .reg .b16 a, b; .reg .b32 x, y;
@@ -77,12 +90,11 @@ def key_operand(words, CODES: gl.constexpr, MMA: gl.constexpr):
             True,
             1,
         )
-    else:  # as the last byte of 1024 + (code + 128)
+    else:  # 1152 + code: 128 + code is the last byte of 1024 + 128 + code
         a, b, c, d = gl.inline_asm_elementwise(
-            """{ .reg .b32 u, x, y, k;
-            mov.b32 k, 0x64806480; xor.b32 u, $4, 0x80808080;
+            """{ .reg .b32 u, x, y;
+            xor.b32 u, $4, 0x80808080;
             prmt.b32 x, u, 0x64646464, 0x4140; prmt.b32 y, u, 0x64646464, 0x4342;
-            sub.f16x2 x, x, k; sub.f16x2 y, y, k;
             mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }""",
             "=h,=h,=h,=h,r",
             [words],
@@ -99,8 +111,16 @@ def key_operand(words, CODES: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def value_operand(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
-    """[W, DV, 16] of the values at even and at odd places, to be put in order by `in_order`. float16; of integers
-    bfloat16, since their scales go with the probabilities and may be small."""
+    """float16 [W, DV, 16] of the values at even and at odd places, to be put in order by `in_order`."""
+    if CODES == "rotated_int4":
+        v = _of_4_bits(even, odd, MMA)
+    else:
+        v = _of_8_bits(even, odd, CODES, MMA)
+    return v
+
+
+@gluon.jit
+def _of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
     if CODES == "e4m3":
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             """{ .reg .b32 p, q, x; .reg .b16 a, b;
@@ -127,21 +147,19 @@ def value_operand(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
             True,
             1,
         )
-    else:  # 128 + (the lower seven bits), less 128 or, where the sign bit is set, 256
+    else:  # 128 + code is the last byte of 1024 + 128 + code
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            """{ .reg .b32 s, x, y, m, k;
-            mov.b32 m, 0xBF80BF80; mov.b32 k, 0x43004300;
-            prmt.b32 s, $8, $9, 0x4400; lop3.b32 x, s, 0x007F007F, k, 0xEA; lop3.b32 y, s, 0x00800080, k, 0xEA;
-            fma.rn.bf16x2 x, y, m, x; mov.b32 {$0, $1}, x;
-            prmt.b32 s, $8, $9, 0x5511; lop3.b32 x, s, 0x007F007F, k, 0xEA; lop3.b32 y, s, 0x00800080, k, 0xEA;
-            fma.rn.bf16x2 x, y, m, x; mov.b32 {$2, $3}, x;
-            prmt.b32 s, $8, $9, 0x6622; lop3.b32 x, s, 0x007F007F, k, 0xEA; lop3.b32 y, s, 0x00800080, k, 0xEA;
-            fma.rn.bf16x2 x, y, m, x; mov.b32 {$4, $5}, x;
-            prmt.b32 s, $8, $9, 0x7733; lop3.b32 x, s, 0x007F007F, k, 0xEA; lop3.b32 y, s, 0x00800080, k, 0xEA;
-            fma.rn.bf16x2 x, y, m, x; mov.b32 {$6, $7}, x; }""",
+            """{ .reg .b32 p, q, x, k;
+            mov.b32 k, 0x64806480;
+            prmt.b32 p, $8, $9, 0x5140; prmt.b32 q, $8, $9, 0x7362;
+            xor.b32 p, p, 0x80808080; xor.b32 q, q, 0x80808080;
+            prmt.b32 x, p, 0x64646464, 0x4140; sub.f16x2 x, x, k; mov.b32 {$0, $1}, x;
+            prmt.b32 x, p, 0x64646464, 0x4342; sub.f16x2 x, x, k; mov.b32 {$2, $3}, x;
+            prmt.b32 x, q, 0x64646464, 0x4140; sub.f16x2 x, x, k; mov.b32 {$4, $5}, x;
+            prmt.b32 x, q, 0x64646464, 0x4342; sub.f16x2 x, x, k; mov.b32 {$6, $7}, x; }""",
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
             [even, odd],
-            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
             True,
             1,
         )
@@ -154,11 +172,49 @@ def value_operand(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def in_order(acc):
+def _of_4_bits(even, odd, MMA: gl.constexpr):
+    """Words of eight codes c, which stand for 2c - 15. Halves of two rows' words beside each other are four pairs; a
+    pair's codes are bits of the mantissas of two numbers from 1024 on, four places or none from their upper end."""
+    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = gl.inline_asm_elementwise(
+        """{ .reg .b32 u, s, x, half, low, small, high;
+        mov.b32 half, 0x38003800; mov.b32 low, 0xE01EE01E; mov.b32 small, 0x28002800; mov.b32 high, 0xD1E0D1E0;
+        prmt.b32 u, $16, $17, 0x5410;
+        shl.b32 s, u, 2;
+        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$0, $1}, x;
+        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$2, $3}, x;
+        shr.u32 s, u, 6;
+        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$4, $5}, x;
+        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$6, $7}, x;
+        prmt.b32 u, $16, $17, 0x7632;
+        shl.b32 s, u, 2;
+        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$8, $9}, x;
+        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$10, $11}, x;
+        shr.u32 s, u, 6;
+        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$12, $13}, x;
+        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$14, $15}, x; }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [even, odd],
+        SIXTEEN,
+        True,
+        1,
+    )
+    W: gl.constexpr = even.shape[0]
+    WORDS: gl.constexpr = even.shape[2]
+    RUN: gl.constexpr = _run(WORDS)
+    first = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    second = gl.join(gl.join(gl.join(i, j), gl.join(k, l)), gl.join(gl.join(m, n), gl.join(o, p)))
+    x = gl.join(first, second).reshape([W, KEYS // 2, WORDS // (8 * RUN), 8, RUN, 2, 2, 2, 2])
+    x = x.permute((0, 2, 4, 8, 7, 6, 3, 1, 5)).reshape([W, 8 * WORDS, KEYS])
+    return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def in_order(acc, CODES: gl.constexpr):
     """The outputs [W * R, DV] of products [W, DV, R] whose first operands are `value_operand`s."""
     W: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
     R: gl.constexpr = acc.shape[2]
-    RUN: gl.constexpr = _run(DV // 4)
-    x = acc.reshape([W, DV // (32 * RUN), RUN, 2, 2, 8, R]).permute((0, 6, 1, 5, 2, 3, 4))
+    N: gl.constexpr = codes_of_word(CODES)
+    RUN: gl.constexpr = _run(DV // N)
+    x = acc.reshape([W, DV // (8 * N * RUN), RUN, N, 8, R]).permute((0, 5, 1, 4, 2, 3))
     return x.reshape([W * R, DV])

@@ -12,7 +12,7 @@ from ..shape import AttentionShape, BatchBounds
 
 KEYS_PER_WARP = 16
 _DIMS = (64, 128, 256)
-_CODES = ("e4m3", "e5m2", "int8")
+_CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"))
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
 _MOST_ROWS = 16  # of a query block: tokens times heads of a group
@@ -56,7 +56,7 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
     where they are served."""
     if here:
         return here
-    if not {*shape.codes} <= {*_CODES} or shape.dtype.itemsize != 2:
+    if shape.codes not in _CODES or shape.dtype.itemsize != 2:
         return "not 8-bit codes under 16-bit queries"
     if shape.head_dim not in _DIMS or shape.head_dim_v not in _DIMS:
         return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"

@@ -1,0 +1,31 @@
+"""Gluon: outputs of rotated values, as they were before the rotation."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...formats.hadamard import device
+
+_signs = gluon.jit(device.signs.fn)
+
+
+@gluon.constexpr_function
+def _bits(count):
+    return count.bit_length() - 1
+
+
+@gluon.jit
+def rotate_back(x):
+    """Rows [R, D] times signs and a Hadamard matrix, D a power of two of which a thread has N side by side. Each round
+    transforms an index's last bit, which becomes its first; after log2(N) of them the next bits come to one thread."""
+    R: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = x.type.layout
+    MINE: gl.constexpr = _bits(LAYOUT.size_per_thread[1])
+    for i in gl.static_range(_bits(D)):
+        a, b = gl.split(x.reshape([R, D // 2, 2]))
+        x = gl.join(a + b, a - b).permute((0, 2, 1)).reshape([R, D])
+        if i % MINE == MINE - 1:
+            x = gl.convert_layout(x, LAYOUT)
+    x = gl.convert_layout(x, LAYOUT)
+    dim = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    return x * gl.expand_dims(_signs(dim) * D**-0.5, 0)
