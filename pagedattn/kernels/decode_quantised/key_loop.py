@@ -34,6 +34,13 @@ def _load_rows(codes, at, block, row, word, low, end, s_block, s_slot, S: gl.con
 
 
 @gluon.jit
+def _load_scales(scales, at, block, row, kv_head, low, end, STRIDES: gl.constexpr, S: gl.constexpr):
+    """Those of the same rows, of a plane with these strides by block, slot and head: [W, 16, 1]."""
+    first = scales + in_3d(block * STRIDES[0] + ((at % S) * STRIDES[1] + kv_head * STRIDES[2]), 0)
+    return gl.load(first + _near_row(row, at, low, end) * STRIDES[1])
+
+
+@gluon.jit
 def _near_row(row, at, low, end):
     """Rows [W, 16, 1] of keys at + row in low..end, or nearest to it."""
     return gl.minimum(gl.maximum(in_3d(row, 1), in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
@@ -50,8 +57,8 @@ def attend(
     """The states [W, ..] after keys begin..end, of which low..end are seen. Where a warp's keys reach beyond those, it
     reads the nearest ones again and gives them no weight.
 
-    Codes of the next tile are loaded as soon as those of this one have been multiplied, into the same registers, and
-    block ids a tile earlier.
+    Codes and scales of the next tile are loaded as soon as those of this one have been multiplied, into the same
+    registers, and block ids a tile earlier.
 
     Where rows of V have scales, the running maximum is that of exp(logit) * scale: what codes are multiplied by is then
     at most 1, in the range of float16, however small the scales are.
@@ -80,6 +87,10 @@ def attend(
     v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
     even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, sv_s, S)
     odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, sv_s, S)
+    if K_STRIDES is not None:
+        key_scale = _load_scales(k_scales, at, block, row, kv_head, low, end, K_STRIDES, S)
+    if V_STRIDES is not None:
+        value_scale = _load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S)
     nothing = gl.zeros([W, KEYS, R], gl.float32, MMA)
     if key_offset(K_CODES) != 0:
         q_sum = gl.convert_layout(gl.sum(q.to(gl.float32), 1), gl.SliceLayout(1, MMA))
@@ -88,13 +99,6 @@ def attend(
         near = _near_row(row, at, low, end)
         n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
         keep = in_3d(known, 0) & (in_3d(at, 0) + near == n)
-        if K_STRIDES is not None:
-            first = k_scales + in_3d(block * K_STRIDES[0] + ((at % S) * K_STRIDES[1] + kv_head * K_STRIDES[2]), 0)
-            key_scale = gl.load(first + near * K_STRIDES[1])
-        if V_STRIDES is not None:
-            first = v_scales + in_3d(block * V_STRIDES[0] + ((at % S) * V_STRIDES[1] + kv_head * V_STRIDES[2]), 0)
-            value_scale = gl.load(first + near * V_STRIDES[1])
-            value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
         at = next_at
         known = next_block.to(gl.uint32) < num_blocks.to(gl.uint32)
         block = gl.where(known, next_block, 0).to(gl.int64)
@@ -107,6 +111,7 @@ def attend(
         scale = gl.expand_dims(row_scale, 1)
         if K_STRIDES is not None:
             s *= key_scale
+            key_scale = _load_scales(k_scales, at, block, row, kv_head, low, end, K_STRIDES, S)
         if SOFTCAP:
             s = (softcap * LOG2E) * tanh(s * (scale / softcap))
         else:
@@ -126,7 +131,9 @@ def attend(
         s = gl.where(keep, s, -float("inf"))
         weight = s
         if V_STRIDES is not None:
+            value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
             weight = gl.where(keep, s + _log2(value_scale), -float("inf"))
+            value_scale = _load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S)
         m_new = gl.maximum(m_i, gl.max(weight, 1))
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
         p = gl.exp2(s - gl.expand_dims(shift, 1))

@@ -1,4 +1,4 @@
-"""Gluon: codes of 8 or 4 bits as they come from memory, turned into operands of `mma.sync` without leaving their thread.
+"""Gluon: codes as they come from memory, turned into operands of `mma.sync` without leaving their thread.
 
 Which element of a row, or which row, stands at an index of a product does not matter as long as both operands agree. So
 the indices are chosen such that the 16 bytes a thread loads at a time are elements that its part of the operand needs:
@@ -175,7 +175,7 @@ def _of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
 def _of_4_bits(even, odd, MMA: gl.constexpr):
     """Words of eight codes c, which stand for 2c - 15. Halves of two rows' words beside each other are four pairs; a
     pair's codes are bits of the mantissas of two numbers from 1024 on, four places or none from their upper end."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = gl.inline_asm_elementwise(
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, r = gl.inline_asm_elementwise(
         """{ .reg .b32 u, s, x, half, low, small, high;
         mov.b32 half, 0x38003800; mov.b32 low, 0xE01EE01E; mov.b32 small, 0x28002800; mov.b32 high, 0xD1E0D1E0;
         prmt.b32 u, $16, $17, 0x5410;
@@ -202,7 +202,7 @@ def _of_4_bits(even, odd, MMA: gl.constexpr):
     WORDS: gl.constexpr = even.shape[2]
     RUN: gl.constexpr = _run(WORDS)
     first = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    second = gl.join(gl.join(gl.join(i, j), gl.join(k, l)), gl.join(gl.join(m, n), gl.join(o, p)))
+    second = gl.join(gl.join(gl.join(i, j), gl.join(k, m)), gl.join(gl.join(n, o), gl.join(p, r)))
     x = gl.join(first, second).reshape([W, KEYS // 2, WORDS // (8 * RUN), 8, RUN, 2, 2, 2, 2])
     x = x.permute((0, 2, 4, 8, 7, 6, 3, 1, 5)).reshape([W, 8 * WORDS, KEYS])
     return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
