@@ -16,7 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
-from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel
+from pagedattn.kernels.prefill_sm90 import copy_kernel, fp8_kernel, int8_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS
 
@@ -28,12 +28,18 @@ POINTERS = {  # and numbers that are no int32
     "k_scale": "*fp32",
     "v_scale": "*fp32",
     "k_scale_cache": "*fp32",
+    "key_scales": "*fp32",
     "v_scale_cache": "*fp32",
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
 FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
-REGISTERS = {None: 240, "u8": 224, **dict.fromkeys(FP8, 232)}  # of a consumer's thread
-KERNELS = {None: _prefill_kernel, "u8": int8_kernel._prefill_kernel, **dict.fromkeys(FP8, fp8_kernel._prefill_kernel)}
+REGISTERS = {None: 240, "copy": 240, "u8": 224, **dict.fromkeys(FP8, 232)}  # of a consumer's thread
+KERNELS = {
+    None: _prefill_kernel,
+    "copy": copy_kernel._prefill_kernel,
+    "u8": int8_kernel._prefill_kernel,
+    **dict.fromkeys(FP8, fp8_kernel._prefill_kernel),
+}
 
 
 def descriptor(kind: str, *shape: int) -> str:
@@ -53,9 +59,12 @@ def compile_one(
         constants["workspace"] = None
     if stored in FP8:
         constants["CODES"] = FP8[stored]
-    part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if stored is None else 1)), fixed["PACK"]
+    if stored == "copy":
+        constants |= {"k_scale": None, "v_scale": None}
+    codes = None if stored == "copy" else stored
+    part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
-    types |= {"key": descriptor(stored or kind, part, dim), "value": descriptor("u8" if stored else kind, part, dim)}
+    types |= {"key": descriptor(codes or kind, part, dim), "value": descriptor("u8" if codes else kind, part, dim)}
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in ("so_t", "so_h")]
     source = GluonASTSource(
@@ -86,6 +95,7 @@ def main() -> None:
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
+    compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
     if "--grid" in sys.argv:
         compile_one("e5m2-D64-G4-S16-parts", "bf16", 64, 4, 16, False, "fp8e5", **plain, **splits_kv)
         window: dict[str, Any] = {"mask": Mask(True, 100), "softcap": False}

@@ -28,10 +28,13 @@ CASES: dict[str, dict[str, Any]] = {
     "HND": {"query_lens": [300], "cache_layout": "HND"},
     "one head": {"query_lens": [300], "heads": (1, 1)},
     "D 80": {"query_lens": [300], "dim": 80},
-    "fp8": {"query_lens": [1, 1, 300], "kv_cache_dtype": "fp8_e4m3"},
-    "int8": {"query_lens": [1, 1, 300], "kv_cache_dtype": "int8"},
-    "int8, D 256": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 256},
-    "k8v4": {"query_lens": [300], "kv_cache_dtype": "k8v4"},
+    "fp8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "fp8_e4m3"},
+    "int8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "int8"},
+    "int8, D 256": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256},
+    "k8v4": {"query_lens": [60], "kv_cache_dtype": "k8v4"},
+    "fp8, long": {"query_lens": [300], "kv_cache_dtype": "fp8_e4m3"},
+    "int8, D 256, long": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 256},
+    "k8v4 and decodes": {"query_lens": [1, 1, 300], "kv_cache_dtype": "k8v4"},
 }
 
 

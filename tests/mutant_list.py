@@ -136,7 +136,7 @@ _SHARED_OUT = (
           "False and", "test_launch.py decode_kernel_splits"),
     Fault("splits of tables of unknown size", "splits_kv", "not params.max_keys or", "False or",
           "test_hopper_calls.py shared_out"),
-    Fault("scales that Hopper's kernel does not read", "why_not_tensors", " or inputs.out_scale != 1.0", "",
+    Fault("scales that Hopper's kernel does not read", "why_not_queries", " or inputs.out_scale != 1.0", "",
           "test_hopper_calls.py refused"),
     Fault("strides that no matrix has", "_is_matrix", " or per_block % per_slot", "",
           "test_hopper_calls.py test_strides"),

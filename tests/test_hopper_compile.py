@@ -23,6 +23,7 @@ SPILLS = {
     "bf16-D256-G8-S256-window-sinks": (1400, 2300),
     "bf16-D128-G4-S16-parts": (220, 1244),
     "bf16-D256-G8-S16-parts-sinks": (1950, 3816),
+    "copy-int8-D128-G4-S16": (120, 1244),
     "e4m3-D128-G4-S16": (160, 800),
     "e5m2-D64-G4-S16-parts": (32, 320),
     "e4m3-D256-G8-S256-window-sinks": (620, 1320),

@@ -15,6 +15,7 @@ from ..kernels.decode import cascade
 from ..kernels.decode.plan import DECODE_ROWS, DecodeConfig, DecodeTuning, decode_config
 from ..kernels.decode_quantised import plan as quantised
 from ..kernels.decode_quantised.plan import QuantisedDecodeConfig
+from ..kernels.dequantise import plan as dequantise
 from ..kernels.inputs import AttentionInputs
 from ..kernels.prefill.plan import AttentionConfig, attention_config
 from ..kernels.prefill_sm90 import plan as sm90
@@ -55,6 +56,7 @@ class LaunchPlan:
     portable_because: why sequences of many tokens go to the portable prefill kernel; "" where they do not.
     workspace: int32, counters and partial results, None where no launch splits keys.
     tile_schedule: int32, of the Hopper prefill kernel; counters in it come back to zero.
+    dequantises: whether that kernel attends to a copy of the prompts' keys and values in the queries' dtype.
     executed: how often calls were made by it, by which a caller sees that its own was.
     calls: what a layer keeps of a call, to make it again for other layers (`pagedattn.layers.replay`).
     """
@@ -67,6 +69,7 @@ class LaunchPlan:
     workspace_size: int = 0  # int32 elements that the launches need
     workspace: torch.Tensor | None = None
     tile_schedule: torch.Tensor | None = None
+    dequantises: bool = False
     cascade: cascade.CascadeMetadata | None = None
     executed: int = 0
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
@@ -89,7 +92,8 @@ class LaunchPlan:
         kernels = {launch.span.kernel for launch in self.launches}
         if "decode_quantised" in kernels and not quantised.has_words(inputs):
             return False
-        return not ("prefill_sm90" in kernels and sm90.why_not_tensors(inputs))
+        why_not = sm90.why_not_queries if self.dequantises else sm90.why_not_tensors
+        return not ("prefill_sm90" in kernels and why_not(inputs))
 
     def allocate(self, device: torch.device, block_table: torch.Tensor, prefix_len: int = 0) -> None:
         """Make what `update` fills: the tile schedule, and for a shared prefix of now so many keys, its metadata."""
@@ -122,7 +126,8 @@ class LaunchPlan:
             if span.kernel == "prefill":
                 return f"{text} (the portable one: {self.portable_because})"
             splits = self.tile_schedule is not None and has_splits(self.tile_schedule)
-            return f"{text} ({'for Hopper, split-KV' if splits else 'for Hopper'})"
+            how = ", split-KV" if splits else ""
+            return f"{text} (for Hopper{how}{', keys and values dequantised before' if self.dequantises else ''})"
         if prefix is None or self.cascade is None:
             return f"{text} ({_tiles(config)})"
         shared = f"shared prefix of {self.cascade.length} keys attended once ({_tiles(prefix)})"
@@ -137,6 +142,7 @@ def plan_attention(
     prefix_len: int = 0,
     max_prefix_len: int | None = None,
     not_sm90: str = "",
+    not_copied: str = "",
     has_words: bool = True,
 ) -> LaunchPlan:
     """The plan of a step, without its tensors.
@@ -146,23 +152,29 @@ def plan_attention(
             the same blocks.
         max_prefix_len: share it whatever it saves, and at most so many keys in a step that uses the plan again; None
             shares where that pays.
-        not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape.
+        not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape. not_copied: the same,
+            where it attends to a copy of the cache.
         has_words: whether the kernel for 8-bit caches can read this one.
     """
     target, here = target_of(device), sm90.why_not_here(device)
-    because = "" if only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
+    decodes, because = only_decodes(shape, bounds), ""
+    native = dequantise.native_shape(shape)
+    copies = not decodes and bounds.max_query_len > DECODE_TOKENS and dequantise.pays(shape, bounds)
+    copies = copies and not (sm90.why_not(native, here) or not_copied)
+    if not decodes and not copies:
+        because = sm90.why_not(shape, here) or not_sm90
     not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
     params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
-    for span in plan_spans(shape, bounds, params, bool(because), fuse=not prefix):
+    for span in plan_spans(shape, bounds, params, bool(because), fuse=not (prefix or copies)):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
             shared = prefix if span.kernel == "decode" else 0
             launch = _launch(span, shape, part, target, params, shared, not_quantised)
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
-    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size)
+    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, dequantises=copies)
 
 
 def plan_spans(
@@ -267,10 +279,10 @@ def plan_call(
     device, table = inputs.query.device, inputs.block_table
     if prefix_len and table is not None:
         cascade.check_length(prefix_len, inputs.key.shape[1])
-    not_sm90 = sm90.why_not_tensors(inputs)
-    facts = {"prefix_len": prefix_len, "max_prefix_len": prefix_len, "not_sm90": not_sm90}
+    lengths = {"prefix_len": prefix_len, "max_prefix_len": prefix_len}
+    reasons = {"not_sm90": sm90.why_not_tensors(inputs), "not_copied": sm90.why_not_queries(inputs)}
     has_words = quantised.has_words(inputs)
-    plan = plan_attention(shape_of(inputs), bounds_of(inputs), device, **facts, has_words=has_words)
+    plan = plan_attention(shape_of(inputs), bounds_of(inputs), device, **lengths, **reasons, has_words=has_words)
     size = plan.workspace_size
     if size:
         fits = workspace is not None and workspace.numel() >= size

@@ -122,7 +122,12 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        module = sm90.module_of(plan.shape) if kernel == "prefill_sm90" else "kernel"
+        dequantised = kernel == "prefill_sm90" and plan.dequantises
+        if dequantised:
+            part = load("kernels.dequantise.kernel").launch(part)
+        module = "copy_kernel" if dequantised else "kernel"
+        if kernel == "prefill_sm90" and not dequantised:
+            module = sm90.module_of(plan.shape)
         family = load(f"kernels.{kernel}.{module}")
         if kernel == "prefill":
             family.launch(config, part, key_starts)

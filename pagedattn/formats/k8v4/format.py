@@ -1,9 +1,9 @@
 """The k8v4 format: keys as int8, values rotated and as one of 16 levels times a float32 scale of each token and head.
 
 Values bear few bits: their errors average out over the keys, while those of keys are in the exponent. Rotated, a row's
-elements are nearly normal. Levels are evenly spaced, so that kernels turn a code into a number by one multiplication; in
-steps of each row's own largest element they cost a squared error of 1.03 % at 128 elements, where the best levels for a
-normal distribution (Lloyd-Max) have 0.92 %. Source: QuaRot (2024).
+elements are nearly normal. Levels are evenly spaced, so that kernels turn a code into a number by one multiplication;
+in steps of each row's own largest element they cost a squared error of 1.03 % at 128 elements, where the best levels
+for a normal distribution (Lloyd-Max) have 0.92 %. Source: QuaRot (2024).
 """
 
 from __future__ import annotations

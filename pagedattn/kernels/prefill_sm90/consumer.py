@@ -41,8 +41,8 @@ def _logits(q, k, shape):
 
 @gluon.jit
 def _times_scales(s, c, key_scales, shape):
-    """Logits of int8 keys [64, BLOCK_N] times the keys' scales, which lie in shared memory."""
-    if shape.CODES == "int8":
+    """Logits of integer keys [64, BLOCK_N] times the keys' scales, which lie in shared memory."""
+    if shape.KEY_SCALES:
         scales = key_scales.index(c % key_scales.shape[0]).load(gl.SliceLayout(0, shape.S_LAYOUT))
         return s * gl.expand_dims(scales, 0)
     else:
@@ -174,7 +174,8 @@ def _skip(item, c, channels, shape):
 @gluon.jit
 def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
-    and their strides by head; of values also one that the host knows. int8: key scales [STAGES, BLOCK_N], shared."""
+    and their strides by head; of values also one that the host knows. Integers have key scales [STAGES, BLOCK_N], in
+    shared memory."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w % channels.pins.shape[0])
@@ -192,7 +193,9 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             keys = item.keys
             logit_scale = qk_scale
             k_scale, s_kscale = of_keys
-            if shape.SPLIT_Q and k_scale is not None:  # keys times their scale: the same as their logits times it
+            if (
+                not shape.KEY_SCALES and k_scale is not None
+            ):  # keys times their scale: the same as their logits times it
                 logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)

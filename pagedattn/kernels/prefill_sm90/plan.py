@@ -153,15 +153,23 @@ def module_of(shape: AttentionShape) -> str:
 
 def why_not_tensors(inputs: AttentionInputs) -> str:
     """Why the kernel does not serve these tensors, whose shape it serves; "" where it does."""
-    query, key, value, table = inputs[:4]
+    _, key, value, _ = inputs[:4]
+    if reason := why_not_queries(inputs):
+        return reason
+    if not (_aligned(key) and _aligned(value) and _is_matrix(key) and _is_matrix(value)):
+        return "strides that TMA cannot follow"
+    return ""
+
+
+def why_not_queries(inputs: AttentionInputs) -> str:
+    """The same, over a copy of the cache."""
+    query, key, _, table = inputs[:4]
     if table is None or not table.shape[1] or not len(key) or inputs.scale <= 0:
         return "an empty cache, or a scale that is not positive"
     has_scales = inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0
     if has_scales and not inputs.format.takes_scales:
         return "scales of a cache that is not fp8"
-    if not (_aligned(query) and _aligned(key) and _aligned(value) and _is_matrix(key) and _is_matrix(value)):
-        return "strides that TMA cannot follow"
-    return ""
+    return "" if _aligned(query) else "strides that TMA cannot follow"
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

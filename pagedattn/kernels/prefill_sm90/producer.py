@@ -126,6 +126,39 @@ def produce_tiles(w: gl.constexpr, desc, table, s_table, place, ring, channels, 
 
 
 @gluon.jit
+def produce_scaled_tiles(desc, table, s_table, place, of_keys, channels, shape):
+    """As `produce_tiles`, the second part of the keys; with it, where they are integers, the scales of a tile, to
+    shared memory at its stage. of_keys: scales of packed rows [B * Hkv, row_length], that length, Hkv, and where to."""
+    scales, row_length, kv_heads, staged = of_keys
+    LANES: gl.constexpr = gl.BlockedLayout([shape.BLOCK_N // 32], [32], [1], [0])
+    index = gl.arange(0, shape.BLOCK_N, LANES)
+    n = 0
+    c = 0
+    item = take(channels.items, n, 1, shape)
+    while item.live > 0:
+        low, _, _, high = tiles_of(item, shape)
+        row = table + item.seq.to(gl.int64) * s_table
+        last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+        kv_head = item.head // shape.PACKS
+        for back in range(0, high - low):
+            first = (high - 1 - back) * shape.BLOCK_N
+            key = first + shape.LOAD
+            blocks = _blocks(row, key, last_page, shape)
+            if shape.KEY_SCALES:
+                at = (item.seq * kv_heads + kv_head).to(gl.int64) * row_length + first
+                of_key = gl.load(scales + at + index, mask=first + index < item.keys, other=0.0)
+            channels.k.wait_empty(c)
+            tile = channels.k.tile(c).slice(shape.LOAD, shape.LOAD)
+            _load(desc, blocks, key, kv_head, place, channels.k.barrier(c), tile, shape)
+            if shape.KEY_SCALES:
+                staged.index(c % channels.k.STAGES).store(of_key)
+                mbarrier.arrive(channels.k.barrier(c), count=1)
+            c += 1
+        n += 1
+        item = take(channels.items, n, 1, shape)
+
+
+@gluon.jit
 def produce_values(w: gl.constexpr, desc_v, table, s_table, place, tail, channels, shape):
     """Loads a half of the values of every item handed out; tail: a barrier of each loader, for rows that it edits."""
     n = 0

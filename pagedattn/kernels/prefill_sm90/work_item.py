@@ -25,8 +25,9 @@ def code_layout(dim):
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
     PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, COPY of them at a
-    time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None;
-    SPLIT_Q: they are fp8, with which queries are multiplied as two."""
+    time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as `RowFormat.codes`,
+    "integers" of 16 bits, or None; KEY_SCALES: they are integers, whose scales are factors of logits; SPLIT_Q: they are
+    fp8, with which queries are multiplied as two."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -43,6 +44,7 @@ class Shape:
     DTYPE: gl.constexpr
     V_DTYPE: gl.constexpr
     CODES: gl.constexpr
+    KEY_SCALES: gl.constexpr
     SPLIT_Q: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
@@ -58,7 +60,8 @@ class Shape:
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
         self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
-        fp8 = CODES is not None and CODES != "int8"
+        fp8 = CODES in ("e4m3", "e5m2")
+        self.KEY_SCALES = gl.constexpr(CODES in ("int8", "integers"))
         self.CODES, self.SPLIT_Q = gl.constexpr(CODES), gl.constexpr(fp8)
         self.V_DTYPE = gl.constexpr(gl.float16 if fp8 else DTYPE)  # it has every fp8, and probabilities
         depth = 32 if fp8 else 16

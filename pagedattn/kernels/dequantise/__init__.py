@@ -1,0 +1,1 @@
+"""Rows of a quantised cache in the dtype of the queries."""

@@ -1,0 +1,89 @@
+"""Triton: a copy of what sequences have in a quantised cache, in the dtype of the queries, with a block table."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.device import on_device
+from ...runtime.launcher import Launcher
+from ..inputs import AttentionInputs
+from ..planes import plane_strides, scale_rows
+
+_TOKENS = 64  # of a program
+
+
+@triton.jit(do_not_specialize=["num_blocks", "columns"])
+def _dequantise_kernel(
+    key, value, table, seq_lens, k_scale_cache, v_scale_cache, to_key, to_value, to_table, to_scales, num_blocks,
+    columns, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, s_table, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(K_FORMAT.rotate is None, "queries over a copy are not rotated")
+    seq = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+    column, slot = token // S, token % S
+    inside = (column < columns) & (token < tl.load(seq_lens + seq))
+    block = tl.load(table + seq * s_table + column, mask=inside, other=-1).to(tl.int64)
+    known = (block >= 0) & (block < num_blocks)
+    if head == 0:  # a block that is not in the cache is not in the copy either
+        own = seq * columns + column
+        tl.store(to_table + own, tl.where(known, own, -1).to(tl.int32), mask=(slot == 0) & (column < columns))
+    block = tl.where(known, block, 0)
+    row = ((seq * columns * S + token) * H + head)[:, None]
+
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    k_scale_row = scale_rows(block, slot, head, K_STRIDES)
+    at = block * sk_b + slot * sk_s
+    k = K_FORMAT.load_tile(key + head * sk_h, at, k_scale_cache, k_scale_row, known, D, BLOCK_D)
+    tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
+    if K_FORMAT.row_scale is not None:
+        of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, known)
+        tl.store(to_scales + (seq * H + head) * columns * S + token, of_key, mask=column < columns)
+
+    dim = tl.arange(0, BLOCK_DV)[None, :]
+    v_scale_row = scale_rows(block, slot, head, V_STRIDES)
+    at = block * sv_b + slot * sv_s
+    v = V_FORMAT.load_tile(value + head * sv_h, at, v_scale_cache, v_scale_row, known, DV, BLOCK_DV).to(tl.float32)
+    if V_FORMAT.row_scale is not None:
+        v *= V_FORMAT.row_scale(v_scale_cache, v_scale_row, known)[:, None]
+    if V_FORMAT.rotate is not None:
+        v = V_FORMAT.rotate(v, DV, BLOCK_DV)
+    if to_value.dtype.element_ty == tl.float16:  # a code may stand for what float16 rounds to infinity
+        v = tl.where(v > 65504.0, 65504.0, tl.where(v < -65504.0, -65504.0, v))
+    tl.store(to_value + row * DV + dim, v.to(to_value.dtype.element_ty), mask=known[:, None] & (dim < DV))
+
+
+_launch = Launcher(_dequantise_kernel)
+
+
+def launch(inputs: AttentionInputs) -> AttentionInputs:
+    """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size.
+
+    Keys are the numbers that their codes are, exactly; their rows' scales, where the format has some, are
+    `k_scale_cache` [B, Hkv, L] float32 of L slots in order. Values are times theirs, and rounded."""
+    query, key, value, table = inputs[:4]
+    if table is None:
+        raise ValueError("packed keys have no blocks")
+    blocks, size, heads, _ = key.shape
+    count, columns = len(table), min(table.shape[1], triton.cdiv(inputs.max_seq_len, size))
+    dims = query.shape[2], inputs.out.shape[2]
+    to_key, to_value = (query.new_empty(count * columns, size, heads, dim) for dim in dims)
+    to_table, to_scales = table.new_empty(count, columns), None
+    if inputs.format.key.kernels.row_scale is not None:
+        to_scales = query.new_empty(count, heads, columns * size, dtype=torch.float32)
+    arguments = (
+        *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_table),
+        *(to_scales, blocks, columns, *key.stride()[:3], *value.stride()[:3], table.stride(0)),
+    )
+    powers = [triton.next_power_of_2(dim) for dim in dims]
+    constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": powers[0], "BLOCK_DV": powers[1]}
+    constants |= {"TOKENS": _TOKENS, "K_FORMAT": inputs.format.key.kernels, "V_FORMAT": inputs.format.value.kernels}
+    constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
+    with on_device(key):
+        _launch((triton.cdiv(columns * size, _TOKENS), count, heads), arguments, constants)
+    copied = {"key": to_key, "value": to_value, "block_table": to_table, "k_scale_cache": to_scales}
+    return inputs._replace(**copied, v_scale_cache=None, kv_cache_dtype="auto")

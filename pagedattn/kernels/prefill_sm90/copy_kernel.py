@@ -1,0 +1,101 @@
+"""Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`): the warps of `kernel`, one of which
+brings the scales of integers too."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ...runtime.device import on_device
+from ...runtime.launcher import Launcher
+from ..gluon_device import LOG2E
+from ..inputs import AttentionInputs
+from .consumer import Output, consume
+from .kernel import cache_rows, launch_grid, query_rows
+from .pipeline import Channels, make_ring
+from .producer import produce_items, produce_scaled_tiles, produce_values
+from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
+
+
+# As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
+@gluon.jit(
+    do_not_specialize=["heads", "max_keys", "sl_t", "s_table", "row_length"], do_not_specialize_on_alignment=["table"]
+)
+def _prefill_kernel(
+    query, key, value, table, out, lse_out, entries, workspace, sinks, key_scales, k_scale, v_scale, heads, max_keys,
+    scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t,
+    so_h, sl_t, s_kscale, s_vscale, row_length, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS:
+    gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL:
+    gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = key.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    CODES: gl.constexpr = None if key_scales is None else "integers"
+    FILLS: gl.constexpr = LOADERS if key_scales is None else LOADERS + 1
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES)
+    tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LOADERS):
+        mbarrier.init(tail.index(i), count=1)
+    channels = Channels(
+        make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, FILLS),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
+        gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+    )
+    staged_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], INDEX)
+    fence_async_shared()
+    items = Items(entries, heads, max_keys)
+    output = Output(out, so_t, so_h, sl_t)
+    of_values = (v_scale, s_vscale, out_scale)
+    if key_scales is None:
+        of_keys = (k_scale, s_kscale)
+    else:
+        of_keys = (staged_scales, 0)
+    scales = (key_scales, row_length, heads // PACKS, staged_scales)
+    k_place = (k_rows, k_head_rows, k_head_columns)
+    v_place = (v_rows, v_head_rows, v_head_columns)
+    gl.warp_specialize(
+        [
+            (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
+            (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
+            (produce_items, (query, key, table, s_table, k_place, channels.k, items, channels, shape)),
+            (produce_scaled_tiles, (key, table, s_table, k_place, scales, channels, shape)),
+            (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
+            (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),
+        ],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
+    )
+
+
+_launch = Launcher(_prefill_kernel)
+
+
+def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+    """As of `kernel.launch`; k_scale_cache: of keys that are integers, [B, Hkv, L] float32."""
+    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    if table is None:
+        raise ValueError("packed keys have no blocks")
+    constants, heads, programs = launch_grid(inputs, entries)
+    pack, part, scales = (
+        constants["PACK"],
+        min(key.shape[1], constants["BLOCK_N"] // LOADERS.value),
+        inputs.k_scale_cache,
+    )
+    (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
+    arguments = (
+        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, scales),
+        *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale * LOG2E.value),
+        *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
+        0 if lse is None else lse.stride(0),
+        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        0 if scales is None else scales.shape[2],
+    )
+    with on_device(query):
+        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)

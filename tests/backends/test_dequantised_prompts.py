@@ -1,0 +1,46 @@
+"""TRITON's prompts over a copy of a quantised cache against the oracle, on a Hopper GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from backends.test_hopper import HERE
+
+from pagedattn.backends.registry import get_backend
+from pagedattn.testing.case import Case
+from pagedattn.testing.conformance import check
+from pagedattn.testing.problem import make_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
+DEVICE = torch.device("cuda", 0)
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dim": 128, "query_lens": (1,), "seq_lens": (1,)}
+FP16 = BF16 | {"dtype": torch.float16}
+KINDS = {
+    "int8": Case(**BF16, kv_cache_dtype="int8"),
+    "int8, fp16, 256, soft cap": Case(**FP16 | {"head_dim": 256}, kv_cache_dtype="int8", softcap=9.0),
+    "int8, 64, window, sinks, HND": Case(
+        **BF16 | {"head_dim": 64}, kv_cache_dtype="int8", sliding_window=900, sinks=0.5, layout="HND"
+    ),
+    "k8v4": Case(**BF16, kv_cache_dtype="k8v4"),
+    "k8v4, fp16, 64, three heads a group": Case(**FP16 | {"heads": (9, 3), "head_dim": 64}, kv_cache_dtype="k8v4"),
+    "k8v4, 256, blocks of 64": Case(**BF16 | {"head_dim": 256}, kv_cache_dtype="k8v4", block_size=64),
+    "e4m3, scales of heads": Case(**BF16, kv_cache_dtype="fp8_e4m3", kv_scale="head"),
+    "e4m3, fp16, a number as scale": Case(**FP16, kv_cache_dtype="fp8_e4m3", kv_scale="float"),
+    "e5m2, fp16": Case(**FP16, kv_cache_dtype="fp8_e5m2", kv_scale="tensor"),
+}
+LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 1500)), ((3000,), (3000,))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, made = import_module("pagedattn.kernels.dequantise.kernel"), []
+    launch = family.launch
+    monkeypatch.setattr(family, "launch", lambda inputs: made.append(inputs) or launch(inputs))
+    for queries, keys in LENS:
+        case = KINDS[kind].but(query_lens=queries, seq_lens=keys)
+        made.clear()
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
+        assert made, f"{kind}, {queries}: read as stored"
