@@ -279,10 +279,18 @@ def plan_call(
     device, table = inputs.query.device, inputs.block_table
     if prefix_len and table is not None:
         cascade.check_length(prefix_len, inputs.key.shape[1])
-    lengths = {"prefix_len": prefix_len, "max_prefix_len": prefix_len}
-    reasons = {"not_sm90": sm90.why_not_tensors(inputs), "not_copied": sm90.why_not_queries(inputs)}
+    not_sm90, not_copied = sm90.why_not_tensors(inputs), sm90.why_not_queries(inputs)
     has_words = quantised.has_words(inputs)
-    plan = plan_attention(shape_of(inputs), bounds_of(inputs), device, **lengths, **reasons, has_words=has_words)
+    plan = plan_attention(
+        shape_of(inputs),
+        bounds_of(inputs),
+        device,
+        prefix_len=prefix_len,
+        max_prefix_len=prefix_len,
+        not_sm90=not_sm90,
+        not_copied=not_copied,
+        has_words=has_words,
+    )
     size = plan.workspace_size
     if size:
         fits = workspace is not None and workspace.numel() >= size
