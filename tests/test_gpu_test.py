@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from backends.test_triton_random import KINDS, PER_TEST, SHAPES, case_of, shares
+from backends.test_triton_random import KINDS, PER_TEST, QUANTISED, SHAPES, case_of, shares
 
 from pagedattn.backends.triton.metadata import shape_of_spec
 from pagedattn.bench import gpu_test
+from pagedattn.kernels.dequantise import plan as dequantise
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.kernels.shape import BatchBounds
 from pagedattn.ops.attention_plan import plan_spans
@@ -49,26 +50,30 @@ def test_as_many_problems_as_were_asked_for(total: int) -> None:
     tests = shares(total)
     assert [seed for _, seeds in tests for seed in seeds] == [*range(total)]
     assert max(len(seeds) for _, seeds in tests) <= PER_TEST
-    assert [*dict.fromkeys(kind for kind, _ in tests)] == [*KINDS]
+    assert [*dict.fromkeys(kind for kind, _ in tests)] == [*KINDS, *QUANTISED]
 
 
 def test_random_problems_go_to_both_kernels() -> None:
-    """All kinds are ones that Hopper's kernel serves, and what is drawn differs where it should."""
+    """All kinds are ones that Hopper's kernel serves, of quantised caches a copy where they are long, and what is drawn
+    differs where it should."""
+    copied = set()
     ran: dict[str, set[str]] = {shape: set() for shape in SHAPES}
     queries, keys = set(), set()
     for kind, seeds in shares(400):
         for seed in seeds:
             case = case_of(kind, seed)
             shape = shape_of_spec(case.spec(torch.device("cpu")))
-            assert not sm90.why_not(shape, ""), kind
+            assert not sm90.why_not(dequantise.native_shape(shape), ""), kind
             decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
             bounds = BatchBounds(0, len(case.query_lens), decodes, max(case.query_lens), 0)
+            if dequantise.pays(shape, bounds._replace(max_seq_len=max(case.seq_lens))):
+                copied.add(kind)
             spans = plan_spans(shape, bounds, sm90.params_of(shape, 0, 132), portable=True)
             ran[SHAPES[seed % len(SHAPES)]] |= {span.kernel for span in spans if span.last > span.first}
             queries |= {*case.query_lens}
             keys |= {*case.seq_lens}
     assert ran["decodes"] == ran["few"] == {"decode"} and ran["mixed"] == {"decode", "prefill"}
-    assert "prefill" in ran["prompts"]
+    assert "prefill" in ran["prompts"] and copied == {*QUANTISED}
     assert {0, 1, 16, 17, 128, 129} <= queries and {0, 1, 128, 129, 6000} <= keys
 
 

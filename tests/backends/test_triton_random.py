@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends.triton_kinds import KINDS, case_of_kind
+from backends.triton_kinds import KINDS, QUANTISED, case_of_kind
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.kernels.prefill_sm90 import plan as sm90
@@ -39,7 +39,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def shares(total: int) -> list[tuple[str, range]]:
     """Seeds 0..total, cut in ranges that differ by one in length at most, as many for each kind."""
-    kinds = [kind for kind in KINDS for _ in range(-(-total // (len(KINDS) * PER_TEST)))]
+    every = [*KINDS, *QUANTISED]
+    kinds = [kind for kind in every for _ in range(-(-total // (len(every) * PER_TEST)))]
     return [(kind, range(total * i // len(kinds), total * (i + 1) // len(kinds))) for i, kind in enumerate(kinds)]
 
 

@@ -36,8 +36,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "bidirectional window, fp16": {"causal": False, "sliding_window": 50, "dtype": FP16},
     "bidirectional, soft cap, D256": {"causal": False, "softcap": 5.0, "head_dim": 256},
 }
+# Over quantised caches: each needs the decode kernel for those and one for prompts, by a copy where they are long.
+QUANTISED: dict[str, dict[str, Any]] = {
+    "int8": {"kv_cache_dtype": "int8"},
+    "int8, fp16, D64, window of 129, sinks": {
+        **{"kv_cache_dtype": "int8", "dtype": FP16, "head_dim": 64, "sliding_window": 129, "sinks": 0.5},
+    },
+    "int8, D256, soft cap, HND": {"kv_cache_dtype": "int8", "head_dim": 256, "softcap": 5.0, "layout": "HND"},
+    "k8v4": {"kv_cache_dtype": "k8v4"},
+    "k8v4, fp16, D64, group of 8": {"kv_cache_dtype": "k8v4", "dtype": FP16, "head_dim": 64, "heads": (8, 1)},
+    "k8v4, D256, bidirectional, blocks of 64": {
+        **{"kv_cache_dtype": "k8v4", "head_dim": 256, "causal": False, "block_size": 64},
+    },
+    "k8v4, window of 1000, sinks": {"kv_cache_dtype": "k8v4", "sliding_window": 1000, "sinks": 1.0},
+    "e4m3, scales of heads": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
+    "e4m3, fp16, D64, sinks": {"kv_cache_dtype": "fp8_e4m3", "dtype": FP16, "head_dim": 64, "sinks": 0.5},
+    "e5m2, blocks of 128, a number as scale": {"kv_cache_dtype": "fp8_e5m2", "block_size": 128, "kv_scale": "float"},
+}
 
 
 def case_of_kind(kind: str) -> Case:
     """A case of that kind, whose lengths are the caller's to choose."""
-    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **KINDS[kind]})
+    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED)[kind]})
