@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("size", [16, 128, 256])
-@pytest.mark.parametrize(("lens", "kind"), product(LENS, KINDS))
+@pytest.mark.parametrize(("lens", "kind"), [*product(LENS, KINDS)])
 def test_conforms(lens: str, kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDATTN_FLASH_ATTN", FA3_FP8.version)
     given: dict[str, Any] = {"heads": (8, 2), "dtype": torch.bfloat16, **KINDS[kind], **LENS[lens], "block_size": size}
