@@ -157,12 +157,9 @@ def plan_attention(
         has_words: whether the kernel for 8-bit caches can read this one.
     """
     target, here = target_of(device), sm90.why_not_here(device)
-    decodes, because = only_decodes(shape, bounds), ""
-    native = dequantise.native_shape(shape)
-    copies = not decodes and bounds.max_query_len > DECODE_TOKENS and dequantise.pays(shape, bounds)
-    copies = copies and not (sm90.why_not(native, here) or not_copied)
-    if not decodes and not copies:
-        because = sm90.why_not(shape, here) or not_sm90
+    copies = bounds.max_query_len > DECODE_TOKENS and dequantise.pays(shape, bounds)
+    copies = copies and not (sm90.why_not(dequantise.native_shape(shape), here) or not_copied)
+    because = "" if copies or only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
     not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
     params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0

@@ -122,11 +122,10 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        dequantised = kernel == "prefill_sm90" and plan.dequantises
-        if dequantised:
-            part = load("kernels.dequantise.kernel").launch(part)
-        module = "copy_kernel" if dequantised else "kernel"
-        if kernel == "prefill_sm90" and not dequantised:
+        module = "kernel"
+        if kernel == "prefill_sm90" and plan.dequantises:
+            part, module = load("kernels.dequantise.kernel").launch(part), "copy_kernel"
+        elif kernel == "prefill_sm90":
             module = sm90.module_of(plan.shape)
         family = load(f"kernels.{kernel}.{module}")
         if kernel == "prefill":

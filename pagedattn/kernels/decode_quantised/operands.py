@@ -11,21 +11,18 @@ Words are int32 of four codes, or eight of 4 bits. W warps have 16 keys each.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .axes import bits
+
 KEYS = gl.constexpr(16)  # of a warp's product
 SIXTEEN = gl.constexpr((gl.float16,) * 16)
 
 
 @gluon.constexpr_function
-def _bits(count):
-    return count.bit_length() - 1
-
-
-@gluon.constexpr_function
 def key_words(warps, words):
     """Layout of words of keys [W, 16, D / 4]."""
-    registers = [[0, 0, 1], [0, 0, 2], *([0, 0, 16 << i] for i in range(_bits(words // 16))), [0, 8, 0]]
+    registers = [[0, 0, 1], [0, 0, 2], *([0, 0, 16 << i] for i in range(bits(words // 16))), [0, 8, 0]]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    of_warps = [[1 << i, 0, 0] for i in range(_bits(warps))]
+    of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 16, words])
 
 
@@ -44,10 +41,10 @@ def _run(words):
 def value_words(warps, words):
     """Layout of words of every second value [W, 8, DV / 4]."""
     run = _run(words)
-    registers = [[0, 0, 1 << i] for i in range(_bits(run))]
-    registers += [[0, 0, 8 * run << i] for i in range(_bits(words // (8 * run)))] + [[0, 4, 0]]
+    registers = [[0, 0, 1 << i] for i in range(bits(run))]
+    registers += [[0, 0, 8 * run << i] for i in range(bits(words // (8 * run)))] + [[0, 4, 0]]
     lanes = [[0, 1, 0], [0, 2, 0], [0, 0, run], [0, 0, 2 * run], [0, 0, 4 * run]]
-    of_warps = [[1 << i, 0, 0] for i in range(_bits(warps))]
+    of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 8, words])
 
 

@@ -95,9 +95,9 @@ def quantised_decode_config(
 def _tuning(items: int, keys: int, state: int, target: Target) -> QuantisedDecodeTuning:
     """Of many items twelve warps an SM in small programs, of few sixteen in large ones, so that there are fewer partial
     states, and of few keys one program, for the same reason; eight warps where their states are large."""
-    halves, registers = (1, 128) if state <= _SMALL_STATE else (2, 255)
+    small = state <= _SMALL_STATE
     if 2 * items >= 3 * target.num_sms:
-        per_sm, registers = (3, 168) if halves == 1 else (2, 255)
+        per_sm, registers = (3, 168) if small else (2, 255)
         return QuantisedDecodeTuning(4, per_sm, registers, 2)
     few = items * keys <= 1024 * target.num_sms
-    return QuantisedDecodeTuning(8, 1 if few else 2 // halves, registers, 0)
+    return QuantisedDecodeTuning(8, 2 if small and not few else 1, 128 if small else 255, 0)

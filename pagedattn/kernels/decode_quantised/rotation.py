@@ -4,13 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...formats.hadamard import device
+from .axes import bits
 
 _signs = gluon.jit(device.signs.fn)
-
-
-@gluon.constexpr_function
-def _bits(count):
-    return count.bit_length() - 1
 
 
 @gluon.jit
@@ -20,8 +16,8 @@ def rotate_back(x):
     R: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
-    MINE: gl.constexpr = _bits(LAYOUT.size_per_thread[1])
-    for i in gl.static_range(_bits(D)):
+    MINE: gl.constexpr = bits(LAYOUT.size_per_thread[1])
+    for i in gl.static_range(bits(D)):
         a, b = gl.split(x.reshape([R, D // 2, 2]))
         x = gl.join(a + b, a - b).permute((0, 2, 1)).reshape([R, D])
         if i % MINE == MINE - 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
 
-MOST_BYTES = 64 << 20  # of the copy: a step takes no more memory than this, whatever its context
-_FEWEST_ROWS = {"e4m3": 1024, "e5m2": 1024}  # tokens times heads of a group, for which a copy takes less time than it
-_FEWEST_ROWS_ELSE = 512  # saves; kernels that read fp8 codes lose less
+MOST_BYTES = 64 << 20  # of copied keys and values, whatever the context; scales of rows add a float to each key
+# Tokens times heads of a group from which a copy takes less time than it saves. Kernels that read fp8 codes lose less.
+_FEWEST_ROWS = {"e4m3": 1024, "e5m2": 1024, "int8": 512}
 
 
 def native_shape(shape: AttentionShape) -> AttentionShape:
@@ -18,9 +18,9 @@ def native_shape(shape: AttentionShape) -> AttentionShape:
 def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether the prompts of these bounds are attended to faster over a copy, and it is no larger than MOST_BYTES."""
     size, code = shape.block_size, shape.codes[0]
-    if code is None or size is None or not shape.paged:
+    if code not in _FEWEST_ROWS or size is None or not shape.paged:
         return False
-    if bounds.max_query_len * shape.group < _FEWEST_ROWS.get(code, _FEWEST_ROWS_ELSE):
+    if bounds.max_query_len * shape.group < _FEWEST_ROWS[code]:
         return False
     if 2 * Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len) < bounds.max_seq_len:
         return False  # most of the copy would not be read

@@ -15,7 +15,7 @@ from ..inputs import AttentionInputs
 from .consumer import Output, consume
 from .kernel import cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
-from .producer import produce_items, produce_scaled_tiles, produce_values
+from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
 
@@ -65,7 +65,7 @@ def _prefill_kernel(
             (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (produce_items, (query, key, table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_scaled_tiles, (key, table, s_table, k_place, scales, channels, shape)),
+            (produce_tiles, (1, key, table, s_table, k_place, channels.k, channels, shape, scales)),
             (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
             (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),
         ],
