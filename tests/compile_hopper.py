@@ -28,7 +28,7 @@ POINTERS = {  # and numbers that are no int32
     "k_scale": "*fp32",
     "v_scale": "*fp32",
     "k_scale_cache": "*fp32",
-    "key_scales": "*fp32",
+    "tile_scales": "*fp32",
     "v_scale_cache": "*fp32",
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
@@ -64,7 +64,10 @@ def compile_one(
     codes = None if stored == "copy" else stored
     part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)), fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
-    types |= {"key": descriptor(codes or kind, part, dim), "value": descriptor("u8" if codes else kind, part, dim)}
+    types |= {
+        "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
+        "value": descriptor("u8" if codes else kind, part, dim),
+    }
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in ("so_t", "so_h")]
     source = GluonASTSource(

@@ -66,7 +66,7 @@ def test_random_problems_go_to_both_kernels() -> None:
             assert not sm90.why_not(dequantise.native_shape(shape), ""), kind
             decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
             bounds = BatchBounds(0, len(case.query_lens), decodes, max(case.query_lens), 0)
-            if dequantise.pays(shape, bounds._replace(max_seq_len=max(case.seq_lens))):
+            if dequantise.copy_turns(shape, bounds._replace(max_seq_len=max(case.seq_lens))):
                 copied.add(kind)
             spans = plan_spans(shape, bounds, sm90.params_of(shape, 0, 132), portable=True)
             ran[SHAPES[seed % len(SHAPES)]] |= {span.kernel for span in spans if span.last > span.first}

@@ -110,6 +110,22 @@ class AttentionInputs(NamedTuple):
         decodes = min(max(self.num_decodes - first, 0), last - first)
         return self._replace(block_table=table, query_start_loc=starts, seq_lens=lens, num_decodes=decodes)
 
+    def heads(self, first: int, last: int) -> AttentionInputs:
+        """The same call for KV heads first..last alone, and the query heads of theirs; of a paged cache."""
+        of_query = slice(*(end * (self.query.shape[1] // self.key.shape[2]) for end in (first, last)))
+        taken: dict[str, torch.Tensor | None] = {name: getattr(self, name)[:, of_query] for name in ("query", "out")}
+        taken["lse"] = None if self.lse is None else self.lse[:, of_query]
+        for name in ("sinks", "alibi_slopes"):
+            given = getattr(self, name)
+            taken[name] = None if given is None else given[of_query]
+        for name in ("key", "value", "k_scale_cache", "v_scale_cache"):
+            given = getattr(self, name)
+            taken[name] = None if given is None else given[:, :, first:last]
+        for name in ("k_scale", "v_scale"):
+            given = getattr(self, name)
+            taken[name] = given if given is None or len(given) == 1 else given[first:last]
+        return self._replace(**taken)
+
 
 def scale_parts(
     name: str, scale: float | torch.Tensor | None, kv_heads: int, device: torch.device

@@ -56,7 +56,8 @@ class LaunchPlan:
     portable_because: why sequences of many tokens go to the portable prefill kernel; "" where they do not.
     workspace: int32, counters and partial results, None where no launch splits keys.
     tile_schedule: int32, of the Hopper prefill kernel; counters in it come back to zero.
-    dequantises: whether that kernel attends to a copy of the prompts' keys and values in the queries' dtype.
+    copy_turns: in how many turns, each of as many KV heads, that kernel attends to a copy of the prompts' keys and
+        values in 16 bits; 0 where it reads the cache.
     executed: how often calls were made by it, by which a caller sees that its own was.
     calls: what a layer keeps of a call, to make it again for other layers (`pagedattn.layers.replay`).
     """
@@ -69,7 +70,7 @@ class LaunchPlan:
     workspace_size: int = 0  # int32 elements that the launches need
     workspace: torch.Tensor | None = None
     tile_schedule: torch.Tensor | None = None
-    dequantises: bool = False
+    copy_turns: int = 0
     cascade: cascade.CascadeMetadata | None = None
     executed: int = 0
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
@@ -92,7 +93,7 @@ class LaunchPlan:
         kernels = {launch.span.kernel for launch in self.launches}
         if "decode_quantised" in kernels and not quantised.has_words(inputs):
             return False
-        why_not = sm90.why_not_queries if self.dequantises else sm90.why_not_tensors
+        why_not = sm90.why_not_queries if self.copy_turns else sm90.why_not_tensors
         return not ("prefill_sm90" in kernels and why_not(inputs))
 
     def allocate(self, device: torch.device, block_table: torch.Tensor, prefix_len: int = 0) -> None:
@@ -127,7 +128,9 @@ class LaunchPlan:
                 return f"{text} (the portable one: {self.portable_because})"
             splits = self.tile_schedule is not None and has_splits(self.tile_schedule)
             how = ", split-KV" if splits else ""
-            return f"{text} (for Hopper{how}{', keys and values dequantised before' if self.dequantises else ''})"
+            turns = f", in {self.copy_turns} turns" if self.copy_turns > 1 else ""
+            copied = f", keys and values dequantised before{turns}" if self.copy_turns else ""
+            return f"{text} (for Hopper{how}{copied})"
         if prefix is None or self.cascade is None:
             return f"{text} ({_tiles(config)})"
         shared = f"shared prefix of {self.cascade.length} keys attended once ({_tiles(prefix)})"
@@ -157,21 +160,23 @@ def plan_attention(
         has_words: whether the kernel for 8-bit caches can read this one.
     """
     target, here = target_of(device), sm90.why_not_here(device)
-    copies = bounds.max_query_len > DECODE_TOKENS and dequantise.pays(shape, bounds)
-    copies = copies and not (sm90.why_not(dequantise.native_shape(shape), here) or not_copied)
-    because = "" if copies or only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
+    turns = dequantise.copy_turns(shape, bounds) if bounds.max_query_len > DECODE_TOKENS else 0
+    if turns and (sm90.why_not(dequantise.native_shape(shape), here) or not_copied):
+        turns = 0
+    because = "" if turns or only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
     not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
-    params = sm90.params_of(shape, bounds.max_keys, target.num_sms)
+    of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns else shape
+    params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
-    for span in plan_spans(shape, bounds, params, bool(because), fuse=not (prefix or copies)):
+    for span in plan_spans(shape, bounds, params, bool(because), fuse=not (prefix or turns)):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
             shared = prefix if span.kernel == "decode" else 0
             launch = _launch(span, shape, part, target, params, shared, not_quantised)
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
-    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, dequantises=copies)
+    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, copy_turns=turns)
 
 
 def plan_spans(
@@ -297,7 +302,7 @@ def plan_call(
     plan.allocate(device, table, prefix_len)
     known = True
     if plan.tile_schedule is not None:
-        if known := tile_schedule is not None and tile_schedule.shape[1] == plan.tile_schedule.shape[1]:
+        if known := tile_schedule is not None and tile_schedule.shape == plan.tile_schedule.shape:
             plan.tile_schedule = tile_schedule
     if plan.cascade is not None:
         if shared is not None and shared.shape == plan.cascade.tensor.shape:

@@ -122,22 +122,30 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        module = "kernel"
-        if kernel == "prefill_sm90" and plan.dequantises:
-            part, module = load("kernels.dequantise.kernel").launch(part), "copy_kernel"
-        elif kernel == "prefill_sm90":
-            module = sm90.module_of(plan.shape)
-        family = load(f"kernels.{kernel}.{module}")
+        if kernel == "prefill_sm90":
+            _launch_sm90(plan, part)
+            continue
+        family = load(f"kernels.{kernel}.kernel")
         if kernel == "prefill":
             family.launch(config, part, key_starts)
-        elif kernel == "prefill_sm90":
-            family.launch(part, plan.tile_schedule, plan.workspace)
         elif prefix is None or plan.cascade is None:
             family.launch(config, part, plan.workspace)
         else:
             shared, own = plan.cascade.divide(part)
             family.launch(prefix, shared, plan.workspace, is_state=True)
             family.launch(config, own, plan.workspace, (shared.out, shared.lse))
+
+
+def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs) -> None:
+    if not plan.copy_turns:
+        family = load(f"kernels.prefill_sm90.{sm90.module_of(plan.shape)}")
+        family.launch(inputs, plan.tile_schedule, plan.workspace)
+        return
+    dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
+    heads, tile = inputs.key.shape[2] // plan.copy_turns, sm90.keys_per_tile(plan.shape.head_dim)
+    for first in range(0, inputs.key.shape[2], heads):
+        # No name for the copy, so that it is freed before the next one is made.
+        attend(dequantise(inputs.heads(first, first + heads), tile), plan.tile_schedule, plan.workspace)
 
 
 def _fake(*args: object) -> None:

@@ -38,9 +38,28 @@ LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 
 def test_against_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, made = import_module("pagedattn.kernels.dequantise.kernel"), []
     launch = family.launch
-    monkeypatch.setattr(family, "launch", lambda inputs: made.append(inputs) or launch(inputs))
+    monkeypatch.setattr(family, "launch", lambda inputs, tile: made.append(inputs) or launch(inputs, tile))
     for queries, keys in LENS:
         case = KINDS[kind].but(query_lens=queries, seq_lens=keys)
         made.clear()
         check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
         assert made, f"{kind}, {queries}: read as stored"
+
+
+@pytest.mark.parametrize(
+    "kind", ["int8, 64, window, sinks, HND", "k8v4, fp16, 64, three heads a group", "e4m3, scales of heads"]
+)
+@pytest.mark.parametrize("lens", [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 1500))])
+def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = KINDS[kind].but(query_lens=lens[0], seq_lens=lens[1])
+    problem = make_problem(case, DEVICE)
+    plan = import_module("pagedattn.kernels.dequantise.plan")
+    rows = sum(length > 1 for length in case.query_lens) * -(-max(case.seq_lens) // 16) * 16
+    monkeypatch.setattr(plan, "MOST_BYTES", rows * 3 * case.head_dim * 2)  # of one and a half
+    family, heads = import_module("pagedattn.kernels.dequantise.kernel"), []
+    launch = family.launch
+    monkeypatch.setattr(
+        family, "launch", lambda inputs, tile: heads.append(inputs.key.shape[2]) or launch(inputs, tile)
+    )
+    check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
+    assert heads and {*heads} == {1}

@@ -10,7 +10,7 @@ import torch
 from pagedattn import Mask, PagedKVCache, ops
 from pagedattn.formats.registry import stored_as
 from pagedattn.kernels.dequantise import kernel
-from pagedattn.kernels.dequantise.plan import MOST_BYTES, pays
+from pagedattn.kernels.dequantise.plan import MOST_BYTES, copy_turns
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 
@@ -18,6 +18,7 @@ SHAPE = AttentionShape(
     torch.bfloat16, torch.int8, 8, 4, 128, 128, Mask(causal=True).constants, False, True, False, 16, ("int8", "int8")
 )
 PROMPT = BatchBounds(1 << 14, 1, 0, 1 << 14, 1 << 14, 1 << 14)
+TILE = 64
 
 
 @pytest.mark.parametrize("name", ["int8", "k8v4", "fp8_e4m3", "fp8_e5m2"])
@@ -38,7 +39,7 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
     given = (query, cache.key, cache.value, table, starts, lens, None, None)
     rest = (scales.get("k_scale"), scales.get("v_scale"), out, None, 1.0, 3.0, Mask(causal=True).constants, 0.0)
     stored = (cache.key_scale, cache.value_scale, cache.stored["kv_cache_dtype"])
-    made = kernel.launch(AttentionInputs(*given, *rest, 1, 80, 0, False, *stored))
+    made = kernel.launch(AttentionInputs(*given, *rest, 1, 80, 0, False, *stored), TILE)
     assert made.format is stored_as("auto", torch.float32) and made.out_scale == 3.0 and made.k_scale is rest[0]
     assert made.block_table is not None
     assert made.block_table.tolist() == [[0, 1, -1, 3, 4], [5, 6, -1, -1, -1]]
@@ -51,32 +52,74 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
     for seq, length in enumerate(lens.tolist()):
         for at in range(length):
             to, block, slot = int(made.block_table[seq, at // size]), int(table[seq, at // size]), at % size
-            if made.k_scale_cache is not None:
-                factor = made.k_scale_cache[seq, :, at]
             if to < 0:
-                assert made.k_scale_cache is None or not factor.any()
                 continue
-            key_row = made.key[to, slot]
+            key_row = made.key[to, slot].float()
             if made.k_scale_cache is not None:
-                assert torch.equal(key_row, key_row.round()), "integers, exactly"
-                key_row = key_row * factor[:, None]
-            torch.testing.assert_close(key_row, exact[0][block, slot])
+                key_row = key_row * made.k_scale_cache[seq, :, at // TILE, None]
+            torch.testing.assert_close(key_row, exact[0][block, slot], rtol=0, atol=0)
             torch.testing.assert_close(made.value[to, slot], exact[1][block, slot], rtol=1e-5, atol=1e-5)
 
 
 def test_a_copy_has_64_mib_at_most() -> None:
-    assert pays(SHAPE, PROMPT), "16k tokens of 8 heads are as many"
+    assert copy_turns(SHAPE, PROMPT) == 1, "16k tokens of 8 heads are as many"
     assert 2 * (1 << 14) * 8 * 256 == MOST_BYTES
-    assert not pays(SHAPE, PROMPT._replace(max_seq_len=(1 << 14) + 1, max_keys=0))
-    assert pays(SHAPE, PROMPT._replace(max_seq_len=1 << 20)), "there are no more keys than the table has room for"
-    assert not pays(SHAPE, PROMPT._replace(num_seqs=2)) and pays(SHAPE, PROMPT._replace(num_seqs=65, num_decodes=64))
+    assert copy_turns(SHAPE, PROMPT._replace(max_seq_len=(1 << 14) + 1, max_keys=0)) == 2
+    assert copy_turns(SHAPE, PROMPT._replace(max_seq_len=1 << 20)) == 1, "the table has room for no more keys"
+    assert copy_turns(SHAPE, PROMPT._replace(num_seqs=3)) == 4, "of heads that divide all evenly"
+    assert copy_turns(SHAPE, PROMPT._replace(num_seqs=65, num_decodes=64)) == 1
+    long = PROMPT._replace(max_seq_len=1 << 17, max_keys=1 << 17)
+    assert copy_turns(SHAPE, long) == 8 and copy_turns(SHAPE, long._replace(num_seqs=2)) == 0
 
 
 def test_it_pays_where_many_queries_see_most_keys() -> None:
-    assert pays(SHAPE, PROMPT._replace(max_query_len=128)) and not pays(SHAPE, PROMPT._replace(max_query_len=127))
+    def pays(shape: AttentionShape, max_query_len: int) -> bool:
+        return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len)) > 0
+
+    assert pays(SHAPE, 128) and not pays(SHAPE, 127)
     fp8 = SHAPE._replace(stored_dtype=torch.float8_e4m3fn, codes=("e4m3", "e4m3"))
-    assert pays(fp8, PROMPT._replace(max_query_len=256)) and not pays(fp8, PROMPT._replace(max_query_len=255))
+    assert pays(fp8, 256) and not pays(fp8, 255)
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)
-    assert not pays(window, PROMPT._replace(max_query_len=2000)) and pays(window, PROMPT._replace(max_query_len=8000))
+    assert not pays(window, 2000) and pays(window, 8000)
     for other in ({"codes": (None, None)}, {"block_size": None}, {"paged": False}):
-        assert not pays(SHAPE._replace(**other), PROMPT), other
+        assert not pays(SHAPE._replace(**other), 1 << 14), other
+
+
+def test_a_call_is_cut_by_kv_heads() -> None:
+    heads, dim = 4, 16
+    cache, scales = torch.randn(3, 16, heads, dim), torch.rand(3, 16, heads, 1)
+    query, lse = torch.randn(5, 2 * heads, dim), torch.empty(5, 2 * heads)
+    starts, lens, table = torch.tensor([0, 5]).int(), torch.tensor([5]).int(), torch.tensor([[2]]).int()
+    of_query, one, of_head = torch.arange(2.0 * heads), torch.ones(1), torch.arange(1.0 * heads)
+    given = (query, cache, cache + 1, table, starts, lens, of_query, of_query + 1, one, of_head, query + 1, lse)
+    whole = AttentionInputs(*given, 1.0, 1.0, (), 0.0, 5, 5, 0, False, scales, scales + 1, "int8")
+    part = whole.heads(1, 3)
+    for name in ("key", "value", "k_scale_cache", "v_scale_cache"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[:, :, 1:3]), name
+    for name in ("query", "out", "lse"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[:, 2:6]), name
+    for name, kept in (("sinks", slice(2, 6)), ("alibi_slopes", slice(2, 6)), ("v_scale", slice(1, 3))):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[kept]), name
+    assert part.k_scale is whole.k_scale and part.out.data_ptr() == whole.out[:, 2:].data_ptr()
+    bare = whole._replace(sinks=None, alibi_slopes=None, lse=None, k_scale=None, v_scale=None).heads(0, 1)
+    assert bare.sinks is bare.alibi_slopes is bare.lse is bare.k_scale is bare.v_scale is None
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_of_its_tile() -> None:
+    caches = PagedKVCache(1, 2, 16, 1, 16, kv_cache_dtype="int8")
+    cache, rows = caches.layer(0), torch.randn(16, 1, 16)
+    ops.reshape_and_cache(rows, rows, cache.key, cache.value, torch.arange(16), path="torch", **cache.stored)
+    assert cache.key_scale is not None
+    exact = cache.key[0].float() * cache.key_scale[0]
+    cache.key_scale[0, 3] = float("nan")
+    cache.key_scale[0, 4] = float("inf")
+    query, table = torch.zeros(16, 1, 16), torch.tensor([[0]], dtype=torch.int32)
+    lens = torch.tensor([16], dtype=torch.int32)
+    given = (query, cache.key, cache.value, table, torch.tensor([0, 16]).int(), lens, None, None, None, None)
+    planes = (cache.key_scale, cache.value_scale, "int8")
+    made = kernel.launch(AttentionInputs(*given, query, None, 1.0, 1.0, (), 0.0, 16, 16, 0, False, *planes), TILE)
+    assert made.k_scale_cache is not None
+    keys = made.key[0].float() * made.k_scale_cache[0, 0, 0]
+    assert not keys[3:5].isfinite().all(-1).any()
+    others = [n for n in range(16) if n not in (3, 4)]
+    torch.testing.assert_close(keys[others], exact[others], rtol=0, atol=0)

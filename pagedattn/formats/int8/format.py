@@ -11,8 +11,9 @@ from ..base import CacheFormat, Plane, RowFormat, RowKernels
 
 
 class Int8Rows(RowFormat):
-    """Symmetric: scale = largest magnitude of the row / 127 (1 for a row of zeros), code = row / scale, to the nearest
-    even integer."""
+    """Symmetric: scale = largest magnitude of the row / 127 (1 for a row of zeros), up to four significant bits; code =
+    row / scale, to the nearest even integer. Seven bits of a code times four of a scale are the eleven of a float16, so
+    that it holds decoded rows exactly, but for a power of two. Steps are 4 % larger for it, on average."""
 
     codes = "int8"
 
@@ -23,7 +24,8 @@ class Int8Rows(RowFormat):
         wide = rows.float()
         # By a tensor: torch multiplies CUDA tensors by the reciprocal of a number.
         largest = wide.abs().amax(-1, keepdim=True) / torch.full((), 127.0, device=rows.device)
-        of_row = torch.where(largest == 0, 1.0, largest)
+        upwards = ((largest.view(torch.int32) + 0xFFFFF) & 0x7FF00000).view(torch.float32)
+        of_row = torch.where(upwards == 0, 1.0, upwards)
         return (wide / of_row).round().clamp(-127, 127).to(torch.int8), of_row
 
     def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:

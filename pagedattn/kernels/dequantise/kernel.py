@@ -11,8 +11,6 @@ from ...runtime.launcher import Launcher
 from ..inputs import AttentionInputs
 from ..planes import plane_strides, scale_rows
 
-_TOKENS = 64  # of a program
-
 
 @triton.jit(do_not_specialize=["num_blocks", "columns"])
 def _dequantise_kernel(
@@ -39,10 +37,15 @@ def _dequantise_kernel(
     k_scale_row = scale_rows(block, slot, head, K_STRIDES)
     at = block * sk_b + slot * sk_s
     k = K_FORMAT.load_tile(key + head * sk_h, at, k_scale_cache, k_scale_row, known, D, BLOCK_D)
-    tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
     if K_FORMAT.row_scale is not None:
         of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, known)
-        tl.store(to_scales + (seq * H + head) * columns * S + token, of_key, mask=column < columns)
+        # Codes are below 128 in magnitude, what is stored below 2**15; rows that are not numbers do not count.
+        largest = tl.max(tl.where(of_key < float("inf"), of_key, 0.0), 0) * 128.0
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 32)
+        k = k.to(tl.float32) * (of_key * ((268 - exponent) << 23).to(tl.float32, bitcast=True))[:, None]
+        up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        tl.store(to_scales + (seq * H + head) * tl.num_programs(0) + tl.program_id(0), up)
+    tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
 
     dim = tl.arange(0, BLOCK_DV)[None, :]
     v_scale_row = scale_rows(block, slot, head, V_STRIDES)
@@ -60,30 +63,32 @@ def _dequantise_kernel(
 _launch = Launcher(_dequantise_kernel)
 
 
-def launch(inputs: AttentionInputs) -> AttentionInputs:
+def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
     """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size.
 
-    Keys are the numbers that their codes are, exactly; their rows' scales, where the format has some, are
-    `k_scale_cache` [B, Hkv, L] float32 of L slots in order. Values are times theirs, and rounded."""
+    Values are times their scales, and rounded to the queries' dtype. Keys whose rows have scales are float16, times a
+    power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits;
+    other keys are the numbers that their codes are, exactly."""
     query, key, value, table = inputs[:4]
     if table is None:
         raise ValueError("packed keys have no blocks")
     blocks, size, heads, _ = key.shape
     count, columns = len(table), min(table.shape[1], triton.cdiv(inputs.max_seq_len, size))
     dims = query.shape[2], inputs.out.shape[2]
-    to_key, to_value = (query.new_empty(count * columns, size, heads, dim) for dim in dims)
-    to_table, to_scales = table.new_empty(count, columns), None
-    if inputs.format.key.kernels.row_scale is not None:
-        to_scales = query.new_empty(count, heads, columns * size, dtype=torch.float32)
+    scaled = inputs.format.key.kernels.row_scale is not None
+    rows, tiles = (count * columns, size, heads), triton.cdiv(columns * size, tile)
+    to_key = query.new_empty(*rows, dims[0], dtype=torch.float16 if scaled else query.dtype)
+    to_value, to_table = query.new_empty(*rows, dims[1]), table.new_empty(count, columns)
+    to_scales = query.new_empty(count, heads, tiles, dtype=torch.float32) if scaled else None
     arguments = (
         *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_table),
         *(to_scales, blocks, columns, *key.stride()[:3], *value.stride()[:3], table.stride(0)),
     )
     powers = [triton.next_power_of_2(dim) for dim in dims]
     constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": powers[0], "BLOCK_DV": powers[1]}
-    constants |= {"TOKENS": _TOKENS, "K_FORMAT": inputs.format.key.kernels, "V_FORMAT": inputs.format.value.kernels}
+    constants |= {"TOKENS": tile, "K_FORMAT": inputs.format.key.kernels, "V_FORMAT": inputs.format.value.kernels}
     constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     with on_device(key):
-        _launch((triton.cdiv(columns * size, _TOKENS), count, heads), arguments, constants)
+        _launch((tiles, count, heads), arguments, constants, num_warps=max(4, tile * max(powers) // 2048))
     copied = {"key": to_key, "value": to_value, "block_table": to_table, "k_scale_cache": to_scales}
     return inputs._replace(**copied, v_scale_cache=None, kv_cache_dtype="auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
 
-MOST_BYTES = 64 << 20  # of copied keys and values, whatever the context; scales of rows add a float to each key
+MOST_BYTES = 64 << 20  # of copied keys and values, however many there are; scales of rows add a float to each key
 # Tokens times heads of a group from which a copy takes less time than it saves. Kernels that read fp8 codes lose less.
 _FEWEST_ROWS = {"e4m3": 1024, "e5m2": 1024, "int8": 512}
 
@@ -15,15 +15,19 @@ def native_shape(shape: AttentionShape) -> AttentionShape:
     return shape._replace(stored_dtype=shape.dtype, codes=(None, None))
 
 
-def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
-    """Whether the prompts of these bounds are attended to faster over a copy, and it is no larger than MOST_BYTES."""
+def copy_turns(shape: AttentionShape, bounds: BatchBounds) -> int:
+    """In how many turns, each of as many KV heads, the prompts of these bounds are attended to over a copy of at most
+    MOST_BYTES; 0 where reading the codes is faster, or the keys of one head are too many."""
     size, code = shape.block_size, shape.codes[0]
     if code not in _FEWEST_ROWS or size is None or not shape.paged:
-        return False
+        return 0
     if bounds.max_query_len * shape.group < _FEWEST_ROWS[code]:
-        return False
+        return 0
     if 2 * Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len) < bounds.max_seq_len:
-        return False  # most of the copy would not be read
+        return 0  # most of the copy would not be read
     keys = min(bounds.max_seq_len, bounds.max_keys or bounds.max_seq_len)
-    rows = (bounds.num_seqs - bounds.num_decodes) * -(-keys // size) * size * shape.num_kv_heads
-    return rows * (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize <= MOST_BYTES
+    rows = (bounds.num_seqs - bounds.num_decodes) * -(-keys // size) * size
+    head_bytes = rows * (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize
+    heads = shape.num_kv_heads
+    turns = (heads // n for n in range(heads, 0, -1) if heads % n == 0 and n * head_bytes <= MOST_BYTES)
+    return next(turns, 0)

@@ -7,7 +7,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import LN2, LOG2E, tanh
 from ..gluon_names import thread_barrier
-from .fp8_queries import split_queries
+from .queries import cast_queries, split_queries
 from .split_kv import publish_and_reduce
 from .work_item import ROWS, take, tiles_of
 
@@ -41,7 +41,7 @@ def _logits(q, k, shape):
 
 @gluon.jit
 def _times_scales(s, c, key_scales, shape):
-    """Logits of integer keys [64, BLOCK_N] times the keys' scales, which lie in shared memory."""
+    """Logits of int8 keys [64, BLOCK_N] times the keys' scales, which lie in shared memory."""
     if shape.KEY_SCALES:
         scales = key_scales.index(c % key_scales.shape[0]).load(gl.SliceLayout(0, shape.S_LAYOUT))
         return s * gl.expand_dims(scales, 0)
@@ -50,10 +50,28 @@ def _times_scales(s, c, key_scales, shape):
 
 
 @gluon.jit
+def _tile_factor(key_scales, tile, shape):
+    """A factor of a tile's logits; asked for while products run, so that nothing waits for it."""
+    if shape.TILE_SCALES:
+        return gl.load(key_scales + tile)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def _scale_of(qk_scale, factor, shape):
+    """What a tile's logits are multiplied with: a number, or one of each row."""
+    if shape.TILE_SCALES:
+        return gl.maximum(qk_scale * factor, 2.0**-126)  # 0 times a masked logit would be NaN
+    else:
+        return qk_scale
+
+
+@gluon.jit
 def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
     """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum."""
     scale = qk_scale
-    if shape.SPLIT_Q:
+    if shape.ROW_SCALES:
         scale = gl.expand_dims(qk_scale, 1)
     if shape.SOFTCAP:
         s = tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
@@ -104,8 +122,10 @@ def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, chann
         weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
         channels.v.wait_full(c - 1)
         pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
+        factor = _tile_factor(key_scales, high - 1 - back, shape)
         s = _times_scales(warpgroup_mma_wait(1, deps=[qk]), c, key_scales, shape)
-        p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, qk_scale, softcap, MASKED, shape)
+        scale = _scale_of(qk_scale, factor, shape)
+        p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, scale, softcap, MASKED, shape)
         l_i = _grow(l_i, alpha, p, shape)
         # It is not read. But the release's barrier stays behind a store, and the store behind the softmax; without it
         # ptxas moves the wait for P V and the release ahead of the softmax that should run beside P V.
@@ -174,8 +194,8 @@ def _skip(item, c, channels, shape):
 @gluon.jit
 def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
-    and their strides by head; of values also one that the host knows. Integers have key scales [STAGES, BLOCK_N], in
-    shared memory."""
+    and their strides by head; of values also one that the host knows. int8 codes have key scales [STAGES, BLOCK_N] in
+    shared memory; TILE_SCALES lie as [B, Hkv, tiles], with strides by head and by sequence."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w % channels.pins.shape[0])
@@ -192,12 +212,13 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
         else:
             keys = item.keys
             logit_scale = qk_scale
-            k_scale, s_kscale = of_keys
-            if (
-                not shape.KEY_SCALES and k_scale is not None
-            ):  # keys times their scale: the same as their logits times it
+            k_scale, s_kscale = of_keys[0], of_keys[1]
+            if shape.TILE_SCALES:
+                k_scale += item.head // shape.PACKS * s_kscale + item.seq * of_keys[2]
+            elif not shape.KEY_SCALES and k_scale is not None:  # keys times their scale: as their logits times it
                 logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
+            factor = _tile_factor(k_scale, high - 1, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)
             acc = gl.zeros([ROWS, shape.D], gl.float32, shape.O_LAYOUT)
             channels.k.wait_full(c)
@@ -208,11 +229,15 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             if shape.SPLIT_Q:
                 q, up = split_queries(room, shape)
                 logit_scale = gl.maximum(up * logit_scale, 2.0**-126)  # 0 times a masked logit would be NaN
+            if shape.CAST_Q:
+                q, up = cast_queries(room, shape)
+                logit_scale = up * logit_scale
             qk = _logits(q, channels.k.tile(c), shape)
             s = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)
             c += 1
-            p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, logit_scale, softcap, True, shape)
+            scale = _scale_of(logit_scale, factor, shape)
+            p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, scale, softcap, True, shape)
             l_i = _sums(p, shape)
             if sinks is not None:  # one of four parts
                 lane = gl.arange(0, 4, gl.SliceLayout(0, l_i.type.layout))

@@ -1,5 +1,5 @@
-"""Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`): the warps of `kernel`, one of which
-brings the scales of integers too."""
+"""Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`): the warps of `kernel`. Keys whose rows
+had scales are float16, and each tile of them has a factor."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(
-    do_not_specialize=["heads", "max_keys", "sl_t", "s_table", "row_length"], do_not_specialize_on_alignment=["table"]
+    do_not_specialize=["heads", "max_keys", "sl_t", "s_table", "s_seq", "s_head"],
+    do_not_specialize_on_alignment=["table"],
 )
 def _prefill_kernel(
-    query, key, value, table, out, lse_out, entries, workspace, sinks, key_scales, k_scale, v_scale, heads, max_keys,
+    query, key, value, table, out, lse_out, entries, workspace, sinks, tile_scales, k_scale, v_scale, heads, max_keys,
     scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t,
-    so_h, sl_t, s_kscale, s_vscale, row_length, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS:
+    so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS:
     gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL:
     gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = key.dtype
+    DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    CODES: gl.constexpr = None if key_scales is None else "integers"
-    FILLS: gl.constexpr = LOADERS if key_scales is None else LOADERS + 1
-    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES)
+    SCALED: gl.constexpr = tile_scales is not None
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED)
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
         mbarrier.init(tail.index(i), count=1)
@@ -44,20 +44,18 @@ def _prefill_kernel(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, FILLS),
+        make_ring(key.dtype, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
-    staged_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], INDEX)
     fence_async_shared()
     items = Items(entries, heads, max_keys)
     output = Output(out, so_t, so_h, sl_t)
     of_values = (v_scale, s_vscale, out_scale)
-    if key_scales is None:
+    if tile_scales is None:
         of_keys = (k_scale, s_kscale)
     else:
-        of_keys = (staged_scales, 0)
-    scales = (key_scales, row_length, heads // PACKS, staged_scales)
+        of_keys = (tile_scales, s_head, s_seq)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
@@ -65,7 +63,7 @@ def _prefill_kernel(
             (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (produce_items, (query, key, table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_tiles, (1, key, table, s_table, k_place, channels.k, channels, shape, scales)),
+            (produce_tiles, (1, key, table, s_table, k_place, channels.k, channels, shape)),
             (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
             (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),
         ],
@@ -78,7 +76,7 @@ _launch = Launcher(_prefill_kernel)
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
-    """As of `kernel.launch`; k_scale_cache: of keys that are integers, [B, Hkv, L] float32."""
+    """As of `kernel.launch`; k_scale_cache: of keys that are float16, [B, Hkv, tiles] float32."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
@@ -95,7 +93,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-        0 if scales is None else scales.shape[2],
+        *((0, 0) if scales is None else scales.stride()[:2]),
     )
     with on_device(query):
         _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)

@@ -1,6 +1,6 @@
 """Gluon: the warps that convert fp8 values for prefill on Hopper, which another warp has loaded to a staging tile.
 
-They become float16, which has every fp8 and, like it, probabilities. Keys need no conversion (`fp8_queries`).
+They become float16, which has every fp8 and, like it, probabilities. Keys need no conversion (`queries`).
 """
 
 from triton.experimental import gluon

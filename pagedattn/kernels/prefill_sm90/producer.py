@@ -57,32 +57,18 @@ def _load_queries(desc_q, item, n, channels, shape):
 
 
 @gluon.jit
-def _load_tiles(w: gl.constexpr, desc, table, s_table, place, item, c, ring, shape, of_keys=None):
-    """A loading warp's part of all tiles of an item. The number of tiles loaded, after it.
-
-    of_keys: scales of keys that are integers, which the second warp brings too, of packed rows [B * Hkv, row_length]:
-    those, the length, Hkv, and where in shared memory they go.
-    """
-    SCALED: gl.constexpr = shape.KEY_SCALES and w == 1
+def _load_tiles(w: gl.constexpr, desc, table, s_table, place, item, c, ring, shape):
+    """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
     last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
     kv_head = item.head // shape.PACKS
     for back in range(0, high - low):
-        first = (high - 1 - back) * shape.BLOCK_N
-        key = first + w * shape.LOAD
+        key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
         blocks = _blocks(row, key, last_page, shape)
-        if SCALED:
-            scales, row_length, kv_heads, staged = of_keys
-            index = gl.arange(0, shape.BLOCK_N, gl.BlockedLayout([shape.BLOCK_N // 32], [32], [1], [0]))
-            at = (item.seq * kv_heads + kv_head).to(gl.int64) * row_length + first
-            of_key = gl.load(scales + at + index, mask=first + index < item.keys, other=0.0)
         ring.wait_empty(c)
         tile = ring.tile(c).slice(w * shape.LOAD, shape.LOAD)
         _load(desc, blocks, key, kv_head, place, ring.barrier(c), tile, shape)
-        if SCALED:
-            staged.index(c % ring.STAGES).store(of_key)
-            mbarrier.arrive(ring.barrier(c), count=1)
         c += 1
     return c
 
@@ -128,15 +114,14 @@ def produce_items(desc_q, desc, table, s_table, place, ring, items, channels, sh
 
 
 @gluon.jit
-def produce_tiles(w: gl.constexpr, desc, table, s_table, place, ring, channels, shape, of_keys=None):
+def produce_tiles(w: gl.constexpr, desc, table, s_table, place, ring, channels, shape):
     """Loads a warp's part of the keys, or of the codes of values, of every item handed out. Warps share the keys of 16
-    bits, for small blocks take many copies to issue: one warp alone was what the computing ones waited for.
-    of_keys: as of `_load_tiles`."""
+    bits, for small blocks take many copies to issue: one warp alone was what the computing ones waited for."""
     n = 0
     c = 0
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
-        c = _load_tiles(w, desc, table, s_table, place, item, c, ring, shape, of_keys)
+        c = _load_tiles(w, desc, table, s_table, place, item, c, ring, shape)
         n += 1
         item = take(channels.items, n, 1, shape)
 

@@ -25,9 +25,10 @@ def code_layout(dim):
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
     PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, COPY of them at a
-    time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as `RowFormat.codes`,
-    "integers" of 16 bits, or None; KEY_SCALES: they are integers, whose scales are factors of logits; SPLIT_Q: they are
-    fp8, with which queries are multiplied as two."""
+    time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None;
+    KEY_SCALES: they are int8, whose scales are factors of logits; SPLIT_Q: they are fp8, with which queries are
+    multiplied as two. TILE_SCALES: keys are float16, and a tile's logits have a factor; CAST_Q: queries become float16
+    for them. ROW_SCALES: converted queries, the logits of whose rows have a factor."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -46,13 +47,17 @@ class Shape:
     CODES: gl.constexpr
     KEY_SCALES: gl.constexpr
     SPLIT_Q: gl.constexpr
+    TILE_SCALES: gl.constexpr
+    CAST_Q: gl.constexpr
+    ROW_SCALES: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     CODE_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None
+        self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
+        TILE_SCALES=False
     ):  # fmt: skip
         self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
@@ -61,8 +66,11 @@ class Shape:
         self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
         fp8 = CODES in ("e4m3", "e5m2")
-        self.KEY_SCALES = gl.constexpr(CODES in ("int8", "integers"))
+        self.KEY_SCALES = gl.constexpr(CODES == "int8")
         self.CODES, self.SPLIT_Q = gl.constexpr(CODES), gl.constexpr(fp8)
+        cast = TILE_SCALES and DTYPE != gl.float16
+        self.TILE_SCALES, self.CAST_Q = gl.constexpr(TILE_SCALES), gl.constexpr(cast)
+        self.ROW_SCALES = gl.constexpr(fp8 or cast)
         self.V_DTYPE = gl.constexpr(gl.float16 if fp8 else DTYPE)  # it has every fp8, and probabilities
         depth = 32 if fp8 else 16
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth]))

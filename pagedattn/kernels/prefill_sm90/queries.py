@@ -1,8 +1,9 @@
-"""Gluon: bfloat16 queries as sums of two e4m3, so that fp8 keys are multiplied as they are stored.
+"""Gluon: bfloat16 queries in the dtype of the keys that they are multiplied with, in the place of the queries.
 
-The eight significant bits of a bfloat16 are four and four. A power of two puts each row's largest element just below
-e4m3's: of an element only what is below 2**-17 of that one is lost. Both parts take as long to multiply with as a
-bfloat16 would.
+A power of two puts each row's largest element between 128 and 256, below the largest e4m3 and float16. As e4m3, so that
+fp8 keys are multiplied as they are stored, a query is the sum of two: the eight significant bits of a bfloat16 are four
+and four, and of an element only what is below 2**-17 of the row's largest is lost. Both parts take as long to multiply
+with as a bfloat16 would. float16 has all eight bits, and loses what is below 2**-32 of the row's largest.
 """
 
 from triton.experimental import gluon
@@ -18,10 +19,7 @@ def split_queries(room, shape):
     """Queries [64, D] as two e4m3, in their place, and what the logits of each row are to be multiplied with."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
     q = room.load(WIDE).to(gl.float32)
-    exponent = (gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.maximum(exponent, 32)  # what follows are normal numbers
-    down = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
-    down, _ = gl.broadcast(gl.expand_dims(down, 1), q)
+    down, up = _powers(q, shape)
     # Two at a time: x * 129 - (x * 129 - x) are the upper four bits of a float16. They are not had by a conversion to
     # e4m3 and back, for which ptxas 12.8 takes wrong registers.
     high, low = gl.inline_asm_elementwise(
@@ -46,5 +44,30 @@ def split_queries(room, shape):
     parts.index(1).store(low)
     fence_async_shared()
     thread_barrier()
+    return (parts.index(0), parts.index(1)), up
+
+
+@gluon.jit
+def cast_queries(room, shape):
+    """Queries [64, D] as float16, in their place, and what the logits of each row are to be multiplied with."""
+    ROW: gl.constexpr = gl.BlockedLayout([1, shape.D // 2], [16, 2], [4, 1], [1, 0])  # a row to two threads
+    q = room.load(ROW).to(gl.float32)
+    down, up = _powers(q, shape)
+    LAYOUT: gl.constexpr = room.layout
+    cast = reinterpret(room, gl.float16, [ROWS, shape.D], LAYOUT)
+    thread_barrier()  # every thread has read what is replaced
+    cast.store((q * down).to(gl.float16))
+    fence_async_shared()
+    thread_barrier()
+    return cast, up
+
+
+@gluon.jit
+def _powers(q, shape):
+    """Powers of two that put the largest of each row of q [64, D] below 256: by element; and their inverses by row."""
+    exponent = (gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) >> 23) & 255
+    exponent = gl.maximum(exponent, 32)  # what follows are normal numbers
+    down = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    down, _ = gl.broadcast(gl.expand_dims(down, 1), q)
     up = gl.where(exponent == 255, float("inf"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
-    return (parts.index(0), parts.index(1)), gl.convert_layout(up, gl.SliceLayout(1, shape.S_LAYOUT))
+    return down, gl.convert_layout(up, gl.SliceLayout(1, shape.S_LAYOUT))
