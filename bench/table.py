@@ -127,9 +127,16 @@ def _append() -> list[Case]:
     ]
 
 
+def _head_dims() -> list[Case]:
+    """Prompts with heads that are no power of two, beside those that are."""
+    dims = [Case("dims", "4q4k", dim=dim) for dim in (64, 72, 80, 96, 112, 128, 160, 192, 256)]
+    return [*dims, Case("dims", "4q4k", 32, 32, 96), Case("dims", "2q100s16k", 32, 32, 96)]
+
+
 _GPU = {
     **{"decode": _decode(), "prefill": _prefill(), "mixed": _mixed()},
     **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative(), "append": _append()},
+    "dims": _head_dims(),
 }
 _SMALL = {
     "decode": ["4q1s256", "3q1s40..120"],
@@ -138,12 +145,13 @@ _SMALL = {
     "shared": ["3q1s100@64"],
     "speculative": ["3q4s100"],
     "append": ["1q20s3000"],
+    "dims": ["2q64"],
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
 NO_ATTENTION = ("cache", "engine")
 RANDOM = "random"
-SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", RANDOM, "engine")
+SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "dims", RANDOM, "engine")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:

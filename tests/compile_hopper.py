@@ -16,9 +16,9 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
-from pagedattn.kernels.prefill_sm90 import copy_kernel, fp8_kernel, int8_kernel
+from pagedattn.kernels.prefill_sm90 import copy_kernel, fp8_kernel, int8_kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
-from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS
+from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts
 
 POINTERS = {  # and numbers that are no int32
     "table": "*i32",
@@ -49,11 +49,22 @@ def descriptor(kind: str, *shape: int) -> str:
 
 
 def compile_one(
-    name: str, kind: str, dim: int, group: int, page: int, sinks: bool, stored: str | None = None, **flags: Any
+    name: str,
+    kind: str,
+    dim: int,
+    group: int,
+    page: int,
+    sinks: bool,
+    stored: str | None = None,
+    dim_v: int = 0,
+    **flags: Any,
 ) -> None:
-    kernel = KERNELS[stored]
+    dim_v = dim_v or dim
+    (first, more), (_, more_v) = head_parts(dim), head_parts(dim_v)
+    kernel = parts_kernel._prefill_kernel if more else KERNELS[stored]
     names = kernel.arg_names
-    fixed = constants_of(dim, group, page, **flags)
+    fixed = constants_of(dim, group, page, dim_v=dim_v, **flags)
+    fixed |= {"MORE": more, "MORE_V": more_v, "DIM_V": dim_v} if more else {}
     constants = {**fixed, **({} if sinks else {"sinks": None})}
     if fixed["FIELDS"] == FIELDS:
         constants["workspace"] = None
@@ -61,13 +72,22 @@ def compile_one(
         constants["CODES"] = FP8[stored]
     if stored == "copy":
         constants |= {"k_scale": None, "v_scale": None}
+    if more and not more_v:
+        constants["more_value"] = None
     codes = None if stored == "copy" else stored
     part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)), fixed["PACK"]
-    types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, dim)}
+    types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, first)}
     types |= {
         "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
         "value": descriptor("u8" if codes else kind, part, dim),
     }
+    if more:
+        types |= dict.fromkeys(("key", "value"), descriptor(kind, part, 1, 1, first))
+        types |= {
+            "more_query": descriptor(kind, 64 // pack, pack, more),
+            "more_key": descriptor(kind, part, 1, 1, more),
+        }
+        types |= {"more_value": descriptor(kind, part, 1, 1, more_v)} if more_v else {}
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in ("so_t", "so_h")]
     source = GluonASTSource(
@@ -99,7 +119,11 @@ def main() -> None:
     compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
     compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
+    compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
+        compile_one("bf16-D192-128-G1-S16", "bf16", 192, 1, 16, False, dim_v=128, **plain)
+        compile_one("fp16-D72-G8-S64-window-sinks", "fp16", 72, 8, 64, True, mask=Mask(True, 100), softcap=False)
+        compile_one("bf16-D240-G4-S16-softcap", "bf16", 240, 4, 16, False, mask=Mask(True), softcap=True)
         compile_one("e5m2-D64-G4-S16-parts", "bf16", 64, 4, 16, False, "fp8e5", **plain, **splits_kv)
         window: dict[str, Any] = {"mask": Mask(True, 100), "softcap": False}
         compile_one("e4m3-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, "fp8e4nv", **window)

@@ -14,10 +14,10 @@ import torch
 from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
-from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel, kernel
+from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel, kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 
-MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel)
+MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel, parts_kernel)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "HND": {"query_lens": [300], "cache_layout": "HND"},
     "one head": {"query_lens": [300], "heads": (1, 1)},
     "D 80": {"query_lens": [300], "dim": 80},
+    "D 60": {"query_lens": [300], "dim": 60},
     "fp8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "fp8_e4m3"},
     "int8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "int8"},
     "int8, D 256": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256},

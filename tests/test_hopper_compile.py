@@ -25,6 +25,10 @@ SPILLS = {
     "bf16-D256-G8-S16-parts-sinks": (1950, 3816),
     "copy-int8-D128-G4-S16": (120, 1244),
     "e4m3-D128-G4-S16": (160, 800),
+    "bf16-D96-G4-S16-parts": (120, 900),
+    "bf16-D192-128-G1-S16": (300, 1300),
+    "fp16-D72-G8-S64-window-sinks": (60, 600),
+    "bf16-D240-G4-S16-softcap": (340, 1500),
     "e5m2-D64-G4-S16-parts": (32, 320),
     "e4m3-D256-G8-S256-window-sinks": (620, 1320),
 }
@@ -40,6 +44,7 @@ def compiled() -> dict[str, dict[str, Any]]:
 # windows, sinks, and the plain kernel, all of which is in the one that splits keys.
 MORE = {"bf16-D128-G4-S16", "bf16-D128-G5-S32-window", "bf16-D256-G8-S256-window-sinks", "bf16-D256-G8-S16-parts-sinks"}
 MORE |= {"e5m2-D64-G4-S16-parts", "e4m3-D256-G8-S256-window-sinks"}
+MORE |= {"bf16-D192-128-G1-S16", "fp16-D72-G8-S64-window-sinks", "bf16-D240-G4-S16-softcap"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.grid] * (one in MORE)) for one in SPILLS])

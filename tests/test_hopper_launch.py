@@ -45,7 +45,7 @@ def test_few_query_blocks_share_their_keys_out(name: str) -> None:
     "name",
     [
         *("prompts", "prompts and decodes", "prompts and long decodes", "several tokens each"),
-        *("HND", "one head", "fp8", "int8"),
+        *("HND", "one head", "fp8", "int8", "D 80"),
     ],
 )
 def test_other_layers_repeat_the_launches_that_triton_makes(name: str) -> None:
@@ -60,7 +60,7 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("D 80", "head dims 80 and 80"),
+        ("D 60", "head dims 60 and 60"),
         ("int8, D 256", "head dims 256 and 256, not 64, 128"),
         ("k8v4", "over a cache of torch.int8"),
     ],

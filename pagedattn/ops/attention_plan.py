@@ -161,7 +161,7 @@ def plan_attention(
     """
     target, here = target_of(device), sm90.why_not_here(device)
     turns = dequantise.copy_turns(shape, bounds) if bounds.max_query_len > DECODE_TOKENS else 0
-    if turns and (sm90.why_not(dequantise.native_shape(shape), here) or not_copied):
+    if turns and (sm90.why_not_copied(dequantise.native_shape(shape), here) or not_copied):
         turns = 0
     because = "" if turns or only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
     not_quantised = here if has_words else "a cache that cannot be read four codes at a time"

@@ -74,13 +74,14 @@ class Launcher:
 
     Args:
         varying: names of tensor, tensor descriptor and float parameters that a `Launch` can be given anew; those that
-            the kernel does not have are passed over.
+            the kernel does not have are passed over. `more_x` is a second descriptor of tensor x.
     """
 
     def __init__(self, kernel: Any, varying: Sequence[str] = ()) -> None:
         self._kernel = kernel
         self._names: list[str] = kernel.arg_names
-        self._varying = [(self._names.index(name), at) for at, name in enumerate(varying) if name in self._names]
+        tensors = [name.removeprefix("more_") for name in self._names]
+        self._varying = [(at, varying.index(name)) for at, name in enumerate(tensors) if name in varying]
         self._direct = KNOWN and env.replay() and isinstance(kernel, JITFunction)
         self._any_value = {param.num for param in kernel.params if param.do_not_specialize} if self._direct else set()
         self._entries: dict[tuple[Any, ...], Entry] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn import PagedKVCache, ops
+from pagedattn import Mask, PagedKVCache, ops
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams
@@ -239,3 +239,28 @@ def test_calls_whose_metadata_planned_otherwise(
     assert run(planned._replace(mask=(1, 2500)), 3200) == ("prefill_sm90", False)
     monkeypatch.setattr(sm90, "why_not_tensors", lambda inputs: "strides that TMA cannot follow")
     assert run(planned, 3200) == ("decode", False)
+
+
+HEAD_PARTS = {64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 104: (64, 64), 112: (64, 64), 128: (128, 0)}
+HEAD_PARTS |= {136: (128, 16), 160: (128, 32), 192: (128, 64), 200: (128, 128), 240: (128, 128), 256: (256, 0)}
+
+
+@pytest.mark.parametrize(("dim", "parts"), HEAD_PARTS.items())
+def test_heads_are_read_in_powers_of_two(dim: int, parts: tuple[int, int]) -> None:
+    assert sm90.head_parts(dim) == parts and sum(parts) >= dim
+
+
+@pytest.mark.parametrize("dim", range(64, 257, 8))
+def test_every_head_dim_has_room_in_shared_memory(dim: int) -> None:
+    kernel = import_module("pagedattn.kernels.prefill_sm90.kernel")
+    for dim_v in range(64, 257, 8):
+        shape = shape_of(call())._replace(head_dim=dim, head_dim_v=dim_v)
+        (first, more), (first_v, more_v) = sm90.head_parts(dim), sm90.head_parts(dim_v)
+        if first != first_v or more_v > more:
+            assert "not read in like parts" in sm90.why_not(shape, "")
+            continue
+        assert not sm90.why_not(shape, "")
+        made = kernel.constants_of(dim, 4, 16, mask=Mask(True), softcap=False, dim_v=dim_v)
+        width, width_v = sum(sm90.head_parts(dim)), sum(sm90.head_parts(dim_v))
+        tiles = made["STAGES"] * made["BLOCK_N"] * (width + width_v) + made["Q_STAGES"] * sm90.TILE_ROWS * width
+        assert 2 * tiles <= 232448 - 4096, (dim, dim_v)

@@ -9,7 +9,7 @@ from ..gluon_device import LN2, LOG2E, tanh
 from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
 from .split_kv import publish_and_reduce
-from .work_item import ROWS, take, tiles_of
+from .work_item import ROWS, output_layout, take, tiles_of
 
 
 @aggregate
@@ -28,15 +28,44 @@ class Output:
 
 @gluon.jit
 def _logits(q, k, shape):
-    """Begin a tile's logits [64, BLOCK_N]."""
-    zero = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
-    k = k.permute((1, 0))
-    if shape.SPLIT_Q:
-        high, low = q
-        s = warpgroup_mma(low, k, zero, use_acc=False, is_async=True)
-        return warpgroup_mma(high, k, s, is_async=True)
+    """Begin a tile's logits [64, BLOCK_N]: of queries that are a sum of two, or of the parts of a head."""
+    s = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
+    for i in gl.static_range(len(q)):
+        part = k[i % len(k)].permute((1, 0))
+        s = warpgroup_mma(q[i], part, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _begin_outputs(p, v, acc, shape):
+    """Begin weights [64, BLOCK_N] times the parts of a tile of values."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
+    weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
+    outputs = (warpgroup_mma(weights, v[0], acc[0], is_async=True),)
+    if shape.MORE_V > 0:
+        parent: gl.constexpr = acc[1].type.layout
+        weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2), True)
+        outputs = outputs + (warpgroup_mma(weights, v[1], acc[1], is_async=True),)  # noqa: RUF005
+    return outputs
+
+
+@gluon.jit
+def _end_outputs(outputs, shape):
+    """Wait for what `_begin_outputs` began."""
+    if shape.MORE_V > 0:
+        return warpgroup_mma_wait(0, deps=[outputs[0], outputs[1]])
     else:
-        return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        return (warpgroup_mma_wait(0, deps=[outputs[0]]),)
+
+
+@gluon.jit
+def _rescale(acc, alpha):
+    """Outputs times a factor of each row."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc[i].type.layout))
+        scaled = scaled + (acc[i] * gl.expand_dims(factor, 1),)  # noqa: RUF005
+    return scaled
 
 
 @gluon.jit
@@ -114,25 +143,23 @@ def _grow(l_i, alpha, p, shape):
 @gluon.jit
 def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, channels, MASKED: gl.constexpr, shape):
     """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     q, q_pos, keys, qk_scale = rows
     for back in range(0, high - low):
         channels.k.wait_full(c)
-        qk = _logits(q, channels.k.tile(c), shape)
-        weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
+        qk = _logits(q, channels.k.parts(c), shape)
         channels.v.wait_full(c - 1)
-        pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
+        pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
         factor = _tile_factor(key_scales, high - 1 - back, shape)
-        s = _times_scales(warpgroup_mma_wait(1, deps=[qk]), c, key_scales, shape)
+        s = _times_scales(warpgroup_mma_wait(len(pv), deps=[qk]), c, key_scales, shape)
         scale = _scale_of(qk_scale, factor, shape)
         p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, scale, softcap, MASKED, shape)
         l_i = _grow(l_i, alpha, p, shape)
         # It is not read. But the release's barrier stays behind a store, and the store behind the softmax; without it
         # ptxas moves the wait for P V and the release ahead of the softmax that should run beside P V.
         pin.store(l_i.to(pin.dtype))
-        acc = warpgroup_mma_wait(0, deps=[pv])
+        acc = _end_outputs(pv, shape)
         channels.release(c)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.O_LAYOUT)), 1)
+        acc = _rescale(acc, alpha)
         c += 1
     return p, acc, m_i, l_i, c
 
@@ -146,16 +173,15 @@ def _begin(item, w: gl.constexpr, sinks, shape):
     sink = gl.zeros([ROWS], gl.float32, S_ROWS)
     if sinks is not None:
         m_i = gl.load(sinks + item.head * shape.PACK + row % shape.PACK).to(gl.float32) * LOG2E
-        if shape.IN_PARTS:
+        if shape.SPLIT_KV:
             m_i = gl.where(item.nth == 0, m_i, -float("inf"))
         sink = gl.where(m_i == -float("inf"), 0.0, 1.0)
     return item.first + row // shape.PACK, m_i, sink
 
 
 @gluon.jit
-def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, of_values, output, lse_out, shape):
-    """Store an item's rows; those past its tokens are other sequences'."""
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, shape.O_LAYOUT)
+def _finish(acc, m_i, l_i, item, w: gl.constexpr, rooms, of_values, output, lse_out, shape):
+    """Store an item's rows; those past its tokens are other sequences'. rooms: the parts of its queries' tile."""
     if lse_out is not None:
         row = w * ROWS + gl.arange(0, ROWS, m_i.type.layout)
         place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.PACK + row % shape.PACK
@@ -164,19 +190,29 @@ def _finish(acc, m_i, l_i, item, w: gl.constexpr, room, of_values, output, lse_o
     v_scale, s_vscale, factor = of_values
     if v_scale is not None:
         factor = factor * gl.load(v_scale + item.head // shape.PACKS * s_vscale)
-    norm = gl.convert_layout(factor / gl.where(l_i == 0, 1.0, l_i), O_ROWS)
-    # 16 bytes a thread: as the products leave them, threads hold 4, and half of every sector would be written twice.
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
-    room.store((acc * gl.expand_dims(norm, 1)).to(shape.DTYPE))
+    acc = _rescale(acc, factor / gl.where(l_i == 0, 1.0, l_i))
+    for i in gl.static_range(len(acc)):
+        _store(acc[i], i * shape.D, item, w, rooms[i], output, shape)
+    fence_async_shared()
+
+
+@gluon.jit
+def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape):
+    """Columns of outputs from `begin` on, by way of shared memory, to have 16 bytes a thread: as the products leave
+    them, threads hold 4, and half of every sector would be written twice."""
+    WIDTH: gl.constexpr = rows.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    room.store(rows.to(shape.DTYPE))
     thread_barrier()
     result = room.load(WIDE)
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)
     place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
-    dim = gl.arange(0, shape.D, gl.SliceLayout(0, WIDE))
+    dim = begin + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
     keep = gl.expand_dims(row // shape.PACK < item.tokens, 1)
+    if begin + WIDTH > shape.DIM_V:
+        keep = keep & gl.expand_dims(dim < shape.DIM_V, 0)
     gl.store(output.out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0), result, mask=keep)
-    fence_async_shared()
 
 
 @gluon.jit
@@ -196,7 +232,6 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
     and their strides by head; of values also one that the host knows. int8 codes have key scales [STAGES, BLOCK_N] in
     shared memory; TILE_SCALES lie as [B, Hkv, tiles], with strides by head and by sequence."""
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w % channels.pins.shape[0])
     n = 0  # items begun
@@ -220,19 +255,24 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             low, whole_low, whole_high, high = tiles_of(item, shape)
             factor = _tile_factor(k_scale, high - 1, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)
-            acc = gl.zeros([ROWS, shape.D], gl.float32, shape.O_LAYOUT)
+            acc = (gl.zeros([ROWS, shape.D], gl.float32, shape.O_LAYOUT),)
+            if shape.MORE_V > 0:
+                acc = acc + (gl.zeros([ROWS, shape.MORE_V], gl.float32, output_layout(shape.MORE_V)),)  # noqa: RUF005
             channels.k.wait_full(c)
             # Outside the loops: ptxas 12.8 would otherwise set up the addresses that two of them share in the first
             # alone, which may not run.
-            room = queries.tile(n).reshape([ROWS, shape.D])
-            q = room
+            rooms = (queries.tile(n).reshape([ROWS, shape.D]),)
+            if shape.MORE > 0:
+                rooms = rooms + (queries.more[0].index(n % queries.STAGES).reshape([ROWS, shape.MORE]),)  # noqa: RUF005
+            q = rooms
             if shape.SPLIT_Q:
-                q, up = split_queries(room, shape)
+                q, up = split_queries(rooms[0], shape)
                 logit_scale = gl.maximum(up * logit_scale, 2.0**-126)  # 0 times a masked logit would be NaN
             if shape.CAST_Q:
-                q, up = cast_queries(room, shape)
+                cast, up = cast_queries(rooms[0], shape)
+                q = (cast,)
                 logit_scale = up * logit_scale
-            qk = _logits(q, channels.k.tile(c), shape)
+            qk = _logits(q, channels.k.parts(c), shape)
             s = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)
             c += 1
@@ -256,18 +296,17 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 p, acc, m_i, l_i, c = _steps(
                     p, acc, m_i, l_i, c, whole, low, rows, k_scale, softcap, pin, channels, True, shape
                 )
-            weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
             channels.v.wait_full(c - 1)
-            pv = warpgroup_mma(weights, channels.v.tile(c - 1), acc, is_async=True)
+            pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
             following = take(channels.items, n + 1, 4, shape)
-            acc = warpgroup_mma_wait(0, deps=[pv])
+            acc = _end_outputs(pv, shape)
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
             complete = True
-            if shape.IN_PARTS:
+            if shape.SPLIT_KV:
                 if item.parts > 1:
                     complete, acc, m_i, l_i = publish_and_reduce(acc, m_i, l_i, workspace, item, w, shape)
             if complete:
-                _finish(acc, m_i, l_i, item, w, room, of_values, output, lse_out, shape)
+                _finish(acc, m_i, l_i, item, w, rooms, of_values, output, lse_out, shape)
             queries.release(n)
             n += 1
             item = following

@@ -69,7 +69,7 @@ def _prefill_kernel(
                 (1, scale, softcap, sinks, for_keys, for_values, output, lse_out, workspace, channels, shape),
             ),
             (convert_codes, (staging, value_scales, channels, shape)),
-            (produce_items, (query, (key, value), table, s_table, places, staging, items, channels, shape)),
+            (produce_items, ((query,), (key, value), table, s_table, places, staging, items, channels, shape)),
             (produce_scales, (of_keys, of_values, table, s_table, key_scales, value_scales, channels, shape)),
         ],
         [4, 4, 1, 1],

@@ -24,7 +24,7 @@ from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
-from .plan import FIELDS, heads_per_tile, keys_per_tile
+from .plan import FIELDS, head_parts, heads_per_tile, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
@@ -66,22 +66,24 @@ def _prefill_kernel(
         [
             (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
-            (produce_items, (query, key, table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_tiles, (1, key, table, s_table, k_place, channels.k, channels, shape)),
-            (produce_values, (0, value, table, s_table, v_place, tail, channels, shape)),
-            (produce_values, (1, value, table, s_table, v_place, tail, channels, shape)),
+            (produce_items, ((query,), (key,), table, s_table, k_place, channels.k, items, channels, shape)),
+            (produce_tiles, (1, (key,), table, s_table, k_place, channels.k, channels, shape)),
+            (produce_values, (0, (value,), table, s_table, v_place, tail, channels, shape)),
+            (produce_values, (1, (value,), table, s_table, v_place, tail, channels, shape)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
     )
 
 
-def constants_of(dim: int, group: int, page: int, *, mask: Mask, softcap: bool, fields: int = FIELDS) -> dict[str, Any]:
+def constants_of(
+    dim: int, group: int, page: int, *, mask: Mask, softcap: bool, fields: int = FIELDS, dim_v: int = 0
+) -> dict[str, Any]:
     """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
-    pack = heads_per_tile(group)
+    pack, (first, _) = heads_per_tile(group), head_parts(dim)
     return {
-        "BLOCK_N": keys_per_tile(dim),
-        "D": dim,
+        "BLOCK_N": keys_per_tile(dim, dim_v),
+        "D": first,
         "PACK": pack,
         "PACKS": group // pack,
         "PAGE": page,
@@ -120,14 +122,16 @@ def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[st
     query, key = inputs.query, inputs.key
     flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
     group = query.shape[1] // key.shape[2]
+    flags |= {"dim_v": inputs.out.shape[2]}
     constants = constants_of(query.shape[2], group, key.shape[1], mask=Mask.of(inputs.mask), **flags)
     heads = query.shape[1] // constants["PACK"]
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
 
 
-def query_rows(query: torch.Tensor, pack: int) -> TensorDescriptor:
-    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each."""
-    return TensorDescriptor(query, list(query.shape), list(query.stride()), [64 // pack, pack, query.shape[2]], _QUERY)
+def query_rows(query: torch.Tensor, pack: int, width: int = 0) -> TensorDescriptor:
+    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and the first `width` elements, 0 is all."""
+    block = [64 // pack, pack, width or query.shape[2]]
+    return TensorDescriptor(query, list(query.shape), list(query.stride()), block, _QUERY)
 
 
 def cache_rows(

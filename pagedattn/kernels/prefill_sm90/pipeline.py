@@ -8,23 +8,49 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 
+@gluon.constexpr_function
+def part_layout(shape):
+    """Of a part of a tile of 16 bits in shared memory."""
+    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
+
+
+@gluon.jit
+def _matrix(tile):
+    """A tile as rows and columns."""
+    if len(tile.shape) == 2:
+        return tile
+    else:
+        ROWS: gl.constexpr = tile.numel // tile.shape[len(tile.shape) - 1]
+        return tile.reshape([ROWS, tile.shape[len(tile.shape) - 1]])
+
+
 @aggregate
 class Ring:
-    """Stages of shared memory that one side fills and others empty; the n-th use of a ring is stage n % STAGES."""
+    """Stages of shared memory that one side fills and others empty; the n-th use of a ring is stage n % STAGES. more:
+    the same stages of a second part of each tile, or none."""
 
     tiles: gl.shared_memory_descriptor
+    more: gl.tuple
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES):
-        self.tiles, self.full, self.empty = tiles, full, empty
+    def __init__(self, tiles, more, full, empty, STAGES):
+        self.tiles, self.more, self.full, self.empty = tiles, gl.tuple(more), full, empty
         self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def tile(self, n):
         return self.tiles.index(n % self.STAGES)
+
+    @gluon.jit
+    def parts(self, n):
+        """The parts of a tile, [rows, columns] each."""
+        tiles = (_matrix(self.tiles.index(n % self.STAGES)),)
+        for i in gl.static_range(len(self.more)):
+            tiles = tiles + (_matrix(self.more[i].index(n % self.STAGES)),)  # noqa: RUF005 - no stars in a kernel
+        return tiles
 
     @gluon.jit
     def barrier(self, n):
@@ -52,16 +78,21 @@ def make_ring(
     STAGES: gl.constexpr,
     RELEASES: gl.constexpr,
     FILLS: gl.constexpr = 1,
+    MORE: gl.constexpr = None,
 ):
-    """A ring of STAGES tiles of SHAPE, each full after FILLS arrivals and empty again after RELEASES releases."""
+    """A ring of STAGES tiles of SHAPE, each full after FILLS arrivals and empty again after RELEASES releases. MORE:
+    the shape of a second part of each."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    more = ()
+    if MORE is not None:
+        more = (gl.allocate_shared_memory(DTYPE, [STAGES] + MORE, part_layout(MORE)),)  # noqa: RUF005
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + SHAPE, LAYOUT)  # noqa: RUF005 - no stars in a kernel
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=FILLS)
         mbarrier.init(empty.index(i), count=RELEASES)
-    return Ring(tiles, full, empty, STAGES)
+    return Ring(tiles, more, full, empty, STAGES)
 
 
 @aggregate

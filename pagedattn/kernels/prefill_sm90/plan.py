@@ -16,7 +16,8 @@ from ..shape import AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
 
 FP8 = ("e4m3", "e5m2")
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = range(64, 257, 8)
+WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
 INT8_HEAD_DIMS = (64, 128)  # 16 warps have 128 registers a thread, too few for products 256 wide
 MASKS = ("sliding_window",)  # what its own masking serves beyond causality
 TILE_ROWS = 128  # packed query rows of a tile
@@ -35,6 +36,7 @@ class TileSchedulerParams(NamedTuple):
     mask: tuple[int, ...]  # `Mask.constants`
     max_keys: int
     num_sms: int
+    head_dim_v: int = 0  # 0: head_dim
 
     @property
     def heads(self) -> int:
@@ -49,13 +51,13 @@ class TileSchedulerParams(NamedTuple):
     @property
     def workspace(self) -> int:
         """int32 elements of a workspace for those partials: counters, then two halves of each."""
-        return 3 * COUNTERS + 2 * self.max_partials * partial_size(self.head_dim)
+        return 3 * COUNTERS + 2 * self.max_partials * partial_size(self.head_dim_v or self.head_dim)
 
 
 def params_of(shape: AttentionShape, max_keys: int, num_sms: int) -> TileSchedulerParams:
     """Of the calls of a plan."""
     heads = (shape.num_kv_heads, shape.group, shape.head_dim)
-    return TileSchedulerParams(*heads, shape.mask, max_keys, num_sms)
+    return TileSchedulerParams(*heads, shape.mask, max_keys, num_sms, shape.head_dim_v)
 
 
 def heads_per_tile(group: int) -> int:
@@ -68,14 +70,16 @@ def tokens_per_tile(group: int) -> int:
     return TILE_ROWS // heads_per_tile(group)
 
 
-def keys_per_tile(head_dim: int) -> int:
-    """Keys that are loaded at once."""
-    return 128 if head_dim <= 128 else 64
+def keys_per_tile(head_dim: int, head_dim_v: int = 0) -> int:
+    """Keys that are loaded at once; head_dim_v: 0 is head_dim."""
+    parts, parts_v = sum(head_parts(head_dim)), sum(head_parts(head_dim_v or head_dim))
+    # Shared memory has room for two stages of 128 keys and of as many values, and for one of queries.
+    return 128 if parts <= 192 and parts_v <= 128 else 64
 
 
-def partial_size(head_dim: int) -> int:
+def partial_size(head_dim_v: int) -> int:
     """Elements of the partial of half a tile: maxima, sums, outputs."""
-    return TILE_ROWS // 2 * (head_dim + 2)
+    return TILE_ROWS // 2 * (sum(head_parts(head_dim_v)) + 2)
 
 
 def max_query_blocks(params: TileSchedulerParams, bounds: BatchBounds) -> int:
@@ -134,9 +138,8 @@ def why_not(shape: AttentionShape, here: str) -> str:
     int8 = {*shape.codes} == {"int8"} and shape.dtype in (torch.bfloat16, torch.float16)
     if not (native or fp8 or int8):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
-    dims = INT8_HEAD_DIMS if int8 else HEAD_DIMS
-    if shape.head_dim not in dims or shape.head_dim_v != shape.head_dim:
-        return f"head dims {shape.head_dim} and {shape.head_dim_v}, not {', '.join(map(str, dims))}"
+    if reason := _why_not_dims(shape, native, int8):
+        return reason
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
@@ -145,10 +148,43 @@ def why_not(shape: AttentionShape, here: str) -> str:
     return "ALiBi" if shape.alibi else ""
 
 
+def why_not_copied(native: AttentionShape, here: str) -> str:
+    """Why the kernel over a copy of a quantised cache does not serve calls of this shape, that of the copy."""
+    reason = why_not(native, here)
+    return reason or ("" if module_of(native) == "kernel" else "heads of two parts")
+
+
+def _why_not_dims(shape: AttentionShape, native: bool, int8: bool) -> str:
+    dim, dim_v = shape.head_dim, shape.head_dim_v
+    if not native:
+        dims = INT8_HEAD_DIMS if int8 else WHOLE_HEAD_DIMS
+        return "" if dim in dims and dim_v == dim else f"head dims {dim} and {dim_v}, not {', '.join(map(str, dims))}"
+    if not (dim in HEAD_DIMS and dim_v in HEAD_DIMS):
+        return f"head dims {dim} and {dim_v}, not multiples of 8 from 64 to 256"
+    (first, more), (first_v, more_v) = head_parts(dim), head_parts(dim_v)
+    # Outputs leave by way of the queries' tile.
+    alike = first == first_v and more_v <= more
+    return "" if alike else f"head dims {dim} and {dim_v}, which are not read in like parts"
+
+
+def _is_whole(dim: int, dim_v: int) -> bool:
+    """Whether heads are read in one part, keys as values."""
+    return dim in WHOLE_HEAD_DIMS and dim_v == dim
+
+
+def head_parts(dim: int) -> tuple[int, int]:
+    """Two powers of two that a head of `dim` elements is read in, the second one 0 where one is enough. Elements beyond
+    `dim` are read as 0."""
+    first = 1 << (dim.bit_length() - 1)
+    return first, max(16, 1 << (dim - first - 1).bit_length()) if dim > first else 0
+
+
 def module_of(shape: AttentionShape) -> str:
     """Which module's kernel serves calls of a shape that is served."""
     code = shape.codes[0]
-    return "kernel" if code is None else "int8_kernel" if code == "int8" else "fp8_kernel"
+    if code is None:
+        return "kernel" if _is_whole(shape.head_dim, shape.head_dim_v) else "parts_kernel"
+    return "int8_kernel" if code == "int8" else "fp8_kernel"
 
 
 def why_not_tensors(inputs: AttentionInputs) -> str:
@@ -156,9 +192,9 @@ def why_not_tensors(inputs: AttentionInputs) -> str:
     _, key, value, _ = inputs[:4]
     if reason := why_not_queries(inputs):
         return reason
-    if not (_aligned(key) and _aligned(value) and _is_matrix(key) and _is_matrix(value)):
-        return "strides that TMA cannot follow"
-    return ""
+    by_slots = _is_whole(inputs.query.shape[2], inputs.out.shape[2])
+    fit = all(_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in (key, value))
+    return "" if fit else "strides that TMA cannot follow"
 
 
 def why_not_queries(inputs: AttentionInputs) -> str:

@@ -20,20 +20,30 @@ def _blocks(row, key, last_page, shape):
 
 
 @gluon.jit
-def _load(desc, blocks, key, kv_head, place, barrier, target, shape):
-    """Keys key..key + LOAD into `target` [LOAD, D], one copy per block. A coordinate outside is read as 0."""
-    rows, head_rows, head_columns = place
-    start = kv_head * head_rows + key % shape.PAGE
-    mbarrier.expect(barrier, shape.LOAD * shape.D * (target.dtype.primitive_bitwidth // 8))
-    for j in gl.static_range(shape.LOAD // shape.COPY):
-        at = [blocks[j] * rows + start, kv_head * head_columns]
-        tma_load(desc, at, barrier, target.slice(j * shape.COPY, shape.COPY))
+def _load(descs, blocks, key, kv_head, place, barrier, targets, shape):
+    """Keys key..key + LOAD into the parts of a tile [LOAD, D], one copy per block and part. A coordinate outside is
+    read as 0."""
+    if shape.MORE > 0:
+        EACH: gl.constexpr = descs[len(descs) - 1].block_shape[3]
+        mbarrier.expect(barrier, shape.LOAD * (shape.D * (len(descs) - 1) + EACH) * 2)
+        for j in gl.static_range(shape.LOAD // shape.COPY):
+            for i in gl.static_range(len(descs)):
+                at = [key % shape.PAGE, blocks[j], kv_head, i * shape.D]
+                tma_load(descs[i], at, barrier, targets[i].slice(j * shape.COPY, shape.COPY))
+    else:
+        rows, head_rows, head_columns = place
+        start = kv_head * head_rows + key % shape.PAGE
+        mbarrier.expect(barrier, shape.LOAD * shape.D * (descs[0].dtype.primitive_bitwidth // 8))
+        for j in gl.static_range(shape.LOAD // shape.COPY):
+            at = [blocks[j] * rows + start, kv_head * head_columns]
+            tma_load(descs[0], at, barrier, targets[0].slice(j * shape.COPY, shape.COPY))
 
 
 @gluon.jit
 def _zero_rows(tile, begin, end, shape):
     """Rows outside begin..end of a value tile become 0: their weights are 0, but 0 * NaN would reach the output."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [1, 1], [1, 0])
+    WIDTH: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     for r in gl.static_range(shape.LOAD // 8):
         if (r * 8 + 8 > end) | (r * 8 < begin):
             rows = tile.slice(r * 8, 8)
@@ -44,20 +54,33 @@ def _zero_rows(tile, begin, end, shape):
 
 
 @gluon.jit
-def _load_queries(desc_q, item, n, channels, shape):
-    """The rows of an item's two halves."""
-    at = [item.token, item.head * shape.PACK, 0]
-    channels.q0.wait_empty(n)
-    mbarrier.expect(channels.q0.barrier(n), ROWS * shape.D * 2)
-    tma_load(desc_q, at, channels.q0.barrier(n), channels.q0.tile(n))
-    at = [item.token + ROWS // shape.PACK, item.head * shape.PACK, 0]
-    channels.q1.wait_empty(n)
-    mbarrier.expect(channels.q1.barrier(n), ROWS * shape.D * 2)
-    tma_load(desc_q, at, channels.q1.barrier(n), channels.q1.tile(n))
+def _load_rows(descs, token, head, ring, n, shape):
+    """Query rows of one consumer, in parts."""
+    ring.wait_empty(n)
+    mbarrier.expect(ring.barrier(n), ROWS * (shape.D + shape.MORE) * 2)
+    tma_load(descs[0], [token, head, 0], ring.barrier(n), ring.tile(n))
+    if shape.MORE > 0:
+        tma_load(descs[1], [token, head, shape.D], ring.barrier(n), ring.more[0].index(n % ring.STAGES))
 
 
 @gluon.jit
-def _load_tiles(w: gl.constexpr, desc, table, s_table, place, item, c, ring, shape):
+def _load_queries(descs, item, n, channels, shape):
+    """The rows of an item's two halves."""
+    _load_rows(descs, item.token, item.head * shape.PACK, channels.q0, n, shape)
+    _load_rows(descs, item.token + ROWS // shape.PACK, item.head * shape.PACK, channels.q1, n, shape)
+
+
+@gluon.jit
+def _targets(ring, n, start, COUNT: gl.constexpr):
+    """Rows start..start + COUNT of a tile's parts, as copies fill them."""
+    targets = (ring.tile(n).slice(start, COUNT),)
+    for i in gl.static_range(len(ring.more)):
+        targets = targets + (ring.more[i].index(n % ring.STAGES).slice(start, COUNT),)  # noqa: RUF005
+    return targets
+
+
+@gluon.jit
+def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, shape):
     """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
@@ -67,8 +90,8 @@ def _load_tiles(w: gl.constexpr, desc, table, s_table, place, item, c, ring, sha
         key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
         blocks = _blocks(row, key, last_page, shape)
         ring.wait_empty(c)
-        tile = ring.tile(c).slice(w * shape.LOAD, shape.LOAD)
-        _load(desc, blocks, key, kv_head, place, ring.barrier(c), tile, shape)
+        targets = _targets(ring, c, w * shape.LOAD, shape.LOAD)
+        _load(descs, blocks, key, kv_head, place, ring.barrier(c), targets, shape)
         c += 1
     return c
 
@@ -85,15 +108,17 @@ def _load_turns(descs, table, s_table, places, item, c, ring, shape):
         for i in gl.static_range(2):
             n = 2 * c + i
             ring.wait_empty(n)
-            _load(descs[i], blocks, key, item.head // shape.PACKS, places[i], ring.barrier(n), ring.tile(n), shape)
+            target = (ring.tile(n),)
+            _load((descs[i],), blocks, key, item.head // shape.PACKS, places[i], ring.barrier(n), target, shape)
         c += 1
     return c
 
 
 @gluon.jit
-def produce_items(desc_q, desc, table, s_table, place, ring, items, channels, shape):
+def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, shape):
     """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first
-    warp's part of their keys; of int8 caches all codes, of which `desc` and `place` are pairs."""
+    warp's part of their keys, by a descriptor for each part of a tile; of int8 caches all codes, of which `descs` and
+    `place` are of keys and of values."""
     # Nothing of what came before is read, and nothing is written, before an item is handed out.
     gdc_wait()
     n = 0  # items handed out
@@ -102,11 +127,11 @@ def produce_items(desc_q, desc, table, s_table, place, ring, items, channels, sh
     while item.live > 0:
         following = items.draw()
         hand_out(channels.items, n, item, shape)
-        _load_queries(desc_q, item, n, channels, shape)
+        _load_queries(descs_q, item, n, channels, shape)
         if shape.CODES == "int8":
-            c = _load_turns(desc, table, s_table, place, item, c, ring, shape)
+            c = _load_turns(descs, table, s_table, place, item, c, ring, shape)
         else:
-            c = _load_tiles(0, desc, table, s_table, place, item, c, ring, shape)
+            c = _load_tiles(0, descs, table, s_table, place, item, c, ring, shape)
         n += 1
         item = items.look_up(following, shape, False)
     hand_out(channels.items, n, item, shape)
@@ -114,20 +139,20 @@ def produce_items(desc_q, desc, table, s_table, place, ring, items, channels, sh
 
 
 @gluon.jit
-def produce_tiles(w: gl.constexpr, desc, table, s_table, place, ring, channels, shape):
+def produce_tiles(w: gl.constexpr, descs, table, s_table, place, ring, channels, shape):
     """Loads a warp's part of the keys, or of the codes of values, of every item handed out. Warps share the keys of 16
     bits, for small blocks take many copies to issue: one warp alone was what the computing ones waited for."""
     n = 0
     c = 0
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
-        c = _load_tiles(w, desc, table, s_table, place, item, c, ring, shape)
+        c = _load_tiles(w, descs, table, s_table, place, item, c, ring, shape)
         n += 1
         item = take(channels.items, n, 1, shape)
 
 
 @gluon.jit
-def produce_values(w: gl.constexpr, desc_v, table, s_table, place, tail, channels, shape):
+def produce_values(w: gl.constexpr, descs, table, s_table, place, tail, channels, shape):
     """Loads a half of the values of every item handed out; tail: a barrier of each loader, for rows that it edits."""
     n = 0
     c = 0
@@ -142,17 +167,19 @@ def produce_values(w: gl.constexpr, desc_v, table, s_table, place, tail, channel
             key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
             blocks = _blocks(row, key, last_page, shape)
             channels.wait_empty_values(c)
-            tile = channels.v.tile(c).slice(w * shape.LOAD, shape.LOAD)
+            targets = _targets(channels.v, c, w * shape.LOAD, shape.LOAD)
             behind = 0  # rows whose blocks the window may have left to others
             if shape.WINDOW > 0:
                 behind = item.first - shape.WINDOW + 1 - key
             if (key + shape.LOAD <= item.keys) & (behind <= 0):
-                _load(desc_v, blocks, key, kv_head, place, channels.v.barrier(c), tile, shape)
+                _load(descs, blocks, key, kv_head, place, channels.v.barrier(c), targets, shape)
             else:
-                _load(desc_v, blocks, key, kv_head, place, tail.index(w), tile, shape)
+                _load(descs, blocks, key, kv_head, place, tail.index(w), targets, shape)
                 mbarrier.wait(tail.index(w), t & 1)
                 t += 1
-                _zero_rows(tile, behind, item.keys - key, shape)
+                tiles = channels.v.parts(c)
+                for i in gl.static_range(len(tiles)):
+                    _zero_rows(tiles[i].slice(w * shape.LOAD, shape.LOAD), behind, item.keys - key, shape)
                 fence_async_shared()
                 mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1

@@ -16,7 +16,8 @@ from .work_item import ROWS
 
 @gluon.jit
 def split_queries(room, shape):
-    """Queries [64, D] as two e4m3, in their place, and what the logits of each row are to be multiplied with."""
+    """Queries [64, D] as two e4m3, the smaller first, in their place, and what the logits of each row are to be
+    multiplied with."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
     q = room.load(WIDE).to(gl.float32)
     down, up = _powers(q, shape)
@@ -44,7 +45,7 @@ def split_queries(room, shape):
     parts.index(1).store(low)
     fence_async_shared()
     thread_barrier()
-    return (parts.index(0), parts.index(1)), up
+    return (parts.index(1), parts.index(0)), up
 
 
 @gluon.jit

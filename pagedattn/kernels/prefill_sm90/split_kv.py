@@ -20,25 +20,27 @@ AT_ONCE = gl.constexpr(2)  # unrolled, so that what registers have room for is i
 
 @gluon.jit
 def _state(workspace, place, w: gl.constexpr, shape):
-    return workspace + 3 * COUNTERS + (place * CONSUMERS + w) * (ROWS * (shape.D + 2))
+    return workspace + 3 * COUNTERS + (place * CONSUMERS + w) * (ROWS * (shape.D + shape.MORE_V + 2))
 
 
 @gluon.jit
-def _by_thread(acc, shape):
+def _by_thread(acc):
     """Outputs [64, D] as [D / 4, 256], each thread's beside those of its neighbours: whole lines are moved at a time.
     Registers stay where they are."""
-    return acc.reshape([4, 2, 8, shape.D // 8, 8]).permute((1, 3, 0, 2, 4)).reshape([shape.D // 4, 256])
+    D: gl.constexpr = acc.shape[1]
+    return acc.reshape([4, 2, 8, D // 8, 8]).permute((1, 3, 0, 2, 4)).reshape([D // 4, 256])
 
 
 @gluon.jit
-def _by_row(acc, shape):
+def _by_row(acc):
     """The other way round."""
-    return acc.reshape([2, shape.D // 8, 4, 8, 8]).permute((2, 0, 3, 1, 4)).reshape([ROWS, shape.D])
+    D: gl.constexpr = acc.shape[0] * 4
+    return acc.reshape([2, D // 8, 4, 8, 8]).permute((2, 0, 3, 1, 4)).reshape([ROWS, D])
 
 
 @gluon.jit
-def _outputs(state, like, shape):
-    row = gl.arange(0, shape.D // 4, gl.SliceLayout(1, like.type.layout))
+def _outputs(state, like):
+    row = gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
     column = gl.arange(0, 256, gl.SliceLayout(0, like.type.layout))
     return state + 2 * ROWS + gl.expand_dims(row * 256, 1) + gl.expand_dims(column, 0)
 
@@ -48,33 +50,61 @@ def _publish(acc, m_i, l_i, state, shape):
     row = gl.arange(0, ROWS, m_i.type.layout)
     gl.store(state + row, m_i.to(gl.int32, bitcast=True))
     gl.store(state + ROWS + row, l_i.to(gl.int32, bitcast=True))
-    outputs = _by_thread(acc, shape)
-    gl.store(_outputs(state, outputs, shape), outputs.to(gl.int32, bitcast=True))
+    for i in gl.static_range(len(acc)):
+        outputs = _by_thread(acc[i])
+        gl.store(_outputs(state + i * ROWS * shape.D, outputs), outputs.to(gl.int32, bitcast=True))
+
+
+@gluon.jit
+def _zeros(acc):
+    zeros = ()
+    for i in gl.static_range(len(acc)):
+        zeros = zeros + (gl.zeros_like(acc[i]),)  # noqa: RUF005 - no stars in a kernel
+    return zeros
+
+
+@gluon.jit
+def _load_outputs(state, acc, shape):
+    """What `_publish` stored, in the layouts of `acc`."""
+    loaded = ()
+    for i in gl.static_range(len(acc)):
+        place = _outputs(state + i * ROWS * shape.D, _by_thread(acc[i]))
+        outputs = _by_row(gl.load(place, cache_modifier=".cg").to(gl.float32, bitcast=True))
+        loaded = loaded + (gl.convert_layout(outputs, acc[i].type.layout, True),)  # noqa: RUF005
+    return loaded
+
+
+@gluon.jit
+def _add(acc, before, outputs, here):
+    """acc * before + outputs * here, factors of rows."""
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        scaled = acc[i] * gl.expand_dims(gl.convert_layout(before, gl.SliceLayout(1, acc[i].type.layout)), 1)
+        factor = gl.expand_dims(gl.convert_layout(here, gl.SliceLayout(1, acc[i].type.layout)), 1)
+        sums = sums + (scaled + outputs[i] * factor,)  # noqa: RUF005
+    return sums
 
 
 @gluon.jit
 def _reduce_splits(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
     """The states at `count` places together, every STRIDE from `start` on, in the layouts of those given."""
     row = gl.arange(0, ROWS, m_i.type.layout)
-    by_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     m_i = gl.full_like(m_i, -float("inf"))
     l_i = gl.zeros_like(l_i)
-    acc = gl.zeros_like(acc)
+    acc = _zeros(acc)
     for done in range(0, count, AT_ONCE):
         for nth in gl.static_range(AT_ONCE):
             live = done + nth < count
             state = _state(workspace, start + gl.where(live, done + nth, 0) * STRIDE, w, shape)
             m = gl.load(state + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
             sums = gl.load(state + ROWS + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
-            outputs = gl.load(_outputs(state, _by_thread(acc, shape), shape), cache_modifier=".cg")
-            outputs = gl.convert_layout(_by_row(outputs.to(gl.float32, bitcast=True), shape), acc.type.layout, True)
+            outputs = _load_outputs(state, acc, shape)
             m = gl.where(live, m, -float("inf"))
             top = gl.maximum(m_i, m)
             shift = gl.where(top == -float("inf"), 0.0, top)
             before, here = gl.exp2(m_i - shift), gl.exp2(m - shift)
             l_i = l_i * before + sums * here
-            acc = acc * gl.expand_dims(gl.convert_layout(before, by_row), 1)
-            acc += outputs * gl.expand_dims(gl.convert_layout(here, by_row), 1)
+            acc = _add(acc, before, outputs, here)
             m_i = top
     return acc, m_i, l_i
 

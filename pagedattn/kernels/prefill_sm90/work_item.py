@@ -21,22 +21,32 @@ def code_layout(dim):
     return gl.NVMMASharedLayout(min(dim, 128), 8, 2)
 
 
+@gluon.constexpr_function
+def output_layout(columns):
+    """Of a part of the outputs of 64 rows, in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @aggregate
 class Shape:
-    """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, PACK query heads a block of rows,
-    PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads, COPY of them at a
-    time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None;
-    KEY_SCALES: they are int8, whose scales are factors of logits; SPLIT_Q: they are fp8, with which queries are
-    multiplied as two. TILE_SCALES: keys are float16, and a tile's logits have a factor; CAST_Q: queries become float16
-    for them. ROW_SCALES: converted queries, the logits of whose rows have a factor."""
+    """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, or its first part's, MORE
+    and MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
+    block of rows, PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads,
+    COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as
+    `RowFormat.codes`, or None; KEY_SCALES: they are int8, whose scales are factors of logits; SPLIT_Q: they are fp8,
+    with which queries are multiplied as two. TILE_SCALES: keys are float16, and a tile's logits have a factor; CAST_Q:
+    queries become float16 for them. ROW_SCALES: converted queries, the logits of whose rows have a factor."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
+    MORE: gl.constexpr
+    MORE_V: gl.constexpr
+    DIM_V: gl.constexpr
     PACK: gl.constexpr
     PACKS: gl.constexpr
     PAGE: gl.constexpr
     FIELDS: gl.constexpr
-    IN_PARTS: gl.constexpr
+    SPLIT_KV: gl.constexpr
     LOAD: gl.constexpr
     COPY: gl.constexpr
     CAUSAL: gl.constexpr
@@ -57,9 +67,9 @@ class Shape:
     @gluon.constexpr_function
     def __init__(
         self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
-        TILE_SCALES=False
+        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0
     ):  # fmt: skip
-        self.FIELDS, self.IN_PARTS = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
+        self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
         self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS))
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
@@ -73,8 +83,9 @@ class Shape:
         self.ROW_SCALES = gl.constexpr(fp8 or cast)
         self.V_DTYPE = gl.constexpr(gl.float16 if fp8 else DTYPE)  # it has every fp8, and probabilities
         depth = 32 if fp8 else 16
+        self.MORE, self.MORE_V, self.DIM_V = gl.constexpr(MORE), gl.constexpr(MORE_V), gl.constexpr(DIM_V or D)
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth]))
-        self.O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+        self.O_LAYOUT = gl.constexpr(output_layout(D))
         self.CODE_LAYOUT = gl.constexpr(code_layout(D))
 
 
@@ -138,7 +149,7 @@ class Items:
         keys = gl.minimum(gl.load(entry + 3), self.max_keys)
         head = index % self.heads
         begin, end, nth, parts, origin = head, head, head, head, head
-        if shape.IN_PARTS:
+        if shape.SPLIT_KV:
             begin, end, nth, parts = gl.load(entry + 5), gl.load(entry + 6), gl.load(entry + 7), gl.load(entry + 8)
             origin = gl.load(entry + 9) * self.heads + head * parts
         token, tokens, first, seq = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4)
@@ -156,7 +167,7 @@ def hand_out(ring, n, item, shape):
     fields = gl.where(field == 4, item.seq, fields)
     fields = gl.where(field == 5, item.head, fields)
     fields = gl.where(field == 6, item.live, fields)
-    if shape.IN_PARTS:
+    if shape.SPLIT_KV:
         fields = gl.where(field == 7, item.begin, fields)
         fields = gl.where(field == 8, item.end, fields)
         fields = gl.where(field == 9, item.nth, fields)
@@ -173,13 +184,13 @@ def take(ring, n, WARPS: gl.constexpr, shape):
     SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     ring.wait_full(n)
     fields = ()
-    for i in gl.static_range(12 if shape.IN_PARTS else 7):
+    for i in gl.static_range(12 if shape.SPLIT_KV else 7):
         fields = fields + (gl.max(ring.tile(n).slice(i, 1).load(SCALAR), 0),)  # noqa: RUF005 - no stars in a kernel
     thread_barrier()
     ring.release(n)
     token, tokens, first, keys, seq = fields[0], fields[1], fields[2], fields[3], fields[4]
     begin, end, nth, parts, origin = token, token, token, token, token
-    if shape.IN_PARTS:
+    if shape.SPLIT_KV:
         begin, end, nth, parts, origin = fields[7], fields[8], fields[9], fields[10], fields[11]
     return Item(token, tokens, first, keys, seq, fields[5], fields[6], begin, end, nth, parts, origin)
 
@@ -203,7 +214,7 @@ def tiles_of(item, shape):
     if shape.WINDOW > 0:
         low = gl.minimum(gl.maximum(first - shape.WINDOW + 1, 0) // shape.BLOCK_N, high - 1)
         whole_low = (gl.maximum(last - shape.WINDOW + 1, 0) + shape.BLOCK_N - 1) // shape.BLOCK_N
-    if shape.IN_PARTS:
+    if shape.SPLIT_KV:
         high = gl.maximum(gl.minimum(high, item.end), 1)
         low = gl.minimum(gl.maximum(low, item.begin), high - 1)
     whole_high = gl.minimum(gl.maximum(gl.maximum(whole, 0) // shape.BLOCK_N, low), high)
