@@ -88,7 +88,7 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
 def test_a_call_is_cut_by_kv_heads() -> None:
     heads, dim = 4, 16
     cache, scales = torch.randn(3, 16, heads, dim), torch.rand(3, 16, heads, 1)
-    query, lse = torch.randn(5, 2 * heads, dim), torch.empty(5, 2 * heads)
+    query, lse = torch.randn(5, 2 * heads, dim), torch.rand(5, 2 * heads)
     starts, lens, table = torch.tensor([0, 5]).int(), torch.tensor([5]).int(), torch.tensor([[2]]).int()
     of_query, one, of_head = torch.arange(2.0 * heads), torch.ones(1), torch.arange(1.0 * heads)
     given = (query, cache, cache + 1, table, starts, lens, of_query, of_query + 1, one, of_head, query + 1, lse)
