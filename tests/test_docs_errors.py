@@ -75,6 +75,11 @@ def double_free() -> None:
     pool.free(blocks)
 
 
+def swap_formats() -> None:
+    e4m3, e5m2 = (PagedKVCache(1, 4, kv_cache_dtype=name) for name in ("fp8_e4m3", "fp8_e5m2"))
+    e4m3.swap_blocks(e5m2, [(1, 2)])
+
+
 def load(folder: Path, change: Callable[[Path], None] = lambda folder: None, **options: object) -> LLM:
     copy = folder / "model"
     shutil.copytree(MODEL, copy)
@@ -198,6 +203,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "this step needs graph level": lambda here: capture(),
     "allocate needs 5 blocks": lambda here: BlockPool(3).allocate(5),
     "blocks must be blocks that are held": lambda here: double_free(),
+    "target must be a cache": lambda here: swap_formats(),
     "model must be a local folder": lambda here: LLM("/nowhere"),
     "prompt must have": lambda here: load(here.folder, max_model_len=8).generate([1] * 20),
     "prompt must be text alone": lambda here: load(here.folder, with_image).generate([1, 7]),

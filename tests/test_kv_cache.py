@@ -234,3 +234,58 @@ def test_groups_overlay_the_same_slabs() -> None:
         cache.layer(3).key.data_ptr(),
     ]
     assert cache.nbytes == 4 * 3 * cache.bytes_per_block
+
+
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS_AND_KINDS)
+def test_blocks_of_all_layers_move_to_another_cache_and_back(layout: str, kind: dict[str, Any]) -> None:
+    cache = PagedKVCache(**SHAPE, layout=layout, **kind)
+    cache.slabs.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    before = cache.slabs.clone()
+    memory = torch.zeros(3, 9, cache.bytes_per_block, dtype=torch.uint8)
+    host = cache.over(memory)
+    assert host.slabs is memory and host.num_blocks == 9 and cache.over(memory[:, :0].contiguous()).num_blocks == 0
+    cache.swap_blocks(host, [(1, 7), (4, 0)])
+    assert torch.equal(memory[:, [7, 0]], before[:, [1, 4]]) and not memory[:, 1:7].any()
+    assert all(
+        torch.equal(mine[4].view(torch.uint8), theirs[0].view(torch.uint8))
+        for mine, theirs in zip(views(cache.layer(2)), views(host.layer(2)), strict=True)
+    )
+    cache.zero_blocks([1, 4])
+    host.swap_blocks(cache, torch.tensor([[7, 1], [0, 4]], dtype=torch.int32))
+    assert torch.equal(cache.slabs, before)
+
+
+def test_a_cache_is_refused_under_another_format() -> None:
+    """Slabs of e4m3 and e5m2 have one shape and dtype, and so have keys of 8 bits in two layouts."""
+
+    def made(name: str = "fp8_e4m3", **options: Any) -> PagedKVCache:
+        return PagedKVCache(**{**SHAPE, "dtype": torch.float16, **options}, kv_cache_dtype=name)
+
+    source = made()
+    for target, word in (
+        (made("fp8_e5m2"), r"fp8_e4m3 \(float8_e4m3fn, .*, got fp8_e5m2 \(float8_e5m2"),
+        (made(layout="HND"), "NHD, at byte 0 of slab 0, got .*, HND"),
+        (made(num_kv_heads=4, block_size=2), "blocks of 4 tokens with 2 KV heads .*, got .* 2 tokens with 4 KV heads"),
+        (made(head_dim=10, head_dim_v=6), "heads of 6 and 10, .*, got .* heads of 10 and 6"),
+        (made(num_layers=4), "stores layer 3 as none, got fp8_e4m3"),
+        (made(num_layers=2), "stores layer 2 as fp8_e4m3 .*, got none; make both of the same specs"),
+    ):
+        assert target.slabs.dtype == source.slabs.dtype and target.bytes_per_block == source.bytes_per_block
+        with pytest.raises(InvalidInputError, match=word):
+            source.swap_blocks(target, [(1, 2)])
+        assert not target.slabs.any()
+    with pytest.raises(InvalidInputError, match=r"auto \(float16, .* got auto \(bfloat16"):
+        made("auto").swap_blocks(made("auto", dtype=torch.bfloat16), [(1, 2)])
+    with pytest.raises(InvalidInputError, match=r"target must be a PagedKVCache, got Tensor; ops\.swap_blocks"):
+        source.swap_blocks(source.slabs, [(1, 2)])  # type: ignore[arg-type]
+    source.swap_blocks(made("fp8", dtype=torch.bfloat16), [(1, 2)])  # another name of one format
+
+
+def test_memory_of_another_shape_is_no_cache() -> None:
+    cache = PagedKVCache(**SHAPE)
+    size = cache.bytes_per_block
+    for memory in (torch.zeros(3, 2, size), torch.zeros(2, 2, size).byte(), torch.zeros(3, 2, size + 1).byte()):
+        with pytest.raises(InvalidInputError, match=r"memory must be torch.uint8 \[3, \*, "):
+            cache.over(memory)
+    with pytest.raises(InvalidInputError, match="memory must be contiguous"):
+        cache.over(torch.zeros(3, 4, size, dtype=torch.uint8)[:, ::2])

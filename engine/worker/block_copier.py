@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagedattn import PagedKVCache, ops
+from pagedattn import PagedKVCache
 from pagedattn.errors import CapacityError
 
 from .host_batch import BlockMoves
@@ -41,17 +41,17 @@ class BlockCopier:
                 f"the host has no {need / (1 << 30):.1f} GiB for {num_host_blocks} blocks beside the GPU's; lower "
                 "swap_space or prefix_space"
             ) from error
-        self._host = host.view(layers, num_host_blocks, size)
+        self._host = cache.over(host.view(layers, num_host_blocks, size))
 
     def move(self, moves: BlockMoves) -> None:
         """Make a step's copies: out, in, then from block to block; and zero in between what must be clean."""
         swap_out, fresh, swap_in, copies = map(torch.from_numpy, moves)
         if len(swap_out):
-            self._swap(self._cache.slabs, self._host, swap_out)
+            self._cache.swap_blocks(self._host, swap_out)
         if self._clean and len(fresh):
             self._cache.zero_blocks(fresh)
         if len(swap_in):
-            self._swap(self._host, self._cache.slabs, swap_in)
+            self._host.swap_blocks(self._cache, swap_in)
         if len(copies):
             self._cache.copy_blocks(copies)
 
@@ -66,9 +66,3 @@ class BlockCopier:
             torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), num_bytes, 0))
         weakref.finalize(self, runtime.cudaHostUnregister, host.data_ptr()).atexit = False
         return host
-
-    def _swap(self, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-        """One call for all slabs [n, P, bytes]: block p of slab j is row j * P + p of all rows."""
-        rows = torch.arange(len(source))[:, None, None] * torch.tensor([source.shape[1], target.shape[1]])
-        every = (rows + pairs).reshape(-1, 2)  # [n * pairs, 2]
-        ops.swap_blocks(source.flatten(0, 1), target.flatten(0, 1), every)

@@ -90,8 +90,38 @@ class PagedKVCache:
                 raise
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
+        self._view_layers()
+
+    def over(self, memory: torch.Tensor) -> PagedKVCache:
+        """A cache of the same layers over memory of the caller's, such as pinned memory of the host.
+
+        Args:
+            memory: uint8 [n, P', bytes per block] as `slabs` of this cache, of any number of blocks and device.
+
+        Raises:
+            InvalidInputError: memory of another shape or dtype, or with gaps.
+        """
+        slabs, size = len(self.slabs), self.bytes_per_block
+        if memory.dtype != torch.uint8 or memory.dim() != 3 or (len(memory), memory.shape[2]) != (slabs, size):
+            got = f"{memory.dtype} {list(memory.shape)}"
+            raise InvalidInputError("memory", f"torch.uint8 [{slabs}, *, {size}] as the slabs of this cache", got)
+        if not memory.is_contiguous():
+            raise InvalidInputError("memory", "contiguous", f"strides {memory.stride()}")
+        cache = PagedKVCache.__new__(PagedKVCache)
+        cache.groups, cache.layout, cache.bytes_per_block = self.groups, self.layout, size
+        cache.num_blocks, cache.slabs = memory.shape[1], memory
+        cache._view_layers()
+        return cache
+
+    def _view_layers(self) -> None:
         self._layers = {
-            layer: _views(self.slabs[slab], start, spec, layout)
+            layer: _views(self.slabs[slab], start, spec, self.layout)
+            for group in self.groups
+            for layer, spec, (slab, start) in zip(group.layers, group.specs, group.places, strict=True)
+        }
+        # Equal texts are equal bytes for equal tokens.
+        self._stored = {
+            layer: f"{_stored_as(spec)}, {self.layout}, at byte {start} of slab {slab}"
             for group in self.groups
             for layer, spec, (slab, start) in zip(group.layers, group.specs, group.places, strict=True)
         }
@@ -134,6 +164,34 @@ class PagedKVCache:
         """Copy blocks (source, target) in all layers; every source is read before any target is written."""
         ops.copy_blocks(list(self.slabs), _int64(pairs).reshape(-1, 2))
 
+    def swap_blocks(
+        self,
+        target: PagedKVCache,
+        pairs: Sequence[tuple[int, int]] | torch.Tensor,
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Copy blocks (source, block of `target`) of all layers to another cache, as `ops.swap_blocks` does.
+
+        Blocks are copied as they are stored, so both caches must store alike: slabs of two formats may have one shape.
+
+        Raises:
+            InvalidInputError: a target with other layers, formats, shapes or layout, or as of `ops.swap_blocks`.
+        """
+        if not isinstance(target, PagedKVCache):
+            raise InvalidInputError("target", "a PagedKVCache", type(target).__name__, "ops.swap_blocks takes tensors")
+        mine, theirs = self._stored, target._stored
+        if mine != theirs:
+            differing = next((i for i in mine if theirs.get(i) != mine[i]), len(mine))
+            expected = f"a cache that stores layer {differing} as {mine.get(differing, 'none')}"
+            remedy = "make both of the same specs, or write the tokens anew"
+            raise InvalidInputError("target", expected, theirs.get(differing, "none"), remedy)
+        # One call for all slabs: block p of slab j is row j * P + p of all rows.
+        rows = torch.arange(len(self.slabs), device="cpu")[:, None, None]
+        rows = rows * torch.tensor([self.num_blocks, target.num_blocks], device="cpu")
+        every = (rows + _int64(pairs).reshape(-1, 2)).reshape(-1, 2)
+        ops.swap_blocks(self.slabs.flatten(0, 1), target.slabs.flatten(0, 1), every, stream=stream)
+
     def seal_blocks(self, ids: Sequence[int] | torch.Tensor, group: int = 0) -> None:
         """Store full blocks of a KV group, which will not be written again, as their format keeps such blocks.
 
@@ -152,6 +210,13 @@ class PagedKVCache:
 def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
     """A tensor stays where it is; other numbers go to the host, whatever the default device is."""
     return values.long() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def _stored_as(spec: KVCacheSpec) -> str:
+    """The format of a layer, and all that its bytes depend on beside the tokens."""
+    dtypes = ", ".join(str(plane.dtype).removeprefix("torch.") for plane in spec.planes.values())
+    heads = f"{spec.num_kv_heads} KV heads of {spec.head_dim} and {spec.value_dim}"
+    return f"{spec.format.name} ({dtypes}) in blocks of {spec.block_size} tokens with {heads}"
 
 
 def _views(slab: torch.Tensor, start: int, spec: KVCacheSpec, layout: str) -> LayerCache:

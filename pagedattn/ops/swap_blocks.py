@@ -27,6 +27,8 @@ def swap_blocks(
     before reading or freeing either tensor. Pageable host memory is copied synchronously. The compiled paths want
     tensors that are contiguous within a block, and not of two GPUs; Triton wants host tensors pinned.
 
+    Tensors of bytes, such as slabs, do not say of which format they are: `PagedKVCache.swap_blocks` compares formats.
+
     Args:
         source, target: [P, ...] and [P', ...], equal but for the first dimension, contiguous within a block.
         pairs: [n, 2] int64 on the host.
@@ -38,7 +40,8 @@ def swap_blocks(
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         got = f"{target.dtype} {list(target.shape)}"
-        raise InvalidInputError("target", f"{source.dtype} [*, {list(source.shape[1:])}] as the source", got)
+        expected, remedy = f"{source.dtype} [*, {list(source.shape[1:])}] as the source", "make both of the same format"
+        raise InvalidInputError("target", expected, got, remedy)
     if stream is not None and stream.device not in (source.device, target.device):
         raise InvalidInputError("stream", f"of {source.device} or {target.device} as the tensors", stream.device)
     check_pairs(pairs, len(source), len(target))

@@ -48,6 +48,6 @@ def test_host_memory_is_pinned_and_no_larger_than_asked_for() -> None:
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     for _ in range(2):  # the first one's is given back before the second's is taken
         mover = BlockCopier(cache, 1025)
-        assert mover._host.is_pinned()
+        assert mover._host.slabs.is_pinned()
         assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
         del mover
