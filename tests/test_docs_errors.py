@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from pagedattn.integrations.transformers import PackedModel, disable, enable, ne
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
 HEADINGS = re.findall(r"^### `(\w+): (.+)`$", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+FP8: dict[str, object] = {"kv_cache_dtype": "fp8"}
 SPEC = AttentionSpec(num_heads=8, head_dim=64, num_kv_heads=2)
 
 
@@ -46,9 +48,14 @@ def call(layer: dict[str, object] | None = None, cache: dict[str, object] | None
     table = torch.tensor([[1, 2]], dtype=torch.int32)
     common = CommonAttentionMetadata.from_lengths([3], [3], table)
     kept = PagedKVCache(1, **{"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_dim": 64, **(cache or {})})  # type: ignore[arg-type]
-    values = {"query": torch.zeros(3, 8, 64), "metadata": common, **given}
+    values = {"query": torch.zeros(3, 8, 64), "kv_cache": kept.layer(0), "metadata": common, **given}
     key = torch.zeros(3, 2, 64)
-    attention(values["query"], key, key, kept.layer(0), values["metadata"])  # type: ignore[arg-type]
+    attention(values["query"], key, key, values["kv_cache"], values["metadata"])  # type: ignore[arg-type]
+
+
+def without_a_plane() -> None:
+    layer = PagedKVCache(1, 4, num_kv_heads=2, kv_cache_dtype="int8").layer(0)
+    call({"kv_cache_dtype": "int8"}, kv_cache=replace(layer, key_scale=None))
 
 
 def other_plan() -> None:
@@ -193,6 +200,13 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "query must be [T, 8, 64]": lambda here: call(query=torch.zeros(3, 4, 64)),
     "query must be torch.float32": lambda here: call(query=torch.zeros(3, 8, 64, dtype=torch.float16)),
     "kv_cache must be blocks of 16": lambda here: call({"block_size": 16}, {"block_size": 32}),
+    "kv_cache_dtype must be one of": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int9"),
+    "... kv_cache_dtype=int8": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8"), "FLASHINFER"),
+    "... block_size=2048": lambda here: select_backend(SPEC.replace(block_size=2048), "TRITON"),
+    "kv_cache.key_scale must be": lambda here: without_a_plane(),
+    "k_scale, v_scale, kv_scale must be": lambda here: call({"kv_cache_dtype": "int8", "k_scale": 1.0}),
+    "k_scale must be a tensor": lambda here: call({**FP8, "k_scale": math.nan}),
+    "k_scale and v_scale must be": lambda here: call({**FP8, "kv_scale": "head"}, FP8),
     "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
     "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
     "metadata must be planned": lambda here: other_plan(),

@@ -35,10 +35,12 @@ def check_scales(name: str, planes: Sequence[Plane], scales: torch.Tensor | None
     """Raise InvalidInputError unless a second plane is given exactly where `planes` has one, and fits the codes."""
     if (scales is None) == (len(planes) == 1) and (scales is None or planes[1].fits(scales, codes)):
         return
-    expected = (
-        f"{planes[1]} beside codes {list(codes.shape)}" if len(planes) > 1 else "None, as the format has no scales"
-    )
-    raise InvalidInputError(name, expected, "None" if scales is None else f"{scales.dtype} {list(scales.shape)}")
+    expected = "None, as the format has no scales"
+    if len(planes) > 1:
+        tokens = "1" if planes[1].per_block else "S"
+        expected = f"{planes[1].dtype} [P, {tokens}, Hkv, {planes[1].width}] beside codes {list(codes.shape)}"
+    got = "None" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+    raise InvalidInputError(name, expected, got, "pass all planes of one LayerCache, as PagedKVCache.layer(i) has them")
 
 
 class RowKernels(str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 import torch
 
 from ..errors import InvalidInputError
@@ -24,9 +26,11 @@ def format_of(name: str) -> CacheFormat:
     Raises:
         InvalidInputError: there is none of this name.
     """
-    found = FORMATS.get(ALIASES.get(name, name))
+    found = FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None:
-        raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(NAMES)}", repr(name))
+        near = get_close_matches(name.lower(), NAMES, 1) if isinstance(name, str) else []
+        remedy = f"did you mean {near[0]}?" if near else "name one of these; docs/formats.md says which to take"
+        raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(NAMES)}", repr(name), remedy)
     return found
 
 

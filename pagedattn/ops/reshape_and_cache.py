@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..formats.base import RowFormat, check_scales
-from ..formats.fp8.format import is_scale
+from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.native.format import NATIVE
 from ..formats.registry import stored_as
 from ..runtime.op_registry import choose, csrc_op, expect, load, refuse, register
@@ -112,7 +112,7 @@ def _scale(
         raise InvalidInputError(name, expected, scale, "give no scale, or a cache of kv_cache_dtype='fp8_e4m3'")
     if not isinstance(scale, torch.Tensor):
         if not is_scale(scale):
-            raise InvalidInputError(name, "a positive finite number as a float32", scale)
+            raise InvalidInputError(name, "a positive finite number as a float32", scale, POSITIVE_SCALE)
         return None, float(scale)
     heads = cache.shape[2]
     fits = scale.dtype == torch.float32 and (scale.numel() == 1 or scale.shape == (heads,))

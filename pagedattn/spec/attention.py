@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..formats.base import CacheFormat
-from ..formats.registry import ALIASES, NAMES, format_of
+from ..formats.registry import NAMES, format_of
 from .mask import Mask
 
 KV_CACHE_DTYPES = NAMES
@@ -108,7 +108,7 @@ class AttentionSpec:
         if self.mask.causal is None:
             default(self, "mask", self.mask.replace(causal=self.attn_type is AttentionType.DECODER))
         default(self, "softcap", None if not self.softcap else float(self.softcap))
-        default(self, "kv_cache_dtype", ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        default(self, "kv_cache_dtype", format_of(self.kv_cache_dtype).name)
         self._check()
 
     def _check(self) -> None:
@@ -125,7 +125,6 @@ class AttentionSpec:
         if not math.isfinite(self.softmax_scale):
             raise InvalidInputError("scale", "finite", self.scale)
         for name, known in (
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("kv_scale", KV_SCALES),
             ("cache_layout", CACHE_LAYOUTS),
         ):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.registry import format_of
 from .attention import Scale
 
+_ONE_KIND = "give two floats, or two tensors of as many elements"
 _LOADED = "the checkpoint"
 _UNKNOWN = "1.0: neither the layer, its checkpoint nor the call gives any"
 
@@ -23,14 +24,15 @@ def scale_kind(k_scale: Scale, v_scale: Scale) -> str:
     """
     kinds = {_kind(scale) for scale in (k_scale, v_scale) if scale is not None}
     if len(kinds) > 1:
-        raise InvalidInputError("k_scale and v_scale", "of one kind", " and ".join(sorted(kinds)))
+        raise InvalidInputError("k_scale and v_scale", "of one kind", " and ".join(sorted(kinds)), _ONE_KIND)
     return kinds.pop() if kinds else "none"
 
 
 def require_given_scales(kv_cache_dtype: str) -> None:
     """Raise InvalidInputError where scales come for a cache that has none, or that computes them itself."""
     if not format_of(kv_cache_dtype).takes_scales:
-        raise InvalidInputError("k_scale, v_scale, kv_scale", "given for fp8 caches only", kv_cache_dtype)
+        name, remedy = "k_scale, v_scale, kv_scale", "leave them out, or take kv_cache_dtype='fp8'"
+        raise InvalidInputError(name, "given for fp8 caches only", f"one for kv_cache_dtype={kv_cache_dtype!r}", remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class LayerScales:
         if any_given or announced:
             require_given_scales(kv_cache_dtype)
         if any_given and announced:
-            raise InvalidInputError("kv_scale", "None where the layer has scales of its own", repr(announced))
+            remedy = "leave kv_scale out, or k_scale and v_scale"
+            raise InvalidInputError("kv_scale", "None where the layer has scales of its own", repr(announced), remedy)
         source = "the call" if announced else "the layer's arguments" if any_given else _UNKNOWN
         return cls(_given("k_scale", key, kv_heads), _given("v_scale", value, kv_heads), source, announced)
 
@@ -99,7 +102,9 @@ class LayerScales:
         kind = scale_kind(key, value)
         if kind != self.announced and (kind, self.announced) != ("tensor", "head"):  # one element serves every head
             expected = f"of the kind announced, kv_scale={self.announced!r}"
-            raise InvalidInputError("k_scale and v_scale", expected, repr(kind))
+            got = "neither" if kind == "none" else repr(kind)
+            remedy = "pass both with each call" if self.announced else "build the layer with kv_scale= for it"
+            raise InvalidInputError("k_scale and v_scale", expected, got, remedy)
         return key, value
 
 
@@ -115,10 +120,11 @@ def _given(name: str, scale: Scale, kv_heads: int) -> Scale:
         return None
     if isinstance(scale, torch.Tensor):
         if scale.numel() not in (1, kv_heads):
-            raise InvalidInputError(name, f"of 1 or {kv_heads} elements, one per KV head", list(scale.shape))
+            expected = f"of 1 or {kv_heads} elements, one per KV head"
+            raise InvalidInputError(name, expected, list(scale.shape), "give this layer's heads only")
         return scale.float().reshape(-1)
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise InvalidInputError(name, "a tensor, or a positive finite number", scale)
+    if not isinstance(scale, int | float) or not is_scale(scale):
+        raise InvalidInputError(name, "a tensor, or a positive finite number", scale, POSITIVE_SCALE)
     return float(scale)
 
 

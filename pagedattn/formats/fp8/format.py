@@ -10,6 +10,8 @@ import torch
 from ..base import CacheFormat, Plane, RowFormat, RowKernels
 
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest finite value of each
+# What an error says of a scale that is none.
+POSITIVE_SCALE = "stored is value / scale: take the largest |value| / 448 (57344 of fp8_e5m2), or None for 1"
 SMALLEST_MAXIMUM = 2.0**-117  # of elements: below, their scale, which is it / 448, would be no normal number
 _SCALES = (2.0**-150, 2.0**128 - 2.0**103)  # what lies between is a positive finite float32 when rounded
 
