@@ -8,7 +8,7 @@ from .errors import InvalidInputError
 
 VARIABLES = {
     "PAGEDATTN_BACKEND": "a backend (`TRITON`), or one per phase (`prefill=TRITON,decode=TORCH`); not set: the fastest",
-    "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tables too",
+    "PAGEDATTN_CHECK": "0 no checks, 1 (default) all that the host sees without a sync, 2 contents of tensors too",
     "PAGEDATTN_FLASH_ATTN": "2 or 3: the only FlashAttention version to use; not set: 3 where it serves, else 2",
     "PAGEDATTN_LOG": "debug, info, warning, error: the log to standard error from this level on (not set: warnings)",
     "PAGEDATTN_REPLAY": "1 (default) launches Triton kernels past its dispatcher (triton 3.6 to 3.9), 0 through it",

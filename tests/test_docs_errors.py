@@ -69,6 +69,11 @@ def wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
     call(metadata=CommonAttentionMetadata.from_lengths([3], [3], torch.tensor([[9, 2]], dtype=torch.int32)))
 
 
+def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    call({**FP8, "k_scale": torch.tensor([1.0, math.nan])}, FP8)
+
+
 def capture() -> None:
     layer = Attention(8, 64, 2, backend="TORCH")
     common = CommonAttentionMetadata.from_lengths([1], [5], torch.tensor([[1]], dtype=torch.int32))
@@ -203,6 +208,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "kv_cache_dtype must be one of": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int9"),
     "... kv_cache_dtype=int8": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8"), "FLASHINFER"),
     "... block_size=2048": lambda here: select_backend(SPEC.replace(block_size=2048), "TRITON"),
+    "k_scale must be positive finite numbers": lambda here: wrong_scales(here.monkeypatch),
     "kv_cache.key_scale must be": lambda here: without_a_plane(),
     "k_scale, v_scale, kv_scale must be": lambda here: call({"kv_cache_dtype": "int8", "k_scale": 1.0}),
     "k_scale must be a tensor": lambda here: call({**FP8, "k_scale": math.nan}),

@@ -3,6 +3,7 @@ what was written times them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -157,3 +158,37 @@ def test_a_cache_of_other_elements_is_refused() -> None:
         layer_of()(torch.randn(1, HEADS, DIM), None, None, wrong, common)
     with pytest.raises(InvalidInputError, match="given for fp8 caches only"):
         paged_attention(torch.randn(1, HEADS, DIM), None, None, wrong, common, k_scale=0.5)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -0.02, 1e-60])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_elements_of_scales_are_looked_at_by_level_2(name: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layer and of the call, in the layer and in the function, whether something is written or not."""
+    scales: dict[str, Any] = {"k_scale": PER_HEAD[0], "v_scale": PER_HEAD[1], name: torch.tensor([0.02, wrong])}
+    message = rf"{name} must be positive finite numbers, got \S+ at index 1; stored is value / scale"
+    own, announced = layer_of(**scales), layer_of(kv_scale="head")
+    assert attend(own) and attend(announced, **scales), "without a look at the device nothing is found"
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    cache = PagedKVCache(1, 4, 16, KV_HEADS, DIM, kv_cache_dtype="fp8").layer(0)
+    common = CommonAttentionMetadata.from_lengths([1], [20], torch.tensor([[2, 1]], dtype=torch.int32))
+    query = torch.zeros(1, HEADS, DIM)
+    for run in (
+        lambda: attend(own),
+        lambda: attend(announced, **scales),
+        lambda: announced(query, None, None, cache, common, **scales),
+        lambda: paged_attention(query, None, None, cache, common, **scales),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            run()
+    assert attend(announced, k_scale=PER_HEAD[0], v_scale=PER_HEAD[1])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -0.02])
+def test_numbers_are_looked_at_where_nothing_is_written(wrong: float) -> None:
+    layer = layer_of(kv_scale="float")
+    cache = PagedKVCache(1, 4, 16, KV_HEADS, DIM, kv_cache_dtype="fp8").layer(0)
+    common = CommonAttentionMetadata.from_lengths([1], [20], torch.tensor([[2, 1]], dtype=torch.int32))
+    call = lambda scale: layer(torch.zeros(1, HEADS, DIM), None, None, cache, common, k_scale=1.0, v_scale=scale)  # noqa: E731
+    assert call(0.5).isfinite().all()
+    with pytest.raises(InvalidInputError, match=r"v_scale must be a positive finite number, got .*; stored is value"):
+        call(wrong)

@@ -17,7 +17,7 @@ from ..spec import AttentionSpec, AttentionType, Mask, Scale
 from ..spec.scales import require_given_scales, scale_kind
 from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
-from .validation import check_call, check_kinds
+from .validation import check_call, check_contents, check_kinds
 
 
 @torch.no_grad()
@@ -88,6 +88,8 @@ def paged_attention(
     if env.check_level():
         check_bounds(common)
         check_call(spec, call, common)
+    if env.check_level() == 2:
+        check_contents(spec, call, common)
     if spec.kv_scale != "none":
         require_given_scales(spec.kv_cache_dtype)
     impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())

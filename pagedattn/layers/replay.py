@@ -55,6 +55,8 @@ class Recorded(NamedTuple):
         if sinks is None and slopes is None and k_scale is None and v_scale is None:
             values = (q, k, v, o, None, None, None, None, None, self.scale, 1.0, ks, vs)
             return out if self.attend(q | k | v | o | ks | vs, values) else None
+        if not (_is_valid(k_scale) and _is_valid(v_scale)):
+            return None
         sink, slope = (0 if x is None else x.data_ptr() for x in (sinks, slopes))
         (k_address, k_number), (v_address, v_number) = _scale_values(k_scale), _scale_values(v_scale)
         values = (q, k, v, o, None, sink, slope, k_address, v_address, self.scale * k_number, v_number, ks, vs)

@@ -7,6 +7,7 @@ import torch
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache, check_scales
+from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.registry import stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
@@ -39,6 +40,9 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
         raise InvalidInputError("kv_cache", f"None for attention of type {spec.attn_type.value}", "a cache")
     _pair(key, value, kv_cache)
     _planes(spec, kv_cache)
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if isinstance(scale, int | float) and not is_scale(scale):
+            raise InvalidInputError(name, "a positive finite number", scale, POSITIVE_SCALE)
     if kv_cache.key.device != device:
         raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:
@@ -82,7 +86,7 @@ def check_kinds(kv_cache: object, common: object) -> None:
 
 
 def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAttentionMetadata) -> None:
-    """Level 2: every live table entry, slot and length; waits for the device."""
+    """Level 2: every live table entry, slot, length and scale; waits for the device."""
     kv_cache = call.kv_cache
     lens, starts = common.seq_lens.cpu().long(), common.query_start_loc.cpu().long()
     query_lens = starts.diff()
@@ -92,6 +96,7 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
     if kv_cache is None:
         _packed(call.key, call.value, lens)
         return
+    _contents_of_scales(call)
     if (spec.causal or spec.attn_type is AttentionType.DECODER) and bool((query_lens > lens).any()):
         raise InvalidInputError("seq_lens", "at least the new tokens of each sequence", lens.tolist())
     size, blocks, table = kv_cache.block_size, kv_cache.num_blocks, common.block_table.cpu()
@@ -114,6 +119,15 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
     written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _contents_of_scales(call: AttentionCall) -> None:
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        elements = scale.reshape(-1).tolist() if isinstance(scale, torch.Tensor) else []
+        for index, element in enumerate(elements):
+            if not is_scale(element):
+                got = f"{element} at index {index}"
+                raise InvalidInputError(name, "positive finite numbers", got, POSITIVE_SCALE)
 
 
 def _packed(key: torch.Tensor | None, value: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:
