@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pagedattn.errors import InvalidInputError
+from pagedattn.formats.per_layer import KVCacheDtype
 from pagedattn.formats.registry import format_of
 
 from . import cache_ops
@@ -51,7 +52,7 @@ def run(
     """
     if suite not in SUITES:
         raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
-    formats = {format_of(name).name: None for name in kv_cache_dtypes}
+    formats = {format_of(KVCacheDtype.of(name).of_one_layer()).name: None for name in kv_cache_dtypes}
     if suite != RANDOM and (seed, count) != (None, None):
         raise InvalidInputError("--seed and --cases", f"used with the suite {RANDOM}", f"the suite {suite}")
     if count is not None and count < 1:

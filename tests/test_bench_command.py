@@ -78,6 +78,7 @@ def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
         ("bench", "--workload", "x"): "workload must be parts like",
         ("bench", "--backends", "ALL"): "--backends must be of TRITON",
         ("bench", "--kv-cache-dtype", "int9"): "kv_cache_dtype must be one of auto, fp8_e4m3, fp8_e5m2, int8",
+        ("bench", "--kv-cache-dtype", "int8:skip=0"): "kv_cache_dtype must be the format of one layer, without skip=",
         ("bench", "engine", "--kv-cache-dtype", "int8"): "--kv-cache-dtype must be used with a suite of attention",
     }.items():
         assert command.main(argv) == 2

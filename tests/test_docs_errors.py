@@ -22,9 +22,11 @@ from pagedattn import (
     AttentionSpec,
     BlockPool,
     CommonAttentionMetadata,
+    FullAttentionSpec,
     KVCacheDtype,
     KVScales,
     PagedKVCache,
+    SlidingWindowSpec,
     env,
     errors,
     plan_step,
@@ -51,6 +53,12 @@ def call(layer: dict[str, object] | None = None, cache: dict[str, object] | None
     values = {"query": torch.zeros(3, 8, 64), "kv_cache": kept.layer(0), "metadata": common, **given}
     key = torch.zeros(3, 2, 64)
     attention(values["query"], key, key, values["kv_cache"], values["metadata"])  # type: ignore[arg-type]
+
+
+def mixed_beside_windows() -> None:
+    full = [FullAttentionSpec(num_kv_heads=2, head_dim=64, kv_cache_dtype=name) for name in ("auto", "int8")]
+    window = SlidingWindowSpec(num_kv_heads=2, head_dim=64, sliding_window=8, kv_cache_dtype="int8")
+    PagedKVCache.from_specs([*full, window], 4)
 
 
 def without_a_plane() -> None:
@@ -232,6 +240,8 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "pip could not download": lambda here: no_index(here.monkeypatch, here.folder),
     "option must be": lambda here: load(here.folder, max_seqs=1),
     "skip_layers must be layers in [-4, 4)": lambda here: KVCacheDtype("int8", (4,)).of_layers(4),
+    "kv_cache_dtype must be the format of one layer": lambda here: Attention(8, 64, kv_cache_dtype="int8:skip=0"),
+    "blocks of ... hold": lambda here: mixed_beside_windows(),
     "kv_scales must be None": lambda here: load(here.folder, kv_cache_dtype="int8", kv_scales="kv_scales.json"),
     "kv_scales must be a file": lambda here: load(here.folder, kv_cache_dtype="fp8", kv_scales="/nowhere"),
     "kv_scales must be of schema_version": lambda here: calibrated(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from pagedattn import FullAttentionSpec, KVCacheDtype, PagedKVCache, SlidingWindowSpec, ops
+from pagedattn import (
+    Attention,
+    CommonAttentionMetadata,
+    FullAttentionSpec,
+    KVCacheDtype,
+    PagedKVCache,
+    SlidingWindowSpec,
+    ops,
+)
 from pagedattn.cache.specs import KVCacheSpec, group_layers
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.formats.registry import format_of
@@ -84,5 +93,37 @@ def test_formats_beside_windows_are_refused() -> None:
         FullAttentionSpec(**shape, kv_cache_dtype="int8"),
         SlidingWindowSpec(**shape, sliding_window=8, kv_cache_dtype="int8"),
     ]
-    with pytest.raises(UnsupportedError, match=r"does not divide the \d+ bytes of the largest kind"):
+    with pytest.raises(UnsupportedError, match=r"does not divide the \d+ bytes of the largest kind .*leave skip= out"):
         group_layers(mixed)
+    windows = [replace(mixed[2], kv_cache_dtype="auto"), replace(mixed[2], kv_cache_dtype="auto", head_dim=17)]
+    with pytest.raises(UnsupportedError, match="choose block sizes with equal bytes"):
+        group_layers(windows)
+
+
+def test_layer_and_cache_take_the_value() -> None:
+    some = KVCacheDtype("int8", (0, -1))
+    for given in (some, "int8:skip=0,-1"):
+        cache = PagedKVCache(4, 3, num_kv_heads=2, head_dim=16, kv_cache_dtype=given)
+        assert [cache.layer(index).format for index in range(4)] == some.of_layers(4)
+        with pytest.raises(
+            InvalidInputError, match=r"one layer, without skip=, got 'int8:skip=0,-1'; give each .*of_lay"
+        ):
+            Attention(2, 16, kv_cache_dtype=given)
+    with pytest.raises(InvalidInputError, match=r"skip_layers must be layers in \[-1, 1\)"):
+        PagedKVCache(1, 3, kv_cache_dtype="int8:skip=1")
+    for given in (KVCacheDtype("fp8"), "fp8"):
+        assert Attention(2, 16, kv_cache_dtype=given, k_scale=0.5, v_scale=0.5).spec.kv_cache_dtype == "fp8_e4m3"
+        assert PagedKVCache(1, 3, kv_cache_dtype=given).layer(0).format == "fp8_e4m3"
+
+
+def test_layers_by_their_names_serve_a_cache_that_skips_some() -> None:
+    stored = KVCacheDtype("int8", (0,))
+    cache = PagedKVCache(2, 3, num_kv_heads=2, head_dim=16, kv_cache_dtype=stored)
+    common = CommonAttentionMetadata.from_lengths([20], [20], torch.tensor([[2, 1]], dtype=torch.int32))
+    rows = torch.randn(3, 20, 2, 16, generator=torch.Generator().manual_seed(0))
+    outs = [
+        Attention(2, 16, 2, kv_cache_dtype=name)(*rows, cache.layer(index), common)
+        for index, name in enumerate(stored.of_layers(2))
+    ]
+    assert not torch.equal(*outs)
+    torch.testing.assert_close(*outs, rtol=0.05, atol=0.05)

@@ -10,6 +10,7 @@ import torch
 
 from pagedattn import AttentionSpec, AttentionType
 from pagedattn.cli.spec_options import add_spec_options, spec_of
+from pagedattn.errors import InvalidInputError
 from pagedattn.spec import ContextParallel, GraphLevel, Mask
 
 ALL_OPTIONS = (
@@ -53,3 +54,9 @@ def test_device_capability_and_dtype_are_those_of_the_gpu(monkeypatch: pytest.Mo
     assert spec("--capability", "8.6").capability == (8, 6)
     assert spec("--device", "cpu").capability is None
     assert spec("--dtype", "bfloat16").dtype == spec("--dtype", "bf16").dtype == torch.bfloat16
+
+
+def test_one_layer_skips_none() -> None:
+    assert spec("--kv-cache-dtype", "int8").kv_cache_dtype == "int8"
+    with pytest.raises(InvalidInputError, match="kv_cache_dtype must be the format of one layer, without skip="):
+        spec("--kv-cache-dtype", "int8:skip=0")

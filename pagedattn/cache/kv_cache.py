@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from .. import ops
 from ..errors import CapacityError, InvalidInputError
 from ..formats.base import LayerCache, Plane
+from ..formats.per_layer import KVCacheDtype
 from ..spec import CACHE_LAYOUTS
 from .specs import FullAttentionSpec, KVCacheGroup, KVCacheSpec, MLASpec, group_layers
 
@@ -37,12 +39,13 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         layout: str = "NHD",
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | KVCacheDtype = "auto",
     ) -> None:
-        """A cache of `num_layers` equal layers.
+        """A cache of `num_layers` equal layers, but for those that `kv_cache_dtype` keeps in `dtype`, as
+        "int8:skip=0,-1" says.
 
         Raises:
-            InvalidInputError: a number below 1 or an unknown layout.
+            InvalidInputError: a number below 1, an unknown layout or format, or a layer to skip that there is not.
             CapacityError: the device has not enough memory.
         """
         spec = FullAttentionSpec(
@@ -50,10 +53,10 @@ class PagedKVCache:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dtype=dtype or torch.get_default_dtype(),
-            kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
         )
-        self._allocate([spec] * num_layers, num_blocks, device, layout)
+        names = KVCacheDtype.of(kv_cache_dtype).of_layers(num_layers)
+        self._allocate([replace(spec, kv_cache_dtype=name) for name in names], num_blocks, device, layout)
 
     @classmethod
     def from_specs(

@@ -198,9 +198,17 @@ def _equal_blocks(kinds: tuple[KVCacheSpec, ...]) -> dict[KVCacheSpec, KVCacheSp
             common = gcd(largest, spec.bytes_per_block)
             raise UnsupportedError(
                 f"blocks of {spec} hold {spec.bytes_per_block} bytes, which does not divide the {largest} bytes of the "
-                f"largest kind (common divisor {common}); choose block sizes with equal bytes or use separate caches"
+                f"largest kind (common divisor {common}); {_remedy(kinds)}"
             )
         out[spec] = replace(spec, block_size=spec.block_size * factor)
         if out[spec].bytes_per_block != largest:
-            raise UnsupportedError(f"no number of blocks of {spec} has {largest} bytes, as those of the largest kind")
+            raise UnsupportedError(
+                f"no number of blocks of {spec} has {largest} bytes, as those of the largest kind; {_remedy(kinds)}"
+            )
     return out
+
+
+def _remedy(kinds: tuple[KVCacheSpec, ...]) -> str:
+    if len({spec.format for spec in kinds}) > 1 and len({spec.window() for spec in kinds}) > 1:
+        return "beside sliding windows all layers take one format: leave skip= out of kv_cache_dtype"
+    return "choose block sizes with equal bytes or use separate caches"

@@ -7,6 +7,7 @@ import re
 
 import torch
 
+from ..formats.per_layer import KVCacheDtype
 from ..spec import (
     CACHE_LAYOUTS,
     KV_CACHE_DTYPES,
@@ -32,7 +33,8 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     option("--dtype", type=dtype_of, help="of the model, as bf16 or bfloat16; bf16 on a GPU, else fp32 where not given")
     option("--device", type=_device_type, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
     option("--capability", type=_capability, help="compute capability like 9.0; that of the GPU here where not given")
-    option("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of stored keys and values")
+    formats = ", ".join(KV_CACHE_DTYPES)
+    option("--kv-cache-dtype", metavar="NAME", default="auto", help=f"format of the cache: {formats} (default: auto)")
     option("--kv-scale", choices=KV_SCALES, default="none", help="the kind of scale that stored elements have")
     option("--block-size", type=int, help="tokens per block; the backend chooses where not given")
     option("--layout", choices=CACHE_LAYOUTS, default=CACHE_LAYOUTS[0], help="memory layout of the cache")
@@ -93,7 +95,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
         dtype=args.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
         device_type=device,
         capability=capability,
-        kv_cache_dtype=args.kv_cache_dtype,
+        kv_cache_dtype=KVCacheDtype.of(args.kv_cache_dtype).of_one_layer(),
         kv_scale=args.kv_scale,
         block_size=args.block_size,
         cache_layout=args.layout,

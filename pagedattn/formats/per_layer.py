@@ -14,7 +14,8 @@ _TEXT = "the name of a format, or NAME:skip=LAYERS such as int8:skip=0,-1"
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDtype:
-    """What `kv_cache_dtype` of an engine or a model says: a format, and layers that stay in the model's dtype.
+    """What `kv_cache_dtype` says, of a layer, a cache, a model or an engine: a format, and layers that stay in the
+    model's dtype. Whoever takes one takes its text too.
 
     Args:
         name: of a format, as "int8", which says how K and V are stored.
@@ -64,6 +65,17 @@ class KVCacheDtype:
         if indices is None or not rest.startswith(_SKIP):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
         return cls(name, indices)
+
+    def of_one_layer(self) -> str:
+        """The format of a layer that does not know which one of a model it is, by name.
+
+        Raises:
+            InvalidInputError: some layers are kept in the model's dtype, which this one may be.
+        """
+        if self.skip_layers:
+            remedy = "give each layer its own: KVCacheDtype.of(...).of_layers(num_layers)[index]"
+            raise InvalidInputError("kv_cache_dtype", "the format of one layer, without skip=", repr(str(self)), remedy)
+        return self.name
 
     def of_layers(self, num_layers: int) -> Sequence[str]:
         """The format of each of a model's layers, by name.

@@ -15,6 +15,7 @@ from ..backends.selector import Selection, current_request, select_backend
 from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
+from ..formats.per_layer import KVCacheDtype
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
 from ..spec.scales import LayerScales, require_given_scales
 from ..step.bounds import check_bounds
@@ -38,6 +39,7 @@ class Attention(nn.Module):
         sliding_window: keys kept, the token's own included; causal: None is as the attention type says. mask: both, and
             whatever else a `Mask` has, in their place. softcap: cap * tanh(logit / cap).
         alibi_slopes, sinks: [num_heads]; a sink is one more logit per head that joins the denominator.
+        kv_cache_dtype: how the cache stores, by name or as a `KVCacheDtype` that skips no layers.
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         k_scale, v_scale: of an fp8 cache, stored = value / scale: floats, or float32 tensors of [1] or [Hkv]. Those of
             a checkpoint (`k_scale`, `v_scale`) replace them.
@@ -71,7 +73,7 @@ class Attention(nn.Module):
         attn_type: AttentionType = AttentionType.DECODER,
         causal: bool | None = None,
         mask: Mask | None = None,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | KVCacheDtype = "auto",
         block_size: int | None = None,
         cache_layout: str = "NHD",
         k_scale: Scale = None,
@@ -87,6 +89,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._kv_group = kv_group
+        stored = KVCacheDtype.of(kv_cache_dtype).of_one_layer()
         self._base = AttentionSpec(
             num_heads=num_heads,
             head_dim=head_dim,
@@ -99,14 +102,14 @@ class Attention(nn.Module):
             has_sinks=sinks is not None,
             dtype=torch.get_default_dtype() if dtype is None else dtype,
             attn_type=attn_type,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=stored,
             block_size=block_size,
             cache_layout=cache_layout,
             clean_cache=clean_cache,
             deterministic=deterministic,
             graph_level=graph_level,
         )
-        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, kv_cache_dtype, self._base.kv_heads)
+        self._scales = LayerScales.given(k_scale, v_scale, kv_scale, stored, self._base.kv_heads)
         self._request = current_request(backend)
         # Slopes are values, not parameters: they exist where the layer is built on the meta device too.
         slopes = _values(alibi_slopes, torch.float32, "cpu")
