@@ -8,9 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from processes import environment, run_python
 
+from pagedattn import PagedKVCache
 from pagedattn.errors import WeightsError
+from pagedattn.formats.registry import NAMES
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -135,6 +138,22 @@ def test_the_support_matrix_is_what_backends_declare() -> None:
     assert match[1] == done.stdout, "write the output of `pagedattn backends --matrix` into docs/support.md"
     header = match[1].splitlines()[0]
     assert all(f"`{name}`" in header for name in ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN (FA2)"))
+
+
+def test_what_fits_is_what_the_cache_takes() -> None:
+    """The table of docs/cache_formats.md, by the bytes of a cache without memory of the same layers."""
+    text = (ROOT / "docs/cache_formats.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+`) \| ([\d.]+) \| ([\d,]+) \| (\d+) \| (\d\.\d\d) \|$", text, re.MULTILINE)
+    names = [re.findall(r"`(.+?)`", row[0]) for row in rows]
+    assert {name for formats in names for name in formats} >= {name for name in NAMES if name != "fp8_e4m3"}
+    room, size = 40 << 30, 16
+    plain = PagedKVCache(32, 1, size, 8, 128, dtype=torch.bfloat16, device="meta").nbytes
+    for (_, *told), formats in zip(rows, names, strict=True):
+        for name in formats:
+            cache = PagedKVCache(32, 1, size, 8, 128, dtype=torch.bfloat16, device="meta", kv_cache_dtype=name)
+            tokens = (room // cache.nbytes - 1) * size
+            numbers = f"{cache.nbytes / size / 1024:.3g} {tokens:,} {tokens // 4096} {plain / cache.nbytes:.2f}"
+            assert told == numbers.split(), name
 
 
 def test_numbers_have_a_file() -> None:

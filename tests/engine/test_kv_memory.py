@@ -10,11 +10,14 @@ import torch
 from test_runner import make_runner
 from tiny_models import hf_model, save
 
+from pagedattn import PagedKVCache
 from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import CapacityError
 
+# Of a token and KV head, keys and values of 128 elements in a model of bfloat16.
+TOKEN_BYTES = {"auto": 512, "fp8": 256, "fp8_e5m2": 256, "int8": 264, "k8v4": 200}
 GRAPHS = SchedulerOutput((), 0, ())
 
 
@@ -89,6 +92,34 @@ class TestSizing:
         assert (decodes.num_tokens, decodes.num_decodes) == (8, 8)
         assert all(item.samples for item in (*prompts.scheduled, *decodes.scheduled))
         assert max(item.start + item.num_tokens for item in decodes.scheduled) == 50, "the model has 50 positions"
+
+    @pytest.mark.parametrize("name", [*TOKEN_BYTES])
+    def test_blocks_grow_by_the_ratio_of_bytes(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 32 layers with 8 heads of 128, in the 40 GiB that a GPU has left."""
+        cache = PagedKVCache(32, 1, 10, 8, 128, dtype=torch.bfloat16, device="meta", kv_cache_dtype=name)
+        room, token = 40 << 30, TOKEN_BYTES[name] * 8 * 32
+        assert cache.nbytes == 10 * token
+        for one in ("max_memory_reserved", "memory_reserved"):
+            monkeypatch.setattr(torch.cuda, one, lambda *_: 0)
+        for one in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+            monkeypatch.setattr(torch.cuda, one, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (room + 2_000, room + 2_000))
+        blocks = self.size_of(cache.nbytes, "cuda", gpu_memory_utilization=1.0)
+        assert blocks == room // (10 * token)
+        plain = room // (10 * TOKEN_BYTES["auto"] * 8 * 32)
+        assert blocks / plain == pytest.approx(TOKEN_BYTES["auto"] / TOKEN_BYTES[name], rel=1e-4)
+
+    @pytest.mark.parametrize("name", [*TOKEN_BYTES])
+    def test_a_runner_counts_every_byte_of_its_format(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its cache takes the memory that there is but for less than a block, with scales and all planes."""
+        monkeypatch.setattr(kv_memory, "_CPU_BYTES", 16 << 20)
+        model = save(hf_model("qwen3", torch.float64, head_dim=128), tmp_path)
+        runner = make_runner(model, num_kv_blocks=None, kv_cache_dtype=name, dtype="bfloat16")
+        block = runner.cache.nbytes // runner.num_kv_blocks
+        assert block == TOKEN_BYTES[name] * 16 * 2 * 4, "tokens, KV heads, layers"
+        assert (16 << 20) - block < runner.cache.nbytes <= 16 << 20
 
     def test_warm_up_steps_run(self, folder: Path) -> None:
         runner = make_runner(folder, num_kv_blocks=2)
