@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from pagedattn import ops
+from pagedattn.formats.registry import format_of
 from pagedattn.runtime import op_registry
 
 from . import op_problems as problems
@@ -21,6 +22,7 @@ from .op_problems import BLOCK_BYTES, DEVICE, DIM, DTYPE, GPU, HEADS, LAYERS, SI
 from .ratios import Row
 from .timing import host_us, stream_us, time_us
 
+WRITTEN = ("auto", "fp8", "int8", "k8v4")  # formats that new tokens are written in
 MECHANISMS = {"csrc kernel": 1, "csrc batch": 2, "csrc copies": 3}
 Times = tuple[float, float | None]  # microseconds, and of the host
 
@@ -38,19 +40,20 @@ def measure(ceilings: Mapping[str, float], tell: Callable[[str], object] = lambd
 
 
 def writes() -> Iterator[Row]:
-    """New tokens, as a prompt's come: one after the other in blocks that lie anywhere. Then what bounds them."""
+    """New tokens, as a prompt's come: one after the other in blocks that lie anywhere, in each format. Beside each the
+    floor: an elementwise kernel that reads and writes as many bytes."""
     for tokens in (256, 8192) if GPU else (16,):
-        for fp8, kind in ((False, ""), (True, " fp8")):
-            moved = 2 * tokens * HEADS * DIM * (DTYPE.itemsize + (1 if fp8 else DTYPE.itemsize))
-            for path in _paths("csrc", "triton", "torch"):
-                run = partial(_timed, problems.write, path, tokens, fp8)
-                yield _row(f"write {tokens} tokens{kind}", path, moved, run)
-        if GPU:
-            rows = torch.randn(LAYERS, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
-            name, moved = f"write {tokens} tokens", 2 * rows[0].nbytes
-            if find_spec("flashinfer") is not None:
+        for form in WRITTEN:
+            name = f"write {tokens} tokens" + ("" if form == "auto" else f" {form}")
+            stored = {} if form == "auto" else {"kv_cache_dtype": format_of(form).name}
+            moved = tokens * (problems.written_bytes("auto") + problems.written_bytes(form))
+            for path in _paths(*(["csrc"] if format_of(form).has_csrc else []), "triton", "torch"):
+                yield _row(name, path, moved, partial(_timed, problems.write, path, tokens, form)) | stored
+            if GPU and form == "auto" and find_spec("flashinfer") is not None:
+                rows = torch.randn(LAYERS, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
                 yield _row(name, "FLASHINFER append", moved, partial(_flashinfer_append, rows))
-            yield _row(name, "plain copy kernel", moved, partial(_plain_copy, rows))
+            if GPU:
+                yield _row(name, "plain copy kernel", moved, partial(_plain_copy, moved)) | stored
 
 
 def _flashinfer_append(rows: torch.Tensor) -> Times:
@@ -72,8 +75,9 @@ def _flashinfer_append(rows: torch.Tensor) -> Times:
     return time_us([partial(append, i) for i in range(LAYERS)]), host_us(partial(append, 0))
 
 
-def _plain_copy(rows: torch.Tensor) -> Times:
-    """An elementwise kernel that reads and writes as many bytes."""
+def _plain_copy(moved: int) -> Times:
+    """An elementwise kernel that reads and writes so many bytes, one half each."""
+    rows = torch.randn(LAYERS, moved // 2 // DTYPE.itemsize, device=DEVICE).to(DTYPE)
     target = torch.empty_like(rows)
     return time_us([partial(torch.neg, rows[i], out=target[i]) for i in range(LAYERS)]), None
 

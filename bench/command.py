@@ -32,13 +32,14 @@ def run(
     workloads: Sequence[str],
     json: Path | None,
     plot: bool,
-    kv_cache_dtypes: Sequence[str] = ("auto",),
+    kv_cache_dtypes: Sequence[str] = (),
     seed: int | None = None,
     count: int | None = None,
 ) -> int:
     """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
 
-    Each case of attention is measured over caches of each of the formats `kv_cache_dtypes`. seed, count: of the suite
+    Each case of attention or of the engine is measured over caches of each of the formats `kv_cache_dtypes`; without
+    any, of "auto", and those of the engine as the table has them. seed, count: of the suite
     RANDOM, by default 0 and 20; what is behind a peer by 5 % there is measured three times, and the median counts.
 
     Returns:
@@ -52,17 +53,17 @@ def run(
     """
     if suite not in SUITES:
         raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
-    formats = {format_of(KVCacheDtype.of(name).of_one_layer()).name: None for name in kv_cache_dtypes}
+    formats = _formats(suite, kv_cache_dtypes)
     if suite != RANDOM and (seed, count) != (None, None):
         raise InvalidInputError("--seed and --cases", f"used with the suite {RANDOM}", f"the suite {suite}")
     if count is not None and count < 1:
         raise InvalidInputError("--cases", "a positive integer", str(count))
-    if suite in NO_ATTENTION and not workloads and formats.keys() != {"auto"}:
-        raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention", f"the suite {suite}")
     if suite == "engine":
         from . import engine_bench
 
-        return engine_bench.run(backends, workloads, json)
+        return engine_bench.run(backends, workloads, json, formats)
+    if suite in NO_ATTENTION and not workloads and {*formats} - {"auto"}:
+        raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention or engine", f"the suite {suite}")
     if plot and find_spec("matplotlib") is None:
         raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()
@@ -70,7 +71,7 @@ def run(
     plain = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
     if suite == RANDOM and not workloads:
         plain = random_cases(seed or 0, _CASES if count is None else count, gpu)
-    todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats]
+    todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats or ["auto"]]
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
     result = ResultFile(json, {}, chosen)
@@ -104,6 +105,13 @@ def run(
     result.print_json()
     wrong = any(str(row["refused"]).startswith("wrong") and by_own_kernels(row) for row in result.rows)
     return int(wrong or not any(row["us"] for row in result.rows))
+
+
+def _formats(suite: str, given: Sequence[str]) -> list[str]:
+    """What caches are measured, each once: of attention by the names of formats, of the engine as it takes them."""
+    read = [KVCacheDtype.of(text) for text in given]
+    names = [str(one) if suite == "engine" else format_of(one.of_one_layer()).name for one in read]
+    return list(dict.fromkeys(names))
 
 
 def median_of_three(once: Callable[[], list[Row]]) -> list[Row]:

@@ -25,8 +25,9 @@ _RUNS = 3
 _PROFILED, _BEFORE = 40, 60  # turns under the profiler, and turns before them
 
 
-def run(backend: str | None, names: Sequence[str], json: Path | None) -> int:
-    """Measure all cases, or those of these names, and report.
+def run(backend: str | None, names: Sequence[str], json: Path | None, kv_cache_dtypes: Sequence[str] = ()) -> int:
+    """Measure all cases, or those of these names, and report. With `kv_cache_dtypes`, each over caches of each of
+    these formats, and none that has a format of its own.
 
     Returns:
         0, or 1 where a case could not be run.
@@ -40,6 +41,9 @@ def run(backend: str | None, names: Sequence[str], json: Path | None) -> int:
         expected = f"one of {', '.join(dict.fromkeys(case.name for case in known))}"
         raise InvalidInputError("--workload", expected, sorted(unknown))
     todo = [case for case in known if not names or case.name in names]
+    if kv_cache_dtypes:
+        plain = [case for case in todo if "kv_cache_dtype" not in case.options]
+        todo = [case if name == "auto" else case.over(name) for case in plain for name in kv_cache_dtypes]
     progress, result = Progress(len(todo), json), ResultFile(json, {}, [])
     for case in todo:
         progress.tell(f"{case.model} {case.name}")

@@ -60,6 +60,11 @@ class EngineCase:
     requests: Callable[[], Requests] = field(repr=False)
     options: Mapping[str, Any]
 
+    def over(self, kv_cache_dtype: str) -> EngineCase:
+        """The same over a cache of a format, which its name says."""
+        options = {**self.options, "kv_cache_dtype": kv_cache_dtype}
+        return replace(self, name=f"{self.name}, {kv_cache_dtype}", options=options)
+
     def write(self, folder: Path) -> Path:
         """The model's folder: a config, no weights and no tokenizer."""
         (folder / "config.json").write_text(json.dumps(dict(self.shape)), encoding="utf-8")
@@ -120,6 +125,7 @@ def engine_cases(gpus: int) -> list[EngineCase]:
         EngineCase("common", *small_model, common, usual),
         EngineCase("common, int8", *small_model, common, {**usual, "kv_cache_dtype": "int8"}),
         EngineCase("common, fp8", *small_model, common, {**usual, "kv_cache_dtype": "fp8"}),
+        EngineCase("common, k8v4", *small_model, common, {**usual, "kv_cache_dtype": "k8v4"}),
         EngineCase("common, serial", *small_model, common, {**usual, "overlap": False}),
         EngineCase("common, eager", *small_model, common, {**usual, "enforce_eager": True}),
         EngineCase("penalties", *small_model, penalties, usual),

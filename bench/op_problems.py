@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from pagedattn import ops
+from pagedattn import FullAttentionSpec, PagedKVCache, ops
+from pagedattn.formats.registry import format_of
 from pagedattn.kernels.reference import cpu
 
 from .contenders import contenders
@@ -49,28 +50,33 @@ def slots_of(tokens: int) -> torch.Tensor:
     return (firsts[:, None] + torch.arange(SIZE, device=DEVICE)).flatten()[:tokens]
 
 
-def write(path: str, tokens: int, fp8: bool = False) -> OpCalls:
-    """`reshape_and_cache` of keys and values, into caches of their dtype or of fp8 (e4m3)."""
-    slots, stored = slots_of(tokens), torch.float8_e4m3fn if fp8 else DTYPE
+def write(path: str, tokens: int, kv_cache_dtype: str = "auto") -> OpCalls:
+    """`reshape_and_cache` of keys and values, into caches of this format."""
+    slots, form = slots_of(tokens), format_of(kv_cache_dtype)
     layers = _layers(4 * tokens * HEADS * DIM * DTYPE.itemsize)
     rows = torch.randn(layers, 2, tokens, HEADS, DIM, device=DEVICE).to(DTYPE)
-    caches = torch.zeros(layers, tokens // SIZE + 1, 2, SIZE, HEADS, DIM, device=DEVICE, dtype=stored)
-    scale = FP8_SCALE if fp8 else None
+    blocks = tokens // SIZE + 1
+    cache = PagedKVCache(layers, blocks, SIZE, HEADS, DIM, dtype=DTYPE, device=DEVICE, kv_cache_dtype=kv_cache_dtype)
+    scale = FP8_SCALE if form.takes_scales else None
 
     def call(layer: int) -> None:
-        key, value = rows[layer]
-        keys, values = caches[layer, :, 0], caches[layer, :, 1]
-        ops.reshape_and_cache(key, value, keys, values, slots, k_scale=scale, v_scale=scale, path=path)
+        (key, value), to = rows[layer], cache.layer(layer)
+        ops.reshape_and_cache(key, value, to.key, to.value, slots, k_scale=scale, v_scale=scale, path=path, **to.stored)
 
     def check() -> None:
         call(0)
-        for i, want in enumerate(rows[0]):
-            if scale is not None:
-                divisor = torch.tensor([scale], device=DEVICE)  # torch multiplies by the reciprocal of a number
-                want = (want.float() / divisor).clamp(-448, 448).to(stored)
-            same(caches[0].view(torch.uint8)[slots // SIZE, i, slots % SIZE], want.view(torch.uint8))
+        divisor = None if scale is None else torch.tensor([scale], device=DEVICE)
+        for given, kind, planes in zip(rows[0], (form.key, form.value), cache.layer(0).sides, strict=True):
+            for got, want in zip(planes, kind.encode(given, divisor), strict=True):
+                same(got[slots // SIZE, slots % SIZE], want)
 
     return OpCalls([partial(call, i) for i in range(layers)], check)
+
+
+def written_bytes(kv_cache_dtype: str) -> int:
+    """Of one token in a cache of this format, codes and scales of keys and values."""
+    spec = FullAttentionSpec(num_kv_heads=HEADS, head_dim=DIM, dtype=DTYPE, kv_cache_dtype=kv_cache_dtype)
+    return sum(spec.slot_bytes)
 
 
 def write_classic(path: str, tokens: int) -> OpCalls:

@@ -56,10 +56,10 @@ def default_of(case: OpCase) -> str:
 
 def _writes() -> list[OpCase]:
     tokens = (1, 64, 512, 4096, 16384) if GPU else (1, 64, 2048)
-    kinds = (("reshape_and_cache", {}, 2 * _ROW), ("reshape_and_cache fp8", {"fp8": True}, _ROW + HEADS * DIM))
     cases = [
-        OpCase(op, _tokens(n), 2 * n * row, partial(problems.write, tokens=n, **kind))
-        for op, kind, row in kinds
+        OpCase(op, _tokens(n), n * row, partial(problems.write, tokens=n, kv_cache_dtype=form))
+        for op, form in (("reshape_and_cache", "auto"), ("reshape_and_cache fp8", "fp8"))
+        for row in (problems.written_bytes("auto") + problems.written_bytes(form),)
         for n in tokens
     ]
     classic = problems.write_classic

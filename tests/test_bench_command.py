@@ -60,7 +60,8 @@ def test_formats_are_measured_after_each_other(tmp_path: Path, monkeypatch: pyte
 def test_cache_operations_are_rows_too(capsys: Any) -> None:
     assert command.main(["bench", "cache"]) == 0
     out = capsys.readouterr().out
-    assert all(text in out for text in ("write 16 tokens fp8", "copy_blocks 16 pairs", "gather 4 x 64 keys"))
+    names = ("write 16 tokens fp8", "write 16 tokens int8", "write 16 tokens k8v4", "copy_blocks 16 pairs")
+    assert all(text in out for text in (*names, "gather 4 x 64 keys"))
     assert "refused" not in out and "wrong" not in out
 
 
@@ -79,7 +80,8 @@ def test_status_1_where_nobody_could_be_timed_and_2_for_a_bad_argument(
         ("bench", "--backends", "ALL"): "--backends must be of TRITON",
         ("bench", "--kv-cache-dtype", "int9"): "kv_cache_dtype must be one of auto, fp8_e4m3, fp8_e5m2, int8",
         ("bench", "--kv-cache-dtype", "int8:skip=0"): "kv_cache_dtype must be the format of one layer, without skip=",
-        ("bench", "engine", "--kv-cache-dtype", "int8"): "--kv-cache-dtype must be used with a suite of attention",
+        ("bench", "cache", "--kv-cache-dtype", "int8"): "--kv-cache-dtype must be used with a suite of attention or",
+        ("bench", "engine", "--kv-cache-dtype", "int9:skip=0"): "kv_cache_dtype must be one of auto, fp8_e4m3",
     }.items():
         assert command.main(argv) == 2
         err = capsys.readouterr().err

@@ -58,3 +58,23 @@ def test_one_workload_by_name_and_a_backend_that_cannot(capsys: Any) -> None:
 def test_spans_that_overlap_are_counted_once() -> None:
     assert _covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 1.5)]) == (4.0, 6.0)
     assert _covered([]) == (0.0, 0.0)
+
+
+@CPU_ONLY
+def test_formats_are_measured_after_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_bench, "_RUNS", 1)
+    file, given = tmp_path / "engine.json", ("auto", "int8:skip=0", "k8v4", "k8v4", "int8:skip=7")
+    formats = [text for name in given for text in ("--kv-cache-dtype", name)]
+    assert command.main(["bench", "engine", "--workload", "common", "--json", str(file), *formats]) == 1
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row["workload"] for row in rows] == ["common", *(f"common, {given[at]}" for at in (1, 2, 4))]
+    assert [row["options"].get("kv_cache_dtype") for row in rows] == [None, "int8:skip=0", "k8v4", "int8:skip=7"]
+    assert all(row["tok_s"] > 0 for row in rows[:3])
+    assert "skip_layers must be layers in [-2, 2), got 7" in rows[3]["refused"]
+
+
+def test_a_format_of_a_case_of_the_table_is_its_own() -> None:
+    cases = {case.name: case for case in engine_cases(gpus=1)}
+    for name in ("int8", "fp8", "k8v4"):
+        assert cases["common"].over(name).options == cases[f"common, {name}"].options
+        assert cases["common"].over(name).name == f"common, {name}"

@@ -17,7 +17,7 @@ from pagedattn.runtime import op_registry
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
 BUILDERS = {
     "reshape_and_cache": partial(op_problems.write, tokens=3),
-    "reshape_and_cache fp8": partial(op_problems.write, tokens=3, fp8=True),
+    "reshape_and_cache fp8": partial(op_problems.write, tokens=3, kv_cache_dtype="fp8"),
     "reshape_and_cache_classic": partial(op_problems.write_classic, tokens=3),
     "copy_blocks": partial(op_problems.copy, pairs=2, block_bytes=64),
     "swap_blocks": partial(op_problems.swap, blocks=2, into_device=True),

@@ -131,7 +131,7 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         action="append",
         metavar="NAME",
-        help="a cache format to measure attention over, such as int8 or fp8; may be repeated (default: auto)",
+        help="a cache format to measure attention or the engine over, such as int8; may be repeated (default: auto)",
     )
     add(
         "--json",
@@ -150,7 +150,7 @@ def _bench(args: argparse.Namespace) -> int:
     if str(args.json) in import_module("pagedattn.bench.table").SUITES:
         raise UsageError(f"--json must be a file, got the suite {args.json}; put it first: bench {args.json} --json")
     run = import_module("pagedattn.bench.command").run
-    formats = args.kv_cache_dtype or ["auto"]
+    formats = args.kv_cache_dtype or ()
     return run(
         args.suite, args.backends, args.workload, args.json, args.plot, formats, seed=args.seed, count=args.cases
     )
