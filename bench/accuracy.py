@@ -3,9 +3,9 @@
     python -m bench.accuracy MODEL [--formats int8 fp8] [--tokens 4096] [--text FILE ...] [--json FILE]
 
 Text goes in chunks, through `hf.enable`: each query reads stored entries, its own included (a whole prompt that
-attended to exact keys would show no loss). Every format sees the same tokens, in turns with the exact cache, so that
-what is kept of a step is its logits alone. MODEL is a folder, as `pagedattn fetch smollm2` makes one, `--kv-scales` a
-file of `pagedattn calibrate`.
+attended to exact keys would show no loss). `--chunk 1 --tokens 1024` is token by token, as decodes are. Every format
+sees the same tokens, in turns with the exact cache, so that what is kept of a step is its logits alone. MODEL is a
+folder, as `pagedattn fetch smollm2` makes one, `--kv-scales` a file of `pagedattn calibrate`.
 """
 
 from __future__ import annotations

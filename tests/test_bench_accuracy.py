@@ -61,3 +61,21 @@ def test_a_cache_of_each_format_under_the_same_weights() -> None:
     assert all(a is b for a, b in zip(first, second, strict=True))
     ((_, logits), *_) = accuracy.logits_of(models, accuracy.new_caches(models), torch.arange(5, 15), 32)
     assert 0 < float((logits["auto"] - logits["int8"]).abs().max()) < 0.5
+
+
+def test_token_by_token_is_what_chunks_are() -> None:
+    """Decodes over stored entries, one token at a time, against chunks of the same text."""
+    transformers = accuracy.hf.import_transformers()
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    models = accuracy.enabled(model, ["auto", "int8"], None)
+    ids = torch.arange(5, 25)
+    by_chunk = {
+        chunk: [part for _, part in accuracy.logits_of(models, accuracy.new_caches(models), ids, chunk)]
+        for chunk in (1, 8)
+    }
+    assert [len(parts) for parts in by_chunk.values()] == [20, 3]
+    for name in models:
+        single, many = (torch.cat([part[name] for part in parts]) for parts in by_chunk.values())
+        torch.testing.assert_close(single, many, rtol=1e-4, atol=1e-4)
+    (row,) = accuracy.losses(models, ids, 1)
+    assert row["positions"] == 19 and row["kl"] > 0
