@@ -1,0 +1,64 @@
+"""Pictures of cache formats: what is drawn is what the committed files have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install pagedattn[bench]")
+
+from pagedattn.bench import plot_formats
+
+ROOT = Path(__file__).parent.parent
+DECODES, ACCURACY = (ROOT / "bench/results" / name for name in ("h200/decode_8bit.json", "cpu/accuracy.json"))
+PICTURES = {"formats_decode.svg": DECODES, "formats_accuracy.svg": ACCURACY}
+
+
+def content(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_decode_is_a_point_by_its_bytes() -> None:
+    rows = content(DECODES)["rows"]
+    points = plot_formats.decode_points(rows)
+    assert [*points] == ["auto", "fp8_e4m3", "int8", "k8v4", "FA3, fp8_e4m3 queries"]
+    assert {len(some) for some in points.values()} == {14}
+    (row,) = [
+        row
+        for row in rows
+        if row["case"] == "32/8/128 int8 64q1s4k" and (row["backend"], row["kv_cache_dtype"]) == ("TRITON", "int8")
+    ]
+    keys = 64 * 4096 * 8 * 264  # sequences, keys, KV heads, bytes of a row of K and one of V
+    (point,) = [point for point in points["int8"] if point[1] == row["us"]]
+    assert keys <= point[0] < 1.02 * keys, "and queries and outputs"
+
+
+def test_losses_are_means_over_positions() -> None:
+    curves = plot_formats.loss_curves(content(ACCURACY)["rows"])
+    assert [*curves] == ["fp8_e4m3", "fp8_e5m2", "int8", "k8v4"]
+    assert [[loss.end for loss in losses] for losses in curves.values()] == [[512, 1024, 2048, 4096]] * 4
+    assert all(loss.kl < 0.001 and loss.top1 > 0.97 for loss in curves["int8"])
+    shared = {"kv_cache_dtype": "fp8", "positions_below": 512}
+    first = {**shared, "positions": 1, "kl": 0.1, "delta_nll": 0.4, "delta_nll_error": 0.3, "top1": 1.0}
+    second = {**shared, "positions": 3, "kl": 0.3, "delta_nll": 0.0, "delta_nll_error": 0.1, "top1": 0.5}
+    ((only,),) = plot_formats.loss_curves([first, second, {"kv_cache_dtype": "fp8", "fact_at": 0.5}]).values()
+    assert only == pytest.approx((512, 0.25, 0.1, 0.3 * 2**0.5 / 4, 0.625))
+
+
+@pytest.mark.parametrize("name", [*PICTURES])
+def test_the_page_has_the_picture_of_the_committed_file(name: str, tmp_path: Path) -> None:
+    drawn = tmp_path / name
+    plot_formats.draw(given := content(PICTURES[name]), drawn)
+    texts = [path.read_text(encoding="utf-8") for path in (drawn, ROOT / "docs" / name)]
+    assert all(f"commit {given['meta']['commit']}, {given['meta']['date']}" in text for text in texts)
+    assert all(f">{form}<" in text for text in texts for form in ("fp8_e4m3", "int8", "k8v4"))
+    assert f"]({name})" in (ROOT / "docs/cache_formats.md").read_text(encoding="utf-8")
+
+
+def test_other_rows_are_refused(tmp_path: Path) -> None:
+    meta = {"torch": "2", "commit": "a", "date": "b"}
+    with pytest.raises(ValueError, match=r"decodes or accuracy, got suites \['cache'\]"):
+        plot_formats.draw({"meta": meta, "rows": [{"suite": "cache"}]}, tmp_path / "a.svg")
