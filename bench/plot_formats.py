@@ -44,7 +44,7 @@ def decode_points(rows: Sequence[Row]) -> dict[str, Points]:
     found: dict[str, Points] = {}
     for row in rows:
         form = row.get("kv_cache_dtype", "auto")
-        name = {"TRITON": form, "FA3": _FA3 if form == "fp8_e4m3" else None}.get(row.get("backend"))
+        name = {"TRITON": form, "FA3": _FA3 if form == "fp8_e4m3" else None}.get(str(row.get("backend")))
         if name is not None and row["suite"] == "decode" and row["us"] is not None:
             found.setdefault(name, []).append((row["gb_s"] * row["us"] * 1e3, row["us"]))
     return {name: sorted(found[name]) for name in (*FORMATS, _FA3) if name in found}
