@@ -141,8 +141,8 @@ def test_the_support_matrix_is_what_backends_declare() -> None:
 
 
 def test_what_fits_is_what_the_cache_takes() -> None:
-    """The table of docs/cache_formats.md, by the bytes of a cache without memory of the same layers."""
-    text = (ROOT / "docs/cache_formats.md").read_text(encoding="utf-8")
+    """The table of docs/formats.md, by the bytes of a cache without memory of the same layers."""
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.+`) \| ([\d.]+) \| ([\d,]+) \| (\d+) \| (\d\.\d\d) \|$", text, re.MULTILINE)
     names = [re.findall(r"`(.+?)`", row[0]) for row in rows]
     assert {name for formats in names for name in formats} >= {name for name in NAMES if name != "fp8_e4m3"}

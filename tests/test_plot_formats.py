@@ -55,7 +55,7 @@ def test_the_page_has_the_picture_of_the_committed_file(name: str, tmp_path: Pat
     texts = [path.read_text(encoding="utf-8") for path in (drawn, ROOT / "docs" / name)]
     assert all(f"commit {given['meta']['commit']}, {given['meta']['date']}" in text for text in texts)
     assert all(f">{form}<" in text for text in texts for form in ("fp8_e4m3", "int8", "k8v4"))
-    assert f"]({name})" in (ROOT / "docs/cache_formats.md").read_text(encoding="utf-8")
+    assert f"]({name})" in (ROOT / "docs/formats.md").read_text(encoding="utf-8")
 
 
 def test_other_rows_are_refused(tmp_path: Path) -> None:
