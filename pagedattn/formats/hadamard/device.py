@@ -5,9 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import rotation
+from . import rotation, steps
 
 block_of = triton.constexpr_function(rotation.block_of)
+FRACTION = tl.constexpr(steps.FRACTION)
+_steps_per_unit = triton.constexpr_function(steps.steps_per_unit)
+step_size = triton.constexpr_function(steps.step_size)
 
 
 @triton.constexpr_function
@@ -34,6 +37,22 @@ def hadamard(x, D: tl.constexpr, BLOCK_D: tl.constexpr):
             a, b = tl.split(tl.reshape(x, (M, BLOCK_D // SIZE, SIZE // 2, 2)))
             x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (M, BLOCK_D))
     return x
+
+
+@triton.jit
+def rotated_steps(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Of float32 rows [H, WIDTH]: steps int32, 0 outside `mask`, the powers of two [H], and which rows are finite.
+    `steps.rotated_steps` says what they are."""
+    # The largest of bits, in which NaN is larger than all numbers.
+    largest = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    finite = largest < 0x7F800000
+    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
+    up = (exponent << 23).to(tl.float32, bitcast=True)
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    turned = hadamard(row * down[:, None] * signs(tl.arange(0, WIDTH))[None, :], D, WIDTH)
+    turned = tl.where(mask & finite[:, None], turned, 0.0)
+    # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point.
+    return ((turned * _steps_per_unit(D, FRACTION) + 12582912.0) - 12582912.0).to(tl.int32), up, finite
 
 
 @triton.jit

@@ -6,13 +6,12 @@ import triton
 import triton.language as tl
 
 from ..base import RowKernels
-from ..hadamard.device import hadamard, rotate_back, signs
+from ..bit_packing.device import load_codes, store_codes
+from ..hadamard.device import FRACTION, rotate_back, rotated_steps, step_size
 from ..int8.device import row_scale
-from .format import FRACTION, HALF_STEPS, step_size, steps_per_unit
+from .format import HALF_STEPS
 
-_HALF_STEPS, _FRACTION = tl.constexpr(HALF_STEPS), tl.constexpr(FRACTION)
-_steps_per_unit = triton.constexpr_function(steps_per_unit)
-_step_size = triton.constexpr_function(step_size)
+_HALF_STEPS = tl.constexpr(HALF_STEPS)
 
 
 @triton.jit
@@ -23,13 +22,11 @@ def write_row(
     HEADS: tl.constexpr = triton.next_power_of_2(H)
     WIDTH: tl.constexpr = max(2, triton.next_power_of_2(D))
     head = tl.arange(0, HEADS).to(tl.int64)
-    dim, pair = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
+    dim = tl.arange(0, WIDTH)
     mask = (head < H)[:, None] & (dim < D)[None, :]
     row = tl.load(rows + token * s_rt + head[:, None] * s_rh + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     code, of_row = _encode(row, mask, D, WIDTH)
-    low, high = tl.split(tl.reshape(code, (HEADS, WIDTH // 2, 2)))
-    to = codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + pair[None, :]
-    tl.store(to, (low | high << 4).to(tl.uint8), mask=(head < H)[:, None] & (2 * pair < D)[None, :])
+    store_codes(code, codes + block * s_cb + slot * s_cs + head[:, None] * s_ch, head, H, D, 4)
     to_scale = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
     tl.store(to_scale, of_row, mask=head < H)
 
@@ -37,16 +34,7 @@ def write_row(
 @triton.jit
 def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     """Codes int32 [H, WIDTH], 0 beyond D, and scales float32 [H]. `RotatedRows4.encode` says how."""
-    # The largest of bits, in which NaN is larger than all numbers.
-    largest = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    finite = largest < 0x7F800000
-    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
-    up = (exponent << 23).to(tl.float32, bitcast=True)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    turned = hadamard(row * down[:, None] * signs(tl.arange(0, WIDTH))[None, :], D, WIDTH)
-    turned = tl.where(mask & finite[:, None], turned, 0.0)
-    # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point.
-    steps = ((turned * _steps_per_unit(D, _FRACTION) + 12582912.0) - 12582912.0).to(tl.int32)
+    steps, up, finite = rotated_steps(row, mask, D, WIDTH)
     size = tl.abs(steps)  # below 2**18, as are elements below 2
     most = tl.max(size, 1)
     number = tl.zeros(steps.shape, tl.int32)
@@ -55,19 +43,13 @@ def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     level = tl.where(mask, 2 * number + 1, 0)
     norm = tl.maximum(tl.sum(level * level, 1), 1)  # 0 of no head
     found = tl.div_rn(tl.sum(size * level, 1).to(tl.float32), norm.to(tl.float32))
-    of_row = tl.where(finite, found * _step_size(D, _FRACTION) * up, float("nan"))
+    of_row = tl.where(finite, found * step_size(D, FRACTION) * up, float("nan"))
     return tl.where(mask, tl.where(steps < 0, 7 - number, 8 + number), 0), of_row
 
 
 @triton.jit
 def load_tile(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    pair = tl.arange(0, BLOCK_D // 2)
-    at = codes + pair[None, :] + row[:, None]
-    some = (2 * pair < D)[None, :] & (row >= 0)[:, None]
-    if seen is not None:
-        some = some & seen[:, None]
-    packed = tl.load(at, mask=some, other=0).to(tl.int32)
-    code = tl.reshape(tl.join(packed & 15, packed >> 4), (row.shape[0], BLOCK_D))
+    code = load_codes(codes, row, seen, D, BLOCK_D, 4)
     return tl.where(tl.arange(0, BLOCK_D)[None, :] < D, 2 * code - 15, 0).to(tl.int8)
 
 
