@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import gcd, lcm
 
 import torch
@@ -145,19 +144,24 @@ class KVCacheGroup:
         """Of each layer its slab, and the byte of the slab's blocks where it begins."""
         if not self.is_mixed:
             return tuple((slab, 0) for slab in range(len(self.layers)))
-        return tuple((0, end - size) for end, size in zip(accumulate(self._padded), self._padded, strict=True))
+        return tuple((0, start) for start in self._starts[:-1])
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in one slab."""
-        return sum(self._padded) if self.is_mixed else self.spec.bytes_per_block
+        return self._starts[-1] if self.is_mixed else self.spec.bytes_per_block
 
     @property
-    def _padded(self) -> tuple[int, ...]:
-        """What each layer takes of a slab's block, where all are in one: whole numbers of slots, of its own and of the
-        others, since kernels that copy rows (TMA) see all blocks of a layer as one matrix."""
-        step = lcm(_ALIGNMENT, *(size for spec in self.specs for size in spec.slot_bytes))
-        return tuple(-(-spec.bytes_per_block // step) * step for spec in self.specs)
+    def _starts(self) -> tuple[int, ...]:
+        """Where each layer begins in a slab's block, where all are in one, and where the block ends: after whole slots
+        of the layer, and after whole slots of every layer, since kernels that copy rows (TMA) see all blocks of a layer
+        as one matrix."""
+        slots, starts, end = [lcm(_ALIGNMENT, *spec.slot_bytes) for spec in self.specs], [], 0
+        for slot, spec in zip(slots, self.specs, strict=True):
+            starts.append(-(-end // slot) * slot)
+            end = starts[-1] + spec.bytes_per_block
+        whole = lcm(*slots)
+        return (*starts, -(-end // whole) * whole)
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:

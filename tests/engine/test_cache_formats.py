@@ -89,9 +89,9 @@ def test_blocks_take_the_bytes_of_their_format(folder: Path) -> None:
     elements, layers = 2 * 4 * 2 * 32, 4
     expected = {"auto": 4 * elements, "fp8": elements, "int8": elements + 2 * 4 * 2 * 4}
     expected["k8v4"] = expected["int8"] - elements // 4
-    # All layers in one slab, where each begins at a whole number of the largest row, of 2 heads of float32.
+    # All layers in one slab, of a whole number of the largest row, of 2 heads of float32.
     row = 2 * 32 * 4
-    expected[MIXED] = 2 * expected["auto"] + 2 * -(-expected["int8"] // row) * row
+    expected[MIXED] = -(-2 * (expected["auto"] + expected["int8"]) // row) * row
     for name, size in expected.items():
         _, _, llm = run(folder, kv_cache_dtype=name)
         cache: Any = llm.runner.cache  # type: ignore[attr-defined]
