@@ -90,7 +90,7 @@ def turn_and_write(
     Returns:
         The queries [T, Hq, D].
     """
-    kv_heads, dim = cache.key.shape[2:]
+    kv_heads, dim = cache.key.shape[2], cos_sin.shape[1]  # a cache's rows may be packed
     if fuses(qkv):
         from .kernels import fused
 

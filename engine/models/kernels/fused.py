@@ -200,7 +200,7 @@ def turn_and_write(
 ) -> None:
     """As `fused_ops.turn_and_write`, a few heads of a token per program. Unless it is to `write`, the cache is left as
     it is, and keys are turned in place as queries are."""
-    num_blocks, size, kv_heads, dim = key_cache.shape
+    (num_blocks, size, kv_heads, _), dim = key_cache.shape, cos_sin.shape[1]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     at_once = min(8, triton.next_power_of_2(kv_heads))
     parts = triton.cdiv(heads, at_once) + triton.cdiv(kv_heads, at_once)
