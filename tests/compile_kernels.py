@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 from assembler import Compiled
 from triton.compiler import ASTSource
@@ -35,6 +36,8 @@ ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PLANES = ("k_scale_cache", "v_scale_cache")
 # How Triton calls the codes of a format.
 CODES = {"auto": (), "fp8_e4m3": ("*fp8e4nv",) * 2, "int8": ("*i8",) * 2, "k8v4": ("*i8", "*u8")}
+CODES |= dict.fromkeys(("turboquant4", "turboquant_k3v4", "turboquant2"), ("*u8",) * 2)
+_SCALES = {torch.float32: "*fp32", torch.float16: "*fp16"}
 PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
@@ -130,7 +133,9 @@ def _codes(stored: str, kind: str) -> dict[str, str]:
 
 
 def _planes(stored: str) -> dict[str, str]:
-    return dict.fromkeys(PLANES, "*fp32") if stored in ("int8", "k8v4") else {}
+    given = zip(PLANES, (FORMATS[stored].key, FORMATS[stored].value), strict=True)
+    planes = {name: rows.planes(128, torch.bfloat16)[1:] for name, rows in given}
+    return {name: _SCALES[scales[0].dtype] for name, scales in planes.items() if scales}
 
 
 def _format(stored: str) -> dict[str, Any]:
@@ -182,6 +187,7 @@ def main() -> None:
     attention_case(80, "bf16", 128, 4, 0, False)
     attention_case(80, "fp16", 64, 8, 128, True)
     attention_case(90, "bf16", 128, 4, 0, False, "int8")
+    attention_case(90, "bf16", 128, 4, 0, False, "turboquant4")
     decode_case(90, "bf16", 128, 4, 1, 1)
     decode_case(90, "bf16", 128, 4, 1, 1024)
     decode_case(90, "bf16", 128, 4, 1, 64, initial_state=True)
@@ -189,6 +195,8 @@ def main() -> None:
     decode_case(90, "bf16", 128, 4, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "int8")
     decode_case(90, "bf16", 128, 4, 1, 64, "k8v4")
+    decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
+    decode_case(90, "bf16", 128, 4, 1, 64, "turboquant2")
     decode_case(80, "fp16", 64, 8, 4, 8)
     if "--grid" in sys.argv:
         attention_case(90, "bf16", 128, 4, 0, False)
@@ -210,6 +218,8 @@ def main() -> None:
         ("fp8_e4m3", 80, "*u8", {**shapes, "K_SCALES": 8, "V_SCALES": 1}),
         ("int8", 80, "*i8", copied),
         ("k8v4", 80, "*i8", copied),
+        ("turboquant_k3v4", 80, "*u8", copied),
+        ("turboquant2", 80, "*u8", copied),
     ):
         types = {**rows, **dict.fromkeys(("key_cache", "value_cache"), codes), **_planes(name)}
         types["value_cache"] = "*u8" if name == "k8v4" else codes

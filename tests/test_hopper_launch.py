@@ -63,6 +63,7 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
         ("D 60", "head dims 60 and 60"),
         ("int8, D 256", "head dims 256 and 256, not 64, 128"),
         ("k8v4", "over a cache of torch.int8"),
+        ("turboquant4, long", "over a cache of torch.uint8"),
     ],
 )
 def test_what_it_does_not_serve_goes_to_the_portable_kernel(name: str, reason: str) -> None:

@@ -18,6 +18,7 @@ EXPECTED = {
     "attention-sm80-bf16-D128-G4",
     "attention-sm80-fp16-D64-G8",
     "attention-sm90-int8-D128-G4",
+    "attention-sm90-turboquant4-D128-G4",
     "decode-sm90-bf16-D128-G4-1x1",
     "decode-sm90-bf16-D128-G4-1024x1",
     "decode-sm90-bf16-D128-G4-64x1-prior",
@@ -25,11 +26,15 @@ EXPECTED = {
     "decode-sm90-fp8_e4m3-D128-G4-64x1",
     "decode-sm90-int8-D128-G4-64x1",
     "decode-sm90-k8v4-D128-G4-64x1",
+    "decode-sm90-turboquant_k3v4-D128-G4-64x1",
+    "decode-sm90-turboquant2-D128-G4-64x1",
     "decode-sm80-fp16-D64-G8-8x4",
     "reshape_and_cache-sm90-auto",
     "reshape_and_cache-sm80-fp8_e4m3",
     "reshape_and_cache-sm80-int8",
     "reshape_and_cache-sm80-k8v4",
+    "reshape_and_cache-sm80-turboquant_k3v4",
+    "reshape_and_cache-sm80-turboquant2",
     "merge_states-sm90-bf16",
     "quantise_queries-sm90-bf16",
 }
@@ -60,8 +65,9 @@ def test_a_kernel_compiles_with_hardly_a_spill(name: str) -> None:
     assert found["entry"] and found["ptx"] > 100
     # ptxas trades a few bytes outside the loop for another program per SM (measured: faster); more is a tile too large.
     assert found["spills"] and max(found["spills"]) <= (120 if series(version("triton")) >= (3, 7) else 96)
-    # Triton 3.9 assembles the oldest GPU's prefill with another ptxas and flags, which leave ten in its loop.
-    inside = 10 if name == "attention-sm80-bf16-D128-G4" and series(version("triton")) >= (3, 9) else 0
+    # Triton 3.9 assembles with another ptxas and flags, which leave ten in the loop of these two.
+    tight = name in ("attention-sm80-bf16-D128-G4", "attention-sm90-turboquant4-D128-G4")
+    inside = 10 if tight and series(version("triton")) >= (3, 9) else 0
     assert found["inside"] <= inside
     assert found["registers"] and max(found["registers"]) <= 255
     assert found["shared"] <= found["limit"]

@@ -58,15 +58,16 @@ def specs(names: list[str], heads: int = 3, dim: int = 20, dtype: torch.dtype = 
     ("heads", "dim", "dtype"), [(3, 20, torch.float16), (2, 128, torch.bfloat16), (1, 7, torch.float32)]
 )
 def test_layers_of_several_formats_share_blocks(layout: str, heads: int, dim: int, dtype: torch.dtype) -> None:
-    names = ["auto", "int8", "k8v4", "fp8_e4m3", "auto"]
+    names = ["auto", "int8", "k8v4", "fp8_e4m3", "turboquant3", "auto"]
     kinds = specs(names, heads, dim, dtype)
     cache = PagedKVCache.from_specs(kinds, 6, layout=layout)
-    assert len(cache.groups) == 1 and cache.num_layers == 5 and cache.slabs.shape == (1, 6, cache.bytes_per_block)
+    assert len(cache.groups) == 1 and cache.num_layers == len(names)
+    assert cache.slabs.shape == (1, 6, cache.bytes_per_block)
     least = sum(spec.bytes_per_block for spec in kinds)
     assert least <= cache.bytes_per_block < 1.5 * least
-    rows = torch.randn(5, 2, 9, heads, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = torch.randn(len(names), 2, 9, heads, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     slots = torch.tensor([3, 0, 23, 9, 17, 4, 12, 20, 6])
-    for index in range(5):
+    for index in range(len(names)):
         layer = cache.layer(index)
         key, value = rows[index]
         ops.reshape_and_cache(key, value, layer.key, layer.value, slots, path="torch", **layer.stored)

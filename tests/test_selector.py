@@ -75,7 +75,8 @@ def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.Mon
     int8 = spec.replace(kv_cache_dtype="int8")
     assert selector._order("prefill", int8)[0] == "TRITON"
     assert selector._order("prefill", int8.replace(head_dim=256))[0] == "FLASH_ATTN"
-    for other in ({"has_alibi": True}, {"head_dim": 100}, {"kv_cache_dtype": "k8v4"}, {"deterministic": True}):
+    stored = tuple({"kv_cache_dtype": name} for name in ("k8v4", "turboquant4"))
+    for other in ({"has_alibi": True}, {"head_dim": 100}, {"deterministic": True}, *stored):
         assert selector._order("prefill", spec.replace(**other))[0] == "FLASH_ATTN", other
 
 

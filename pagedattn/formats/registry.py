@@ -12,8 +12,9 @@ from .fp8.format import E4M3, E5M2
 from .int8.format import INT8
 from .k8v4.format import K8V4
 from .native.format import NATIVE
+from .turboquant.format import TURBOQUANT
 
-FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4)}
+FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, *TURBOQUANT)}
 ALIASES = {"fp8": "fp8_e4m3"}
 NAMES = (*FORMATS, *ALIASES)
 # What elements say of themselves; other formats are to be named.

@@ -122,6 +122,11 @@ _E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 _E5M2: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
 _INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
 _K8V4: dict[str, Any] = {"kv_cache_dtype": "k8v4"}
+_TURBO4: dict[str, Any] = {"kv_cache_dtype": "turboquant4"}
+_TURBO_K4V3: dict[str, Any] = {"kv_cache_dtype": "turboquant_k4v3"}
+_TURBO_K3V4: dict[str, Any] = {"kv_cache_dtype": "turboquant_k3v4"}
+_TURBO3: dict[str, Any] = {"kv_cache_dtype": "turboquant3"}
+_TURBO2: dict[str, Any] = {"kv_cache_dtype": "turboquant2"}
 _STORED = (
     *(Case(**_E4M3, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
     *(_decode(**_E5M2, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
@@ -141,6 +146,18 @@ _STORED = (
     Case(**_K8V4, head_dim=40, head_dim_v=72, layout="HND", softcap=9.0),
     _decode(**_K8V4, heads=(8, 4), head_dim=64, block_size=4),
     _chunks(**_K8V4, sinks=0.5, sliding_window=20, head_dim=24, head_dim_v=7),
+    Case(**_TURBO4),
+    Case(**_TURBO4, head_dim=40, head_dim_v=72, layout="HND", softcap=9.0),
+    _decode(**_TURBO4, heads=(8, 4), head_dim=64, block_size=4),
+    _chunks(**_TURBO4, sinks=0.5, sliding_window=20, head_dim=24, head_dim_v=7),
+    Case(**_TURBO4, share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
+    Case(**_TURBO4, **_SHARED),
+    Case(**_TURBO_K4V3, head_dim=128),
+    _decode(**_TURBO_K3V4, layout="HND", head_dim=96, alibi=True),
+    Case(**_TURBO3, head_dim=33, head_dim_v=80, block_size=1, query_lens=(3, 1), seq_lens=(9, 40)),
+    _decode(**_TURBO3, heads=(8, 4), head_dim=64, sinks=0.5),
+    Case(**_TURBO2, head_dim=72, head_dim_v=40, layout="HND"),
+    _decode(**_TURBO2, sliding_window=20, heads=(5, 1)),
     Case(**_E5M2, kv_scale="head", share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
 )
 

@@ -94,7 +94,7 @@ def test_turn_and_write(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "turboquant_k4v3", "fp8"])
 def test_turn_and_write_to_a_quantised_cache(
     dtype: torch.dtype, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

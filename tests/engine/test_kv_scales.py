@@ -192,7 +192,7 @@ def test_what_is_of_another_model_is_refused_before_weights_are_loaded(
         for size in (1, 2):
             with pytest.raises(InvalidInputError, match=said):
                 LLM(model, device="cpu", kv_cache_dtype="fp8", kv_scales=known, tensor_parallel_size=size)
-    for name in ("int8", "k8v4", "auto"):
+    for name in ("int8", "k8v4", "turboquant2", "auto"):
         with pytest.raises(InvalidInputError, match=f"kv_scales must be None for kv_cache_dtype='{name}'.*set|give"):
             LLM(folder, kv_cache_dtype=name, kv_scales=known)
     with pytest.raises(InvalidInputError, match="kv_scales must be the path of a file"):

@@ -6,7 +6,11 @@ FORMAT = [
         "from .native.format import NATIVE\n",
         "from .native.format import NATIVE\nfrom .toy.format import TOY\n",
     ),
-    ("formats/registry.py", "(NATIVE, E4M3, E5M2, INT8, K8V4)", "(NATIVE, E4M3, E5M2, INT8, K8V4, TOY)"),
+    (
+        "formats/registry.py",
+        "(NATIVE, E4M3, E5M2, INT8, K8V4, *TURBOQUANT)",
+        "(NATIVE, E4M3, E5M2, INT8, K8V4, *TURBOQUANT, TOY)",
+    ),
 ]
 # A query sees the keys of its own chunk (Llama 4's chunked attention).
 MASK = [

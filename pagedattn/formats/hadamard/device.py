@@ -56,6 +56,14 @@ def rotated_steps(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def rotate(x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile [M, BLOCK_D], rotated."""
+    ROOT: tl.constexpr = block_of(D) ** -0.5
+    turned = hadamard(x.to(tl.float32) * (signs(tl.arange(0, BLOCK_D)) * ROOT)[None, :], D, BLOCK_D)
+    return turned.to(x.dtype)
+
+
+@triton.jit
 def rotate_back(x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """A tile [M, BLOCK_D] as it was before the rotation."""
     ROOT: tl.constexpr = block_of(D) ** -0.5
