@@ -12,14 +12,16 @@ from pagedattn.bench import attention_error
 
 def test_rows_by_format_and_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "error.json"
-    arguments = ["--formats", "auto", "int8", "fp8", "k8v4", "--keys", "32", "600", "--dim", "48", "--json", str(file)]
+    formats = ("auto", "int8", "fp8", "k8v4", "turboquant4", "turboquant2")
+    arguments = ["--formats", *formats, "--keys", "32", "600", "--dim", "48", "--json", str(file)]
     assert attention_error.main(arguments) == 0
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [(row["keys"], row["kv_cache_dtype"]) for row in rows] == [
-        (keys, name) for keys in (32, 600) for name in ("auto", "int8", "fp8", "k8v4")
+        (keys, name) for keys in (32, 600) for name in formats
     ]
-    for exact, int8, fp8, k8v4 in (rows[:4], rows[4:]):
+    for exact, int8, fp8, k8v4, turbo4, turbo2 in (rows[:6], rows[6:]):
         assert exact["largest"] == 0 and exact["cosine"] == 1
         assert 0 < int8["largest"] < fp8["largest"] < 0.5 and int8["largest"] < k8v4["largest"] < 0.5
         assert 1 > int8["cosine"] > k8v4["cosine"] > 0.98 and int8["worst_cosine"] <= int8["cosine"]
+        assert k8v4["cosine"] > turbo4["cosine"] > 0.94 and turbo4["cosine"] > turbo2["cosine"] > 0.5
     assert "600 keys: cosine" in capsys.readouterr().out

@@ -51,8 +51,8 @@ def enable(
         block_size: tokens per block.
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
-        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "fp8", "fp8_e5m2";
-            with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
+        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "turboquant4", "fp8", "fp8_e5m2"
+            or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
 
     Raises:
