@@ -173,9 +173,9 @@ def line(row: Row) -> str:
     """The row as text."""
     if "fact_at" in row:
         said = "recalled" if row["recalled"] else "not recalled"
-        return f"{row['kv_cache_dtype']:>9} a fact at {row['fact_at']:.0%}: {said}, loss {row['delta_nll']:+.4f}"
+        return f"{row['kv_cache_dtype']:>15} a fact at {row['fact_at']:.0%}: {said}, loss {row['delta_nll']:+.4f}"
     return (
-        f"{row['kv_cache_dtype']:>9} below {row['positions_below']:>5}: loss {row['delta_nll']:+.5f} "
+        f"{row['kv_cache_dtype']:>15} below {row['positions_below']:>5}: loss {row['delta_nll']:+.5f} "
         f"(standard error {row['delta_nll_error']:.5f}), KL {row['kl']:.5f}, the same token {row['top1']:.2%}"
     )
 

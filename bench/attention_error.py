@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result.add_plain({"suite": "attention_error", "head_dim": given.dim} | row)
             cosine = f"cosine {row['cosine']:.6f}, at worst {row['worst_cosine']:.6f}"
             print(
-                f"{row['kv_cache_dtype']:>9} {keys:>6} keys: {cosine}, largest error {row['largest']:.4f}", flush=True
+                f"{row['kv_cache_dtype']:>15} {keys:>6} keys: {cosine}, largest error {row['largest']:.4f}", flush=True
             )
     return 0
 
