@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends.test_triton_random import KINDS, PER_TEST, QUANTISED, SHAPES, case_of, shares
+from backends.test_triton_random import KINDS, PER_TEST, PORTABLE, QUANTISED, SHAPES, case_of, shares
 
 from pagedattn.backends.triton.metadata import shape_of_spec
 from pagedattn.bench import gpu_test
@@ -50,7 +50,7 @@ def test_as_many_problems_as_were_asked_for(total: int) -> None:
     tests = shares(total)
     assert [seed for _, seeds in tests for seed in seeds] == [*range(total)]
     assert max(len(seeds) for _, seeds in tests) <= PER_TEST
-    assert [*dict.fromkeys(kind for kind, _ in tests)] == [*KINDS, *QUANTISED]
+    assert [*dict.fromkeys(kind for kind, _ in tests)] == [*KINDS, *QUANTISED, *PORTABLE]
 
 
 def test_random_problems_go_to_both_kernels() -> None:
@@ -59,11 +59,12 @@ def test_random_problems_go_to_both_kernels() -> None:
     copied = set()
     ran: dict[str, set[str]] = {shape: set() for shape in SHAPES}
     queries, keys = set(), set()
-    for kind, seeds in shares(1000):
+    for kind, seeds in shares(1200):
         for seed in seeds:
             case = case_of(kind, seed)
             shape = shape_of_spec(case.spec(torch.device("cpu")))
             assert not sm90.why_not(dequantise.native_shape(shape), ""), kind
+            assert sm90.why_not(shape, "") or kind not in PORTABLE, kind
             decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
             bounds = BatchBounds(0, len(case.query_lens), decodes, max(case.query_lens), 0)
             if dequantise.copy_turns(shape, bounds._replace(max_seq_len=max(case.seq_lens))):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends.triton_kinds import KINDS, QUANTISED, case_of_kind
+from backends.triton_kinds import KINDS, PORTABLE, QUANTISED, case_of_kind
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.kernels.prefill_sm90 import plan as sm90
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def shares(total: int) -> list[tuple[str, range]]:
     """Seeds 0..total, cut in ranges that differ by one in length at most, as many for each kind."""
-    every = [*KINDS, *QUANTISED]
+    every = [*KINDS, *QUANTISED, *PORTABLE]
     kinds = [kind for kind in every for _ in range(-(-total // (len(every) * PER_TEST)))]
     return [(kind, range(total * i // len(kinds), total * (i + 1) // len(kinds))) for i, kind in enumerate(kinds)]
 
@@ -86,4 +86,5 @@ def test_random_problems(kind: str, seeds: range, record_property: Any) -> None:
     record_property("problems", len(seeds))
     prompts = "the portable one" if sm90.why_not_here(DEVICE) else "for Hopper"
     if len(seeds) >= len(SHAPES):
+        prompts = "" if kind in PORTABLE else prompts  # the portable kernel for decodes may serve them too
         assert "decode kernel" in kernels and prompts in kernels, "a kernel that no problem ran"

@@ -61,8 +61,22 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "e4m3, fp16, D64, sinks": {"kv_cache_dtype": "fp8_e4m3", "dtype": FP16, "head_dim": 64, "sinks": 0.5},
     "e5m2, blocks of 128, a number as scale": {"kv_cache_dtype": "fp8_e5m2", "block_size": 128, "kv_scale": "float"},
 }
+# Over caches that the portable kernels serve on every GPU.
+PORTABLE: dict[str, dict[str, Any]] = {
+    "turboquant4": {"kv_cache_dtype": "turboquant4"},
+    "turboquant4, D256, soft cap, HND": {
+        **{"kv_cache_dtype": "turboquant4", "head_dim": 256, "softcap": 5.0, "layout": "HND"},
+    },
+    "turboquant_k4v3, fp16, D64, window of 129, sinks": {
+        **{"kv_cache_dtype": "turboquant_k4v3", "dtype": FP16, "head_dim": 64, "sliding_window": 129, "sinks": 0.5},
+    },
+    "turboquant_k3v4, bidirectional, blocks of 64": {
+        **{"kv_cache_dtype": "turboquant_k3v4", "causal": False, "block_size": 64},
+    },
+    "turboquant2, group of 8": {"kv_cache_dtype": "turboquant2", "heads": (8, 1)},
+}
 
 
 def case_of_kind(kind: str) -> Case:
     """A case of that kind, whose lengths are the caller's to choose."""
-    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED)[kind]})
+    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED | PORTABLE)[kind]})
