@@ -23,46 +23,13 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ..even_split import key_tiles, nearest_key, tiles_of
 from ..inputs import VARYING, AttentionInputs
-from ..masking import first_key, is_causal, sees_all_before, visible
+from ..masking import is_causal, sees_all_before, visible
 from ..planes import scale_rows
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import DecodeConfig
 from .split_kv import publish_and_reduce
-
-
-@triton.jit
-def _key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr):
-    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, TILE_OVERHEAD included:
-    none without queries, else one of keys at least, so that rows without keys are written too."""
-    low = tl.maximum(first_key(seq_len - q_len, MASK), 0)
-    first = low // BLOCK_N
-    tiles = tl.maximum(tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)
-    return low, first, tl.where(q_len > 0, tiles + TILE_OVERHEAD, 0)
-
-
-@triton.jit
-def _tiles_of(
-    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, MASK: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
-    seq = first + tl.arange(0, CHUNK)
-    live = seq < num_seqs
-    start = tl.load(query_start_loc + seq, mask=live, other=0)
-    q_len = tl.load(query_start_loc + seq + 1, mask=live, other=0) - start
-    seq_len = tl.load(seq_lens + seq, mask=live, other=0)
-    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
-    return tiles * tl.cdiv(q_len, BLOCK_Q)
-
-
-@triton.jit
-def _within(offs_n, low, end, MASK: tl.constexpr):
-    """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
-    near = tl.minimum(offs_n, end - 1)
-    if not sees_all_before(MASK):
-        near = tl.maximum(near, low)
-    return near.to(tl.uint32)
 
 
 @triton.jit
@@ -90,10 +57,10 @@ def _attend(
         l_i = tl.where(offs[None, :] == 0, l_i[:, None], 0.0)  # [BLOCK_M, BLOCK_N]
     block = offs
     if PREFETCH_BLOCK_TABLE:
-        block = tl.load(table + _within(begin + offs, low, end, MASK) // S, mask=begin < end, other=0)
+        block = tl.load(table + nearest_key(begin + offs, low, end, MASK) // S, mask=begin < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + offs
-        near = _within(offs_n, low, end, MASK)
+        near = nearest_key(offs_n, low, end, MASK)
         if not PREFETCH_BLOCK_TABLE:
             block = tl.load(table + near // S)
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
@@ -102,7 +69,7 @@ def _attend(
         k_row = row * sk_b + slot * sk_s
         v_row = k_row if SAME_STRIDES else row * sv_b + slot * sv_s
         if PREFETCH_BLOCK_TABLE:
-            block = tl.load(table + _within(offs_n + BLOCK_N, low, end, MASK) // S)
+            block = tl.load(table + nearest_key(offs_n + BLOCK_N, low, end, MASK) // S)
         k_scale_row = scale_rows(row, slot, kv_head, K_SCALE_STRIDES)
         v_scale_row = scale_rows(row, slot, kv_head, V_SCALE_STRIDES)
         k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, None, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
@@ -200,15 +167,15 @@ def _decode_kernel(
         q_start = tl.load(query_start_loc)
         q_len = tl.load(query_start_loc + 1) - q_start
         seq_len = tl.load(seq_lens)
-        low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
+        low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
         total = tiles * tl.cdiv(q_len, BLOCK_Q)
     else:
-        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK)
+        work = tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK)
         here = tl.sum(work, 0)
         total = here
         if MANY_SEQS:
             for more in range(CHUNK, num_seqs, CHUNK):
-                next = _tiles_of(
+                next = tiles_of(
                     more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK
                 )
                 total += tl.sum(next, 0)
@@ -225,7 +192,7 @@ def _decode_kernel(
                 if base + here <= at:
                     base += here
                     first += CHUNK
-                    work = _tiles_of(
+                    work = tiles_of(
                         first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N,
                         TILE_OVERHEAD, CHUNK,
                     )  # fmt: skip
@@ -241,7 +208,7 @@ def _decode_kernel(
             q_start = tl.load(query_start_loc + seq)
             q_len = tl.load(query_start_loc + seq + 1) - q_start
             seq_len = tl.load(seq_lens + seq)
-            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
+            low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
         past = base + tiles * tl.cdiv(q_len, BLOCK_Q)
         q_block = 0 if ONE_TOKEN else (at - base) // tl.maximum(tiles, 1)
         close = base + (q_block + 1) * tiles

@@ -1,0 +1,46 @@
+"""Device code that decode kernels share: a step's tiles of keys, in the order of the sequences, cut into equal ranges.
+
+A program finds its range from the lengths on the device, so that nothing is planned for a step's lengths. Source:
+stream-K (PPoPP 2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .masking import first_key, sees_all_before
+
+
+@triton.jit
+def key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr):
+    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, TILE_OVERHEAD included:
+    none without queries, else one of keys at least, so that rows without keys are written too."""
+    low = tl.maximum(first_key(seq_len - q_len, MASK), 0)
+    first = low // BLOCK_N
+    tiles = tl.maximum(tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)
+    return low, first, tl.where(q_len > 0, tiles + TILE_OVERHEAD, 0)
+
+
+@triton.jit
+def tiles_of(
+    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE_OVERHEAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
+    seq = first + tl.arange(0, CHUNK)
+    live = seq < num_seqs
+    start = tl.load(query_start_loc + seq, mask=live, other=0)
+    q_len = tl.load(query_start_loc + seq + 1, mask=live, other=0) - start
+    seq_len = tl.load(seq_lens + seq, mask=live, other=0)
+    _, _, tiles = key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
+    return tiles * tl.cdiv(q_len, BLOCK_Q)
+
+
+@triton.jit
+def nearest_key(offs_n, low, end, MASK: tl.constexpr):
+    """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
+    near = tl.minimum(offs_n, end - 1)
+    if not sees_all_before(MASK):
+        near = tl.maximum(near, low)
+    return near.to(tl.uint32)
