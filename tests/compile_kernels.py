@@ -21,6 +21,8 @@ from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.merge import kernel as merge_states
+from pagedattn.kernels.mla_decode import kernel as mla_decode
+from pagedattn.kernels.mla_decode.plan import mla_decode_config
 from pagedattn.kernels.prefill import kernel as attention
 from pagedattn.kernels.prefill.plan import attention_config
 from pagedattn.kernels.quantise_queries import kernel as quantise_queries
@@ -123,6 +125,42 @@ def decode_case(
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
 
+def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int) -> None:
+    """Both launches of the kernel for latent attention, rows of 512 + 64."""
+    step = {"num_seqs": num_seqs, "max_query_len": tokens, "max_seq_len": 4096, "num_tokens": num_seqs * tokens}
+    shape = {"num_heads": heads, "latent_dim": 512, "rope_dim": 64, "itemsize": 4 if kind == "fp32" else 2}
+    config = mla_decode_config(**shape, **step, target=TARGETS[arch])
+    tuning = config.tuning
+    types = {**TYPES, **dict.fromkeys(("query", "key", "out"), f"*{kind}"), "lse_out": "*fp32"}
+    types |= dict.fromkeys(("splits", "states"), "*i32")
+    shared = {
+        "G": config.heads,
+        "PARTS": config.parts,
+        "L": 512,
+        "BLOCK_L": 512,
+        "BLOCK_M": config.block_m,
+        "PDL": config.supports_pdl,
+        "PRECISION": "ieee" if kind == "fp32" else "tf32",
+    }
+    constants = {
+        **shared,
+        "S": 64,
+        "HEADS": heads,
+        "R": 64,
+        "BLOCK_R": 64,
+        "BLOCK_N": tuning.block_n,
+        "TILE_OVERHEAD": tuning.tile_overhead,
+        "CHUNK": 256,
+        "MASK": (1, 0),
+        "SOFTCAP": False,
+    }
+    name, options = f"sm{arch}-{kind}-H{heads}-{num_seqs}x{tokens}", {"num_stages": tuning.num_stages}
+    kernel = mla_decode._mla_decode_kernel
+    report(f"mla_decode-{name}", kernel, types, constants, arch, num_warps=tuning.num_warps, **options)
+    merging = {**shared, "UNROLL": tuning.merge_unroll}
+    report(f"mla_decode-{name}-merge", mla_decode._merge_kernel, types, merging, arch, num_warps=4)
+
+
 def _shape(dim: int, group: int) -> dict[str, Any]:
     block = triton.next_power_of_2(dim)
     return {"S": 16, "GROUP": group, "D": dim, "DV": dim, "BLOCK_D": block, "BLOCK_DV": block}
@@ -198,7 +236,12 @@ def main() -> None:
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant2")
     decode_case(80, "fp16", 64, 8, 4, 8)
+    mla_case(90, "bf16", 16, 1, 64)
+    mla_case(90, "bf16", 128, 1, 64)
+    mla_case(80, "fp16", 16, 2, 8)
     if "--grid" in sys.argv:
+        mla_case(80, "bf16", 128, 1, 64)
+        mla_case(90, "fp32", 128, 2, 64)
         attention_case(90, "bf16", 128, 4, 0, False)
         decode_case(90, "bf16", 128, 4, 1, 64)
         decode_case(90, "bf16", 128, 4, 16, 64)

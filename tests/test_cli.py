@@ -39,6 +39,8 @@ ODD = {
     "kv_scales": (("none", "head"), "none, head"),
     "head_dims": (IntRange(values=(64, 192)), "64, 192"),
     "any_head_dim_v": (True, "yes"),
+    "latent_dims": (IntRange(values=(512,)), "512"),
+    "rope_dims": (IntRange(values=()), "-"),
     "block_sizes": (IntRange(256, 4096, 256), "multiples of 256 in 256..4096"),
     "default_block_size": (512, "512"),
     "cache_layouts": (("HND",), "HND"),

@@ -36,6 +36,8 @@ EXPECTED = {
     "reshape_and_cache-sm80-turboquant_k3v4",
     "reshape_and_cache-sm80-turboquant2",
     "merge_states-sm90-bf16",
+    *(f"mla_decode-sm90-bf16-H{heads}-64x1{launch}" for heads in (16, 128) for launch in ("", "-merge")),
+    *(f"mla_decode-sm80-fp16-H16-8x2{launch}" for launch in ("", "-merge")),
     "quantise_queries-sm90-bf16",
 }
 MORE = {
@@ -45,7 +47,11 @@ MORE = {
     "decode-sm90-bf16-D128-G4-64x16-prior",
     "decode-sm90-bf16-D128-G1-64x1",
     "decode-sm90-bf16-D256-G8-64x1",
+    *(f"mla_decode-sm80-bf16-H128-64x1{launch}" for launch in ("", "-merge")),
+    *(f"mla_decode-sm90-fp32-H128-64x2{launch}" for launch in ("", "-merge")),
 }
+# 64 rows of 512 outputs take 128 of 255 registers; what is spilled is once per item, none of it among the products.
+WIDE_OUTPUTS: dict[str, int] = dict.fromkeys(("mla_decode-sm90-bf16-H128-64x1", "mla_decode-sm80-bf16-H128-64x1"), 300)
 EXPECTED |= MORE if random_work.everything else set()
 
 
@@ -64,7 +70,8 @@ def test_a_kernel_compiles_with_hardly_a_spill(name: str) -> None:
     found = compiled()[name]
     assert found["entry"] and found["ptx"] > 100
     # ptxas trades a few bytes outside the loop for another program per SM (measured: faster); more is a tile too large.
-    assert found["spills"] and max(found["spills"]) <= (120 if series(version("triton")) >= (3, 7) else 96)
+    most = WIDE_OUTPUTS.get(name, 120 if series(version("triton")) >= (3, 7) else 96)
+    assert found["spills"] and max(found["spills"]) <= most
     # Triton 3.9 assembles with another ptxas and flags, which leave ten in the loop of these two.
     tight = name in ("attention-sm80-bf16-D128-G4", "attention-sm90-turboquant4-D128-G4")
     inside = 10 if tight and series(version("triton")) >= (3, 9) else 0

@@ -20,6 +20,7 @@ from pagedattn.spec import (
     GraphLevel,
     IntRange,
 )
+from pagedattn.spec.capabilities import NO_INTEGERS
 
 BASE = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,6 +31,8 @@ EVERYTHING = Capabilities(
     kv_scales=KV_SCALES,
     head_dims=IntRange(),
     any_head_dim_v=True,
+    latent_dims=IntRange(),
+    rope_dims=IntRange(0),
     block_sizes=IntRange(),
     cache_layouts=CACHE_LAYOUTS,
     attn_types=tuple(AttentionType),
@@ -45,6 +48,7 @@ EVERYTHING = Capabilities(
     graph_level=GraphLevel.ALWAYS,
 )
 RANKS = ContextParallel(world=2, rank=1)
+LATENT: dict[str, Any] = {"latent_dim": 512, "head_dim": 576, "num_kv_heads": 1, "head_dim_v": 512, "scale": 0.07}
 
 
 def keep_all(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
@@ -61,6 +65,8 @@ RESTRICTIONS = {
     "kv_scales": (("none", "float"), {"kv_scale": "head"}, "kv_scale", "head", "none, float"),
     "head_dims": (IntRange(16, 256, 8), {"head_dim": 100}, "head_dim", 100, "multiples of 8 in 16..256"),
     "any_head_dim_v": (False, {"head_dim_v": 32}, "head_dim_v", 32, "head_dim (64) only"),
+    "latent_dims": (IntRange(values=(256,)), LATENT, "latent_dim", 512, "256"),
+    "rope_dims": (IntRange(values=(0,)), LATENT, "rope_dim", 64, "0"),
     "block_sizes": (IntRange(16, None, 16), {"block_size": 24}, "block_size", 24, "multiples of 16 in 16 and more"),
     "cache_layouts": (("NHD",), {"cache_layout": "HND"}, "cache_layout", "HND", "NHD"),
     "gqa_ratios": (IntRange(values=(1, 4, 8)), {"num_heads": 10}, "gqa_ratio", 5, "1, 4, 8"),
@@ -122,6 +128,7 @@ def test_a_hint_says_what_to_do() -> None:
         (IntRange(16, 64), (16, 17, 64), (15, 65), "16..64"),
         (IntRange(16, 256, 16), (16, 32, 256), (24, 272, 8), "multiples of 16 in 16..256"),
         (IntRange(values=(64, 128)), (64, 128), (96, 1), "64, 128"),
+        (IntRange(values=()), (), (0, 1), "-"),
     ],
 )
 def test_int_range(numbers: IntRange, inside: tuple[int, ...], outside: tuple[int, ...], text: str) -> None:
@@ -208,6 +215,55 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_a_type_given_as_a_string_means_the_type() -> None:
     spec = AttentionSpec(num_heads=2, head_dim=16, attn_type="decoder")  # type: ignore[arg-type]
     assert spec.causal is True
+
+
+def test_a_latent_spec_has_one_kv_head_and_a_value_that_is_part_of_the_key() -> None:
+    spec = AttentionSpec(num_heads=16, head_dim=576, latent_dim=512, scale=0.07)
+    assert (spec.kv_heads, spec.value_dim, spec.rope_dim, spec.gqa_ratio) == (1, 512, 64, 16)
+    assert spec == AttentionSpec(num_heads=16, **LATENT) and spec.replace(num_heads=8).gqa_ratio == 8
+    assert BASE.rope_dim == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"scale": None},
+            r"^scale must be given .*None; pass \(nope_dim \+ rope_dim\) \*\* -0.5, times the square of yarn",
+        ),
+        ({"latent_dim": 577}, r"^latent_dim must be in 1..576"),
+        ({"latent_dim": 0}, r"^latent_dim must be an integer of at least 1"),
+        ({"num_kv_heads": 2}, r"^num_kv_heads must be 1 where latent_dim=512"),
+        ({"head_dim_v": 128}, r"^head_dim_v must be 512 where latent_dim=512"),
+    ],
+)
+def test_a_latent_spec_that_cannot_be_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        AttentionSpec(**{"num_heads": 16, **LATENT, **asked})
+
+
+@pytest.mark.parametrize(
+    ("asked", "feature", "supported"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "auto with latent_dim"),
+        ({"attn_type": AttentionType.CROSS}, "attn_type", "decoder with latent_dim"),
+        ({"has_alibi": True}, "has_alibi", "none with latent_dim"),
+        ({"has_sinks": True}, "has_sinks", "none with latent_dim"),
+        ({"mask": Mask(mask_mod=keep_all)}, "mask_mod", "none with latent_dim"),
+    ],
+)
+def test_what_latent_attention_lacks_is_refused_whatever_a_backend_has(
+    asked: dict[str, Any], feature: str, supported: str
+) -> None:
+    found = EVERYTHING.rejections(AttentionSpec(num_heads=16, **LATENT, **asked))
+    assert [(one.feature, str(one.supported)) for one in found] == [(feature, supported)]
+
+
+def test_a_backend_without_latent_attention_says_just_that() -> None:
+    plain = replace(EVERYTHING, latent_dims=NO_INTEGERS, any_head_dim_v=False, head_dims=IntRange(1, 256))
+    (only,) = plain.rejections(AttentionSpec(num_heads=16, **LATENT))
+    assert str(only) == "latent_dim=512 (serves none): it does not serve latent attention (MLA)"
+    assert not plain.serves_mla and EVERYTHING.serves_mla
 
 
 def test_no_head_dim_is_refused_by_name() -> None:

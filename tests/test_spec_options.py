@@ -40,8 +40,19 @@ def test_every_property_of_a_layer_has_an_option() -> None:
     assert spec(*ALL_OPTIONS) == expected
     # A command line cannot name a function. (scale, which has no option, is derived and changes nobody's answer.)
     same = {one.name for one in fields(AttentionSpec) if getattr(expected, one.name) == one.default}
-    assert not same and expected.mask.mask_mod is None
+    assert same == {"latent_dim"} and expected.mask.mask_mod is None  # a latent layer has no KV heads to choose
     assert spec().causal and not spec("--non-causal").causal
+
+
+def test_a_latent_layer_is_an_option_with_the_usual_row() -> None:
+    parser = argparse.ArgumentParser()
+    add_spec_options(parser)
+    rows = {"--mla": (576, 512), "--mla 256": (320, 256), "--head-dim 512 --mla": (512, 512)}
+    for options, sizes in rows.items():
+        found = spec_of(parser.parse_args(["--heads", "16", *options.split()]))
+        assert (found.head_dim, found.latent_dim) == sizes and found.kv_heads == 1
+    with pytest.raises(InvalidInputError, match=r"^--head-dim must be given, but for --mla"):
+        spec_of(parser.parse_args(["--heads", "16"]))
 
 
 def test_device_capability_and_dtype_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

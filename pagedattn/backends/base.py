@@ -11,6 +11,7 @@ from .. import env, ops
 from ..call import AttentionCall
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache
+from ..kernels.mla_decode.plan import MLADecodePlan
 from ..ops.attention_plan import LaunchPlan
 from ..spec import AttentionSpec, GraphLevel, Scale
 from ..spec.capabilities import Capabilities, Rejection
@@ -48,6 +49,7 @@ class AttentionMetadata:
     common: CommonAttentionMetadata
     # What a layer launches, where its attention is these launches and nothing else; None where it is more, or unknown.
     plan: LaunchPlan | None = field(default=None, kw_only=True)
+    mla_plan: MLADecodePlan | None = field(default=None, kw_only=True)  # the same of absorbed latent attention
 
     @property
     def shares_prefix(self) -> bool:
@@ -57,7 +59,8 @@ class AttentionMetadata:
 
     def describe(self) -> str:
         """Which kernel and path will run on this step."""
-        return type(self).__name__ if self.plan is None else self.plan.describe()
+        plan = self.plan or self.mla_plan
+        return type(self).__name__ if plan is None else plan.describe()
 
 
 class AttentionMetadataBuilder(ABC):

@@ -1,4 +1,4 @@
-"""What the backends over `ops.paged_attention` share; they differ in the path and in what they serve."""
+"""What the backends over `ops.paged_attention` and `ops.mla_decode` share, which differ in path and capabilities."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from .. import ops
 from ..call import AttentionCall
+from ..errors import InvalidInputError
 from ..spec import GraphLevel
 from ..step.metadata import CommonAttentionMetadata
 from .base import (
@@ -38,12 +39,14 @@ class OpMetadataBuilder(AttentionMetadataBuilder):
 
 
 class OpAttentionImpl(AttentionImpl):
-    """Attention by `ops.paged_attention` on one path."""
+    """Attention by `ops.paged_attention`, latent attention by `ops.mla_decode`, on one path."""
 
     path: ClassVar[str]
 
     def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
         check_matches_spec(self.spec, call)
+        if self.spec.latent_dim is not None:
+            return self._attend_latent(self.spec.latent_dim, call, metadata)
         common, spec, cache, (key, value) = metadata.common, self.spec, call.kv_cache, call.keys_and_values
         return ops.paged_attention(
             call.query,
@@ -68,4 +71,27 @@ class OpAttentionImpl(AttentionImpl):
             path=self.path,
             plan=metadata.plan,
             **({} if cache is None else cache.stored),
+        )
+
+    def _attend_latent(self, latent_dim: int, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
+        """Absorbed latent attention, by `ops.mla_decode`."""
+        common, spec, cache = metadata.common, self.spec, call.kv_cache
+        if cache is None:
+            raise InvalidInputError("kv_cache", "a cache of latent rows", "None", "attend to expanded keys and values")
+        return ops.mla_decode(
+            call.query,
+            cache.key,
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            latent_dim=latent_dim,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            scale=spec.softmax_scale,
+            mask=spec.mask,
+            softcap=spec.softcap,
+            out=call.out,
+            lse=call.lse,
+            plan=metadata.mla_plan,
+            path=self.path,
         )

@@ -7,6 +7,7 @@ import re
 
 import torch
 
+from ..errors import InvalidInputError
 from ..formats.per_layer import KVCacheDtype
 from ..spec import (
     CACHE_LAYOUTS,
@@ -20,6 +21,7 @@ from ..spec import (
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_LATENT_DIM, _ROPE_DIM, _NOPE_DIM = 512, 64, 128  # of the models that have latent attention
 _BY_TORCH = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -27,7 +29,16 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     """Options for every field of AttentionSpec that a selection can depend on and a command line can say."""
     option = parser.add_argument
     option("--heads", type=int, required=True, help="query heads")
-    option("--head-dim", type=int, required=True, help="size of a query or key head")
+    option("--head-dim", type=int, help="size of a query or key head; required, but for --mla")
+    option(
+        "--mla",
+        type=int,
+        nargs="?",
+        const=_LATENT_DIM,
+        metavar="LATENT",
+        help=f"latent attention, absorbed: LATENT elements of a cached row are latent, {_LATENT_DIM} where not given; "
+        f"--head-dim is the whole row, LATENT + {_ROPE_DIM} where not given",
+    )
     option("--kv-heads", type=int, help="KV heads; as many as query heads where not given")
     option("--head-dim-v", type=int, help="size of a value head; --head-dim where not given")
     option("--dtype", type=dtype_of, help="of the model, as bf16 or bfloat16; bf16 on a GPU, else fp32 where not given")
@@ -87,11 +98,16 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
     capability = args.capability
     if capability is None and device == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
+    if args.head_dim is None and args.mla is None:
+        raise InvalidInputError("--head-dim", "given, but for --mla", "None")
     return AttentionSpec(
         num_heads=args.heads,
-        head_dim=args.head_dim,
+        head_dim=args.mla + _ROPE_DIM if args.head_dim is None else args.head_dim,
         num_kv_heads=args.kv_heads,
         head_dim_v=args.head_dim_v,
+        latent_dim=args.mla,
+        # Of a latent layer it is to be given; no backend's answer depends on it.
+        scale=None if args.mla is None else (_NOPE_DIM + _ROPE_DIM) ** -0.5,
         dtype=args.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
         device_type=device,
         capability=capability,

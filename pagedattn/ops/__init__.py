@@ -4,6 +4,7 @@ from ..runtime.op_registry import path_of
 from .copy_blocks import copy_blocks
 from .gather_kv import gather_kv
 from .merge_states import merge_attn_states
+from .mla_decode import mla_decode
 from .paged_attention import paged_attention
 from .reshape_and_cache import reshape_and_cache
 from .reshape_and_cache_classic import from_classic_layout, reshape_and_cache_classic
@@ -16,6 +17,7 @@ __all__ = [
     "from_classic_layout",
     "gather_kv",
     "merge_attn_states",
+    "mla_decode",
     "paged_attention",
     "path_of",
     "reshape_and_cache",

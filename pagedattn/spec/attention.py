@@ -17,6 +17,8 @@ from .mask import Mask
 KV_CACHE_DTYPES = NAMES
 KV_SCALES = ("none", "float", "tensor", "head", "token_head")
 CACHE_LAYOUTS = ("NHD", "HND")
+# What to pass where a latent layer has no scale: it cannot be told from the width of a row.
+LATENT_SCALE = "pass (nope_dim + rope_dim) ** -0.5, times the square of yarn's mscale where the model has one"
 _ANY_MASK = Mask()  # as the attention type says
 Scale = float | torch.Tensor | None  # of a stored fp8 cache: a host float, [1] or [Hkv] float32, or None for 1
 
@@ -67,12 +69,17 @@ class AttentionSpec:
 
     `mask` says which keys a query sees; where it leaves causality open, the attention type decides. `softcap=c` turns a
     logit x into c * tanh(x / c), before the mask.
+
+    `latent_dim` says that attention is latent (MLA) and absorbed: one cached row of head_dim elements per token, latent
+    and rotated part, is the key of every head, and its first latent_dim elements are the value. The scale is always
+    given then: that of the expanded head, which a row does not tell.
     """
 
     num_heads: int
     head_dim: int
     num_kv_heads: int | None = None
     head_dim_v: int | None = None
+    latent_dim: int | None = None
     dtype: torch.dtype = torch.float32
     device_type: str = "cpu"
     capability: tuple[int, int] | None = None
@@ -95,13 +102,15 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         default = object.__setattr__
-        for name in ("num_heads", "head_dim", "num_kv_heads", "head_dim_v", "block_size"):
+        for name in ("num_heads", "head_dim", "num_kv_heads", "head_dim_v", "latent_dim", "block_size"):
             if isinstance(getattr(self, name), np.integer):
                 default(self, name, int(getattr(self, name)))
         for name in ("num_heads", "head_dim"):
             _at_least(1, name, getattr(self, name))
         for name, kind in (("attn_type", AttentionType), ("graph_level", GraphLevel)):
             default(self, name, _member(kind, name, getattr(self, name)))
+        if self.latent_dim is not None:
+            self._default_latent(self.latent_dim)
         default(self, "num_kv_heads", self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         default(self, "head_dim_v", self.head_dim if self.head_dim_v is None else self.head_dim_v)
         default(self, "scale", self.head_dim**-0.5 if self.scale is None else float(self.scale))
@@ -110,6 +119,18 @@ class AttentionSpec:
         default(self, "softcap", None if not self.softcap else float(self.softcap))
         default(self, "kv_cache_dtype", format_of(self.kv_cache_dtype).name)
         self._check()
+
+    def _default_latent(self, latent_dim: int) -> None:
+        """One KV head, and values that are the latent part; raises InvalidInputError for anything else."""
+        _at_least(1, "latent_dim", latent_dim)
+        if latent_dim > self.head_dim:
+            raise InvalidInputError("latent_dim", f"in 1..{self.head_dim}, as part of head_dim", latent_dim)
+        for name, only in (("num_kv_heads", 1), ("head_dim_v", latent_dim)):
+            if getattr(self, name) not in (None, only):
+                raise InvalidInputError(name, f"{only} where latent_dim={latent_dim}, or None", getattr(self, name))
+            object.__setattr__(self, name, only)
+        if self.scale is None:
+            raise InvalidInputError("scale", "given for latent attention (MLA)", "None", LATENT_SCALE)
 
     def _check(self) -> None:
         for name in ("num_kv_heads", "head_dim_v"):
@@ -145,6 +166,11 @@ class AttentionSpec:
     def softmax_scale(self) -> float:
         """What a query-key product is multiplied with, head_dim ** -0.5 where none was given."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a latent row behind the latent part, the rotated ones; 0 where attention is not latent."""
+        return 0 if self.latent_dim is None else self.head_dim - self.latent_dim
 
     @property
     def gqa_ratio(self) -> int:

@@ -42,9 +42,12 @@ class IntRange:
 
     def __str__(self) -> str:
         if self.values is not None:
-            return ", ".join(map(str, self.values))
+            return ", ".join(map(str, self.values)) or "-"
         text = f"{self.low}..{self.high}" if self.high is not None else f"{self.low} and more"
         return text if self.multiple_of == 1 else f"multiples of {self.multiple_of} in {text}"
+
+
+NO_INTEGERS = IntRange(values=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class Capabilities:
     kv_scales: tuple[str, ...] = ("none",)
     head_dims: IntRange
     any_head_dim_v: bool = False
+    latent_dims: IntRange = NO_INTEGERS  # of absorbed latent attention (MLA), whose rows `head_dims` does not describe
+    rope_dims: IntRange = NO_INTEGERS
     block_sizes: IntRange
     default_block_size: int = 16
     cache_layouts: tuple[str, ...] = ("NHD",)
@@ -83,6 +88,11 @@ class Capabilities:
         """Every way in which `spec` asks for more than this."""
         return [*self._value_rejections(spec), *self._feature_rejections(spec)]
 
+    @property
+    def serves_mla(self) -> bool:
+        """Whether any latent attention is served."""
+        return self.latent_dims != NO_INTEGERS
+
     def rounds_queries(self, spec: AttentionSpec) -> bool:
         """Whether attention of `spec` is by queries and probabilities of 8 bits, which `fp8_queries` says."""
         return self.fp8_queries and spec.uses_cache and spec.kv_cache_dtype.startswith("fp8")
@@ -94,16 +104,22 @@ class Capabilities:
             ("dtype", _short(spec.dtype), tuple(map(_short, self.dtypes)), "cast the model"),
             ("kv_cache_dtype", spec.kv_cache_dtype, self.kv_cache_dtypes, "build the cache with one of these"),
             ("kv_scale", spec.kv_scale, self.kv_scales, ""),
-            ("head_dim", spec.head_dim, self.head_dims, ""),
             ("gqa_ratio", spec.gqa_ratio, self.gqa_ratios, ""),
             ("cache_layout", spec.cache_layout, self.cache_layouts, "build the cache with this layout"),
             ("attn_type", spec.attn_type.value, kinds, ""),
         ]
+        if spec.latent_dim is None:
+            members.append(("head_dim", spec.head_dim, self.head_dims, ""))
+        elif self.serves_mla:
+            members.append(("latent_dim", spec.latent_dim, self.latent_dims, ""))
+            members.append(("rope_dim", spec.rope_dim, self.rope_dims, ""))
         out = [Rejection(name, got, _join(has), hint) for name, got, has, hint in members if got not in has]
         if spec.block_size is not None and spec.block_size not in self.block_sizes:
             hint = f"build the cache with block_size={self.default_block_size}"
             out.append(Rejection("block_size", spec.block_size, str(self.block_sizes), hint))
-        if spec.value_dim != spec.head_dim and not self.any_head_dim_v:
+        if spec.latent_dim is not None:
+            out += self._latent_rejections(spec)
+        elif spec.value_dim != spec.head_dim and not self.any_head_dim_v:
             out.append(Rejection("head_dim_v", spec.value_dim, f"head_dim ({spec.head_dim}) only"))
         if spec.capability is not None:
             if self.min_capability is not None and spec.capability < self.min_capability:
@@ -111,6 +127,19 @@ class Capabilities:
             if self.max_capability is not None and spec.capability > self.max_capability:
                 out.append(Rejection("capability", spec.capability, f"at most {self.max_capability}"))
         return out
+
+    def _latent_rejections(self, spec: AttentionSpec) -> list[Rejection]:
+        """What no backend has for latent attention, or this one has not at all."""
+        if not self.serves_mla:
+            return [Rejection("latent_dim", spec.latent_dim, "none", "it does not serve latent attention (MLA)")]
+        asked = (
+            ("kv_cache_dtype", spec.kv_cache_dtype != "auto", spec.kv_cache_dtype, "auto"),
+            ("attn_type", spec.attn_type is not AttentionType.DECODER, spec.attn_type.value, "decoder"),
+            ("has_alibi", spec.has_alibi, True, "none"),
+            ("has_sinks", spec.has_sinks, True, "none"),
+            ("mask_mod", spec.mask.mask_mod is not None, "a function", "none"),
+        )
+        return [Rejection(name, value, f"{has} with latent_dim") for name, wanted, value, has in asked if wanted]
 
     def _feature_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         asked = (

@@ -14,6 +14,8 @@ from ..spec import AttentionSpec, AttentionType, Mask
 class Case:
     """One problem. `paged=False` attends to the given keys; `cross` is decided by attn_type.
 
+    `latent_dim`: latent attention over rows of head_dim elements, whose first latent_dim are the value.
+
     `shared_prefix`: so many first tokens, whole blocks, that all sequences but padding have in the same blocks.
     """
 
@@ -22,6 +24,7 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 32
     head_dim_v: int | None = None
+    latent_dim: int | None = None
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     layout: str = "NHD"
@@ -69,6 +72,7 @@ class Case:
             num_kv_heads=self.heads[1],
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
+            latent_dim=self.latent_dim,
             dtype=self.dtype,
             device_type=device.type,
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,

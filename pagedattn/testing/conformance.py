@@ -13,7 +13,7 @@ from ..backends.registry import get_backend
 from ..errors import InvalidInputError, UnsupportedError, describe_error
 from ..spec import Capabilities
 from .case import Case
-from .cases import CASES
+from .cases import CASES, MLA_CASES
 from .compare import assert_close, assert_lse_close
 from .problem import Problem, make_problem
 from .report import Report
@@ -47,7 +47,8 @@ def conformance(
     report = Report(backend=cls.name, device=str(where))
     clean = cls.capabilities().needs_clean_cache
     asked = None if dtypes is None else tuple(dtypes)
-    variants = [case.but(dtype=d, clean_cache=clean) for case in cases or CASES for d in asked or (case.dtype,)]
+    every = cases or (*CASES, *MLA_CASES)
+    variants = [case.but(dtype=d, clean_cache=clean) for case in every for d in asked or (case.dtype,)]
     for done, variant in enumerate(variants):
         name = f"{variant.id}-{str(variant.dtype).removeprefix('torch.')}"
         if tell is not None:

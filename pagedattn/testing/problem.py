@@ -14,7 +14,7 @@ from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
 from .oracle import attention_oracle, fp8_oracle, logit_condition
-from .stored import StoredRows, bits, layer_cache, stored_as, unused_element, unused_planes
+from .stored import StoredRows, bits, latent_cache, layer_cache, stored_as, unused_element, unused_planes
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
 _SEED = 20260
@@ -82,7 +82,8 @@ def make_problem(
     total = sum(case.query_lens)
     queries = normal(total, heads, dim).split(case.query_lens)
     keys = [normal(n, kv_heads, dim) for n in case.seq_lens]
-    values = [normal(n, kv_heads, dim_v) for n in case.seq_lens]
+    latent = case.latent_dim is not None  # values are a part of the keys
+    values = [rows[..., :dim_v] if latent else normal(len(rows), kv_heads, dim_v) for rows in keys]
     sinks = None if case.sinks is None else torch.full((heads,), case.sinks) + torch.randn(heads, generator=generator)
     slopes = 2.0 ** -(torch.arange(heads) + 1.0) if case.alibi else None
     cache, table, stored = None, None, stored_as(case)
@@ -101,6 +102,8 @@ def make_problem(
     after = None
     if cache is not None:
         after = _written(case, stored, cache, common.slot_mapping, new_key, new_value)
+        if latent:
+            cache, after, new_value = latent_cache(cache), latent_cache(after), None
     parts = _strided(case, torch.cat(queries), new_key, new_value)
     facts = {"expected": expected, "expected_lse": lse, "naive": naive, "stored": stored}
     facts |= {"condition": condition if condition.any() else None, **dict(zip(("fp8", "fp8_lse"), fp8, strict=False))}
@@ -301,6 +304,8 @@ def _move(problem: Problem, cache: LayerCache | None, device: torch.device) -> N
     if cache is not None:
         k_scale, v_scale = (None if x is None else place(x) for x in (cache.key_scale, cache.value_scale))
         problem.cache = LayerCache(place(cache.key), place(cache.value), k_scale, v_scale, cache.format)
+        if problem.case.latent_dim is not None:
+            problem.cache = latent_cache(problem.cache)
     problem.stored = problem.stored[0].to(device), problem.stored[1].to(device)
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
     problem.common = problem.common.replace(**{name: getattr(problem.common, name).to(device) for name in names})

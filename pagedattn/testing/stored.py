@@ -85,6 +85,11 @@ def layer_cache(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kv
     return LayerCache(key, value, *key_scale or [None], *value_scale or [None], format=format_of(kv_cache_dtype).name)
 
 
+def latent_cache(cache: LayerCache) -> LayerCache:
+    """The same rows as a latent cache has them: values are a view of the keys."""
+    return LayerCache(cache.key, cache.key[..., : cache.value.shape[3]], format=cache.format)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """As integers where elements are of 8 bits: not every torch indexes fp8."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

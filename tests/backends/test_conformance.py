@@ -7,7 +7,7 @@ import torch
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.testing.case import Case
-from pagedattn.testing.cases import CASES
+from pagedattn.testing.cases import CASES, MLA_CASES
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
 
@@ -19,12 +19,13 @@ DTYPES = {
 }
 UNALIGNED_FP8 = 2 if GPU else 0
 MUST_SERVE = {"TORCH": len(CASES), "TRITON": len(CASES) - UNALIGNED_FP8}
+MUST_SERVE_MLA = {"TORCH": len(MLA_CASES), "TRITON": len(MLA_CASES)}
 
 
 def _variants(name: str) -> list[Case]:
     return [
         Case(**{**{slot: getattr(case, slot) for slot in Case.__slots__}, "dtype": dtype})
-        for case in CASES
+        for case in (*CASES, *MLA_CASES)
         for dtype in DTYPES[name]
     ]
 
@@ -46,3 +47,5 @@ def test_triton(case: Case) -> None:
 def test_serves_all_it_must(name: str) -> None:
     served = [case for case in CASES if not get_backend(name).rejections(case.spec(DEVICE))]
     assert len(served) == MUST_SERVE[name] >= 130
+    served = [case for case in MLA_CASES if not get_backend(name).rejections(case.spec(DEVICE))]
+    assert len(served) == MUST_SERVE_MLA[name] >= 30

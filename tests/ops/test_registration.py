@@ -27,6 +27,8 @@ CALLS = {
     "gather_kv": (CACHE, TABLE, _i32(0, 3, 8), None, 8, "torch"),
     "merge_attn_states": (torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4), torch.empty(3, 4, 16), torch.empty(3, 4),
                           "torch"),
+    "mla_decode": (torch.randn(4, 4, 16), CACHE[:, :, :1].clone(), TABLE, _i32(0, 3, 4), _i32(3, 5),
+                   torch.empty(4, 4, 12), torch.empty(4, 4), 0.25, [1, 0], 0.0, 3, 5, None, "torch"),
     "paged_attention": (torch.randn(4, 4, 16), CACHE, CACHE, TABLE, _i32(0, 3, 4), _i32(3, 5), None, None, None, None,
                         torch.empty(4, 4, 16), torch.empty(4, 4), 0.25, 1.0, [1, 0], 0.0, 3, 5, 0, False,
                         None, None, "auto", None, None, None, 0, "torch"),

@@ -36,6 +36,8 @@ class TorchBackend(AttentionBackend):
             kv_cache_dtypes=tuple(FORMATS),
             kv_scales=("none", "float", "tensor", "head"),
             any_head_dim_v=True,
+            latent_dims=IntRange(),
+            rope_dims=IntRange(0),
             block_sizes=IntRange(),
             cache_layouts=("NHD", "HND"),
             attn_types=tuple(AttentionType),

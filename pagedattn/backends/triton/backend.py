@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from ...formats.registry import FORMATS
+from ...kernels.mla_decode.plan import MAX_LATENT_DIM, MAX_ROPE_DIM
 from ...runtime import triton_versions
 from ...runtime.op_registry import interpreted
 from ...spec import AttentionSpec, AttentionType, GraphLevel
@@ -49,6 +50,8 @@ class TritonBackend(AttentionBackend):
             kv_cache_dtypes=tuple(FORMATS),
             kv_scales=("none", "float", "tensor", "head"),
             any_head_dim_v=True,
+            latent_dims=IntRange(1, MAX_LATENT_DIM),
+            rope_dims=IntRange(0, MAX_ROPE_DIM),
             block_sizes=IntRange(1, 1024),
             cache_layouts=("NHD", "HND"),
             gqa_ratios=IntRange(),
@@ -82,6 +85,9 @@ class TritonBackend(AttentionBackend):
             hint = "Triton 3.6 compiles fp8 rows of another alignment wrongly (bench/NOTES.md)"
             dims = f"{spec.head_dim}/{spec.value_dim}"
             out.append(Rejection("head_dim", dims, "multiples of 16 over fp8 caches", hint))
-        if spec.value_dim > 512:
+        if spec.value_dim > 512 and spec.latent_dim is None:
             out.append(Rejection("head_dim_v", spec.value_dim, "1..512"))
+        if spec.latent_dim is not None and spec.deterministic:
+            hint = "which programs share a sequence's keys depends on the batch"
+            out.append(Rejection("deterministic", True, "none with latent_dim", hint))
         return out

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...kernels.decode import cascade
+from ...kernels.mla_decode.plan import MLADecodePlan, plan_mla_decode
 from ...kernels.prefill_sm90 import plan as sm90
 from ...kernels.shape import AttentionShape, BatchBounds
 from ...ops.attention_plan import LaunchPlan, decode_query_len, plan_attention
@@ -37,7 +38,9 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         built = super().build(common, into, capture)
-        if into is None:
+        if into is None and self.spec.latent_dim is not None:
+            built.mla_plan = self._plan_latent(built.common, capture)
+        elif into is None:
             built.plan = self._plan(built.common, common.shared_prefix_len, capture)
         elif built.plan is not None and built.plan.cascade is not None:
             built.plan.cascade.set_length(self._shareable(built.common, common.shared_prefix_len))
@@ -48,6 +51,18 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         if metadata.plan is not None:
             common = metadata.common
             metadata.plan.update(common.query_start_loc, common.seq_lens, common.block_table)
+
+    def _plan_latent(self, common: CommonAttentionMetadata, capture: bool) -> MLADecodePlan | None:
+        if torch.compiler.is_dynamo_compiling():  # sizes must not become guards
+            return None
+        device, shape = common.seq_lens.device, self._shape
+        if shape.block_size is None and common.block_size is not None:
+            shape = shape._replace(block_size=common.block_size)
+        lens = (common.max_query_len, common.max_seq_len, common.block_table.shape[1] * (shape.block_size or 0))
+        bounds = BatchBounds(common.num_tokens, common.seq_lens.shape[0], common.num_decodes, *lens)
+        plan = plan_mla_decode(shape, bounds, device)
+        plan.workspace = self._workspace(plan.config.workspace, device, capture)
+        return plan
 
     def _plan(self, common: CommonAttentionMetadata, shared_prefix_len: int, capture: bool) -> LaunchPlan | None:
         if torch.compiler.is_dynamo_compiling():  # sizes must not become guards

@@ -1,0 +1,192 @@
+"""What the MLA decode kernels serve, and their launch configuration: pure functions of shapes, bounds and target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.target import Target, target_of
+from ...runtime.workspace import COUNTERS, new_workspace
+from ..shape import AttentionShape, BatchBounds
+from ..tiles import next_power_of_2
+
+MAX_LATENT_DIM = 512  # the output of a query block stays in registers
+MAX_ROPE_DIM = 128
+MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
+
+
+class MLADecodeTuning(NamedTuple):
+    """What is chosen by measurement: keys per tile, warps, pipeline stages, programs per SM, how many partial states
+    a thread block of the second launch loads at once; tile_overhead: tiles that an item counts for beyond its keys'."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
+    merge_unroll: int = 8
+    tile_overhead: int = 1
+
+
+class MLADecodeConfig(NamedTuple):
+    """A launch of `programs` programs, `parts` of them over each range of keys, one for each group of `heads` heads.
+
+    block_m: rows of a query block, of which tokens x heads are in use. max_tokens: query tokens at most.
+    """
+
+    block_m: int
+    heads: int
+    parts: int
+    programs: int
+    state: int  # float32 elements of a partial state
+    max_tokens: int
+    supports_pdl: bool
+    tuning: MLADecodeTuning
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether programs may share an item, whose partial states a second launch adds up."""
+        return self.programs > self.parts
+
+    @property
+    def workspace(self) -> int:
+        """int32 elements: the counters of other kernels, which stay zero, which programs share a token's keys, and two
+        places for partial states per program."""
+        if not self.splits_keys:
+            return 0
+        return self.states_at + 2 * self.programs * self.state
+
+    @property
+    def splits_at(self) -> int:
+        """Where in the workspace it stands which programs share a token's keys, [max_tokens, parts, 3]."""
+        return 3 * COUNTERS
+
+    @property
+    def states_at(self) -> int:
+        """Where in the workspace partial states begin, at 16 bytes."""
+        return self.splits_at + -(-_SPLIT_FIELDS * self.max_tokens * self.parts // 4) * 4
+
+    def places(self, workspace: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The two parts of a workspace, None where no keys are split."""
+        if workspace is None or not self.splits_keys:
+            return None, None
+        return workspace[self.splits_at : self.states_at], workspace[self.states_at :]
+
+
+@dataclass(slots=True, eq=False)
+class MLADecodePlan:
+    """The launches of a step: calls that share a plan must not run at the same time, as they share the workspace.
+
+    module: the file of this folder whose `launch` serves it.
+    """
+
+    shape: AttentionShape
+    num_seqs: int
+    config: MLADecodeConfig
+    module: str = "kernel"
+    workspace: torch.Tensor | None = None
+
+    def serves(self, shape: AttentionShape, num_seqs: int) -> bool:
+        """Whether a call of this shape and so many sequences can be made by this plan."""
+        return self.shape.covers(shape) and self.num_seqs == num_seqs
+
+    def take_workspace(self, workspace: torch.Tensor | None, device: torch.device) -> None:
+        """Use this workspace, or a new one where it is too small or None."""
+        need = self.config.workspace
+        if need and (workspace is None or workspace.numel() < need):
+            workspace = new_workspace(need, device)
+        self.workspace = workspace
+
+    def describe(self) -> str:
+        """Which kernel runs, by how many programs."""
+        config = self.config
+        tiles = f"{config.programs} programs, tiles of {config.block_m} rows and {config.tuning.block_n} keys"
+        return f"MLA decode kernel: {self.num_seqs} sequences ({tiles})"
+
+
+def why_not(shape: AttentionShape) -> str:
+    """What the Triton kernels want of a call's tensors, where these are otherwise; "" where they serve."""
+    if shape.dtype not in _DTYPES or shape.stored_dtype != shape.dtype:
+        return "float32, float16 or bfloat16 rows of the query's dtype"
+    if shape.head_dim_v > MAX_LATENT_DIM:
+        return f"latent parts of at most {MAX_LATENT_DIM} elements"
+    if shape.head_dim - shape.head_dim_v > MAX_ROPE_DIM:
+        return f"rotated parts of at most {MAX_ROPE_DIM} elements"
+    return ""
+
+
+def plan_mla_decode(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> MLADecodePlan:
+    """The plan of a step, without its workspace."""
+    config = mla_decode_config(
+        num_seqs=bounds.num_seqs,
+        num_heads=shape.group,
+        latent_dim=shape.head_dim_v,
+        rope_dim=shape.head_dim - shape.head_dim_v,
+        itemsize=shape.dtype.itemsize,
+        num_tokens=bounds.num_tokens,
+        max_query_len=bounds.max_query_len,
+        max_seq_len=bounds.max_seq_len,
+        target=target_of(device),
+    )
+    return MLADecodePlan(shape, bounds.num_seqs, config)
+
+
+@lru_cache(maxsize=4096)
+def mla_decode_config(
+    *,
+    num_seqs: int,
+    num_heads: int,
+    latent_dim: int,
+    rope_dim: int,
+    itemsize: int,
+    num_tokens: int,
+    max_query_len: int,
+    max_seq_len: int,
+    target: Target,
+    tuning: MLADecodeTuning | None = None,
+) -> MLADecodeConfig:
+    """The configuration of a launch over sequences of at most so many query tokens and keys.
+
+    `tuning` is taken as it is, but for what does not fit the device's shared memory.
+    """
+    most = MAX_ROWS if itemsize < 4 else 16
+    parts = -(-num_heads // most)
+    heads = -(-num_heads // parts)  # of equal parts: 96 heads are two times 48
+    longest = max(max_query_len, 1)
+    block_m = max(16, min(next_power_of_2(longest * heads), most))
+    tokens = max(1, block_m // heads)
+    tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, latent_dim, rope_dim, itemsize, target)
+    tiles = num_seqs * -(-longest // tokens) * parts * max(1, -(-max_seq_len // tuning.block_n))
+    programs = max(1, min(target.num_sms * tuning.per_sm, tiles) // parts) * parts
+    state = 2 * block_m + block_m * max(16, next_power_of_2(latent_dim))
+    return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning)
+
+
+def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:
+    """By what ptxas says of registers and shared memory alone: no GPU has measured these yet (README.md)."""
+    if itemsize == 4:
+        return MLADecodeTuning(block_n=32, num_warps=8, num_stages=2, per_sm=1)
+    return MLADecodeTuning(block_n=32 if block_m == MAX_ROWS else 64, num_warps=8, num_stages=3, per_sm=1)
+
+
+def _fitted(
+    tuning: MLADecodeTuning, block_m: int, latent_dim: int, rope_dim: int, itemsize: int, target: Target
+) -> MLADecodeTuning:
+    """With fewer stages, then fewer keys a tile, until tiles fit; then as many programs per SM as there is room for."""
+
+    def taken(one: MLADecodeTuning) -> int:
+        width = next_power_of_2(latent_dim) + next_power_of_2(rope_dim)
+        # The query tile, a row tile per buffer, and what reductions and layouts pass through. The products of 64 rows
+        # (wgmma) still read a tile while the next one is loaded.
+        buffers = max(1, one.num_stages - (block_m < MAX_ROWS))
+        return (block_m + buffers * one.block_n) * width * itemsize + 8192
+
+    while taken(tuning) > target.shared_bytes and tuning.num_stages > 1:
+        tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+    while taken(tuning) > target.shared_bytes and tuning.block_n > 16:
+        tuning = tuning._replace(block_n=tuning.block_n // 2)
+    return tuning._replace(per_sm=max(1, min(tuning.per_sm, target.shared_bytes // taken(tuning))))

@@ -1,0 +1,175 @@
+"""mla_decode: the op and its launch configuration, beyond what the conformance cases of latent rows ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import Mask, ops
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.kernels.mla_decode import plan as mla_plan
+from pagedattn.kernels.mla_decode.plan import mla_decode_config, plan_mla_decode
+from pagedattn.kernels.shape import AttentionShape, BatchBounds
+from pagedattn.runtime.target import Target
+from pagedattn.runtime.workspace import COUNTERS
+from pagedattn.testing import attention_oracle
+
+P, S, L, R = 40, 4, 16, 8
+HOPPER, AMPERE = Target(132, 232448, supports_pdl=True), Target(108, 166912)
+
+
+def i32(values: Any, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def given(device: torch.device, heads: int = 3, **changes: Any) -> dict[str, Any]:
+    """Two sequences of 9 and 5 keys, the first with two new tokens."""
+    call: dict[str, Any] = {
+        "query": torch.randn(3, heads, L + R, device=device),
+        "rows": torch.randn(P, S, 1, L + R, device=device),
+        "block_table": i32([[2, 7, 1], [3, 9, 0]], device),
+        "query_start_loc": i32([0, 2, 3], device),
+        "seq_lens": i32([9, 5], device),
+        "latent_dim": L,
+        "max_query_len": 2,
+        "max_seq_len": 9,
+        "scale": 0.3,
+    }
+    return {**call, **changes}
+
+
+def expected(call: dict[str, Any]) -> torch.Tensor:
+    """Row by row over the slots of the table, in float64; slots of blocks that are not there are not seen."""
+    out, starts = [], call["query_start_loc"].tolist()
+    flat = call["rows"].double().flatten(0, 1)
+    for seq, length in enumerate(call["seq_lens"].tolist()):
+        table, count = call["block_table"][seq].tolist(), starts[seq + 1] - starts[seq]
+        for row in range(count):
+            slots = [table[at // S] * S + at % S for at in range(length - count + row + 1)]
+            seen = flat[[slot for slot in slots if 0 <= slot < P * S]]
+            query = call["query"][starts[seq] + row][None]
+            out.append(attention_oracle(query, seen, seen[..., :L], scale=call["scale"])[0])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("bad", [-1, P, P + 1, 2**31 - 1, -(2**31)])
+def test_blocks_outside_the_cache_are_not_followed(device, path: str, bad: int) -> None:
+    """Block 0 is read in their place and is NaN here: with weight 0 it would reach the output all the same."""
+    call = given(device, block_table=i32([[2, bad, 1], [bad, 9, 4]], device))
+    whole = torch.full((P + 4, S, 1, L + R), torch.nan, device=device)
+    whole[2 : P + 2].copy_(call["rows"])
+    call["rows"] = whole[2 : P + 2]
+    call["rows"][0] = torch.nan
+    got = ops.mla_decode(**call, path=path)
+    torch.testing.assert_close(got.cpu().double(), expected(call).cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_queries_rows_and_outputs_may_be_strided(device, path: str) -> None:
+    call = given(device)
+    query = torch.randn(3, 5, L + R + 3, device=device)[:, 1:4, : L + R]
+    rows = torch.randn(P, 1, S, L + R, device=device).transpose(1, 2)
+    out, lse = torch.full((3, 4, L + 2), torch.nan, device=device)[:, :3, :L], torch.empty(3, 3, device=device)
+    call |= {"query": query, "rows": rows}
+    got = ops.mla_decode(**call, out=out, lse=lse, path=path)
+    assert got is out and bool(lse.isfinite().all())
+    torch.testing.assert_close(got.cpu().double(), expected(call).cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_and_its_workspace_serve_call_after_call(device) -> None:
+    shape = AttentionShape(torch.float32, torch.float32, 1, 3, L + R, L, (1, 0), False, True, False, S, (None, None))
+    plan = plan_mla_decode(shape, BatchBounds(3, 2, 0, 2, 9, 12), device)
+    plan.take_workspace(None, device)
+    kept = plan.workspace
+    for _ in range(2):
+        call = given(device)
+        got = ops.mla_decode(**call, plan=plan, path="triton")
+        torch.testing.assert_close(got.cpu().double(), expected(call).cpu(), rtol=1e-5, atol=1e-5)
+    assert plan.workspace is kept and "2 sequences" in plan.describe()
+    other = given(device, heads=5)
+    got = ops.mla_decode(**other, plan=plan, path="triton")  # another shape: a plan of its own
+    torch.testing.assert_close(got.cpu().double(), expected(other).cpu(), rtol=1e-5, atol=1e-5)
+    if kept is not None:
+        assert not bool(kept[: 3 * COUNTERS].any())
+
+
+def test_a_plan_of_fewer_tokens_writes_nothing_beyond_its_workspace(device) -> None:
+    """What a caller that gives a wrong plan gets is not said, but that no memory of others changes is."""
+    shape = AttentionShape(torch.float32, torch.float32, 1, 3, L + R, L, (1, 0), False, True, False, S, (None, None))
+    plan = plan_mla_decode(shape, BatchBounds(1, 1, 1, 1, 4000, 4000), device)
+    room = torch.full((plan.config.workspace + 64,), 77, dtype=torch.int32, device=device)
+    room[: 3 * COUNTERS] = 0
+    plan.workspace = room[: plan.config.workspace]
+    call = given(device, block_table=i32([[2, 7, 1]], device), seq_lens=i32([9], device))
+    call |= {"query_start_loc": i32([0, 3], device), "max_query_len": 3}
+    ops.mla_decode(**call, plan=plan, path="triton")
+    assert bool((room[plan.config.workspace :] == 77).all()) and not bool(room[: 3 * COUNTERS].any())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rows of two heads": ({"rows": torch.zeros(P, S, 2, L + R)}, "rows must be"),
+    "latent": ({"latent_dim": L + R + 1}, "latent_dim must be in 1..24"),
+    "mask_mod": ({"mask": Mask(mask_mod=lambda b, h, q, k: q >= k)}, "mask must be without a mask_mod"),
+    "out": ({"out": torch.zeros(3, 3, L + 1)}, "out must be"),
+    "query": ({"query": torch.zeros(3, 3, L)}, "key must be"),
+    "dtype": ({"rows": torch.zeros(P, S, 1, L + R).half()}, "key and value must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        ops.mla_decode(**given(torch.device("cpu"), **changes))
+
+
+def test_what_the_kernel_does_not_serve_goes_to_torch_unless_it_is_asked_for(device) -> None:
+    call = given(device, query=torch.randn(3, 2, 600, device=device), rows=torch.randn(P, S, 1, 600, device=device))
+    call["latent_dim"] = 590
+    assert ops.mla_decode(**call).shape == (3, 2, 590)
+    with pytest.raises(UnsupportedError, match="latent parts of at most 512 elements; use path='torch'"):
+        ops.mla_decode(**call, path="triton")
+    call["latent_dim"] = 400
+    with pytest.raises(UnsupportedError, match="rotated parts of at most 128 elements"):
+        ops.mla_decode(**call, path="triton")
+
+
+def config(heads: int, tokens: int = 1, seqs: int = 64, keys: int = 4096, target: Target = HOPPER, itemsize: int = 2):
+    bounds = {"num_seqs": seqs, "num_tokens": seqs * tokens, "max_query_len": tokens, "max_seq_len": keys}
+    row = {"latent_dim": 512, "rope_dim": 64, "itemsize": itemsize}
+    return mla_decode_config(num_heads=heads, **row, **bounds, target=target)
+
+
+@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 171])
+@pytest.mark.parametrize("heads", [1, 5, 8, 16, 48, 64, 96, 128])
+def test_every_row_has_its_place_and_tiles_fit(heads: int, tokens: int, itemsize: int, target: Target) -> None:
+    found = config(heads, tokens, target=target, itemsize=itemsize)
+    assert found.heads * found.parts >= heads > found.heads * (found.parts - 1)
+    assert found.heads <= found.block_m <= 64 and found.block_m & (found.block_m - 1) == 0
+    assert found.programs % found.parts == 0 and 1 <= found.programs // found.parts
+    assert found.programs <= max(target.num_sms, found.parts)
+    tile = (found.block_m + found.tuning.block_n) * 576 * itemsize
+    assert tile <= target.shared_bytes
+    assert found.workspace == 0 or found.states_at % 4 == 0
+
+
+def test_rows_are_packed_and_heads_cut_into_equal_parts() -> None:
+    packed = {(heads, tokens): config(heads, tokens)[:3] for heads, tokens in ((16, 1), (16, 2), (8, 3), (96, 1))}
+    assert packed == {(16, 1): (16, 16, 1), (16, 2): (32, 16, 1), (8, 3): (32, 8, 1), (96, 1): (64, 48, 2)}
+    assert config(128).parts == 2 and config(128, itemsize=4).parts == 8
+
+
+def test_a_step_of_one_tile_needs_no_workspace_and_no_second_launch() -> None:
+    assert not config(16, seqs=1, keys=64).splits_keys and config(16, seqs=1, keys=64).workspace == 0
+    many = config(16)
+    assert many.splits_keys and many.workspace == many.states_at + 2 * many.programs * many.state
+
+
+def test_what_the_kernels_do_not_serve_is_said() -> None:
+    shape = AttentionShape(torch.bfloat16, torch.bfloat16, 1, 16, 576, 512, (1, 0), False, True, False, 64)
+    assert mla_plan.why_not(shape) == ""
+    assert "query's dtype" in mla_plan.why_not(shape._replace(stored_dtype=torch.float8_e4m3fn))
+    assert "float32" in mla_plan.why_not(shape._replace(dtype=torch.float64, stored_dtype=torch.float64))
