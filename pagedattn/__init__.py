@@ -11,7 +11,7 @@ from .backends.selector import list_backends, select_backend, use_backend
 from .cache.block_pool import BlockPool
 from .cache.block_table import BlockTable
 from .cache.kv_cache import PagedKVCache
-from .cache.specs import FullAttentionSpec, SlidingWindowSpec
+from .cache.specs import FullAttentionSpec, MLASpec, SlidingWindowSpec
 from .call import AttentionCall
 from .formats.base import CacheFormat, LayerCache
 from .formats.fp8.calibration import KVScales
@@ -71,6 +71,7 @@ __all__ = [
     "KVScales",
     "LayerCache",
     "LayerMaxima",
+    "MLASpec",
     "Mask",
     "PagedKVCache",
     "SlidingWindowSpec",

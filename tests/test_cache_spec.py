@@ -85,11 +85,19 @@ def test_bytes_that_do_not_divide_are_refused_with_both_numbers() -> None:
         (MLASpec, {"latent_dim": 17}, "latent_dim"),
         (MLASpec, {"latent_dim": 0}, "latent_dim"),
         (MLASpec, {"latent_dim": 8, "head_dim": 0}, "head_dim"),
+        (MLASpec, {"latent_dim": 8, "num_kv_heads": 2}, "num_kv_heads"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(kind: Any, asked: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^{param} must be "):
         kind(**{"num_kv_heads": 1, "head_dim": 16, **asked})
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8", "k8v4"])
+def test_latent_rows_are_native(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"kv_cache_dtype='{name}' is not served; use kv_cache_dtype='auto'"):
+        MLASpec(head_dim=576, latent_dim=512, kv_cache_dtype=name)
+    assert MLASpec(head_dim=576, latent_dim=512).num_kv_heads == 1
 
 
 def test_no_layers_are_refused() -> None:

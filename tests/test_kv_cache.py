@@ -111,6 +111,25 @@ def test_mla_values_are_a_view_of_the_keys() -> None:
     assert cache.nbytes == 2 * 3 * 16 * 12 * 4
 
 
+def test_latent_blocks_are_copied_and_swapped_whole() -> None:
+    spec = MLASpec(head_dim=12, latent_dim=8, block_size=4, dtype=torch.bfloat16)
+    cache = PagedKVCache.from_specs([spec] * 3, num_blocks=5)
+    assert cache.bytes_per_block == spec.bytes_per_block == 4 * 12 * 2 and cache.slabs.shape == (3, 5, 96)
+    for index in range(3):
+        cache.layer(index).key.copy_(torch.randn(5, 4, 1, 12))
+    before = [cache.layer(index).key.clone() for index in range(3)]
+    cache.copy_blocks([(1, 3)])
+    host = torch.zeros(3, 2, cache.bytes_per_block, dtype=torch.uint8)
+    for slab, away in zip(cache.slabs, host, strict=True):
+        ops.swap_blocks(slab, away, torch.tensor([[2, 0]]))
+        ops.swap_blocks(away, slab, torch.tensor([[0, 4]]))
+    for index, rows in enumerate(before):
+        layer = cache.layer(index)
+        assert torch.equal(layer.key, rows[[0, 1, 2, 1, 2]]) and torch.equal(layer.value, layer.key[..., :8])
+    cache.zero_blocks([3])
+    assert not bool(cache.layer(0).value[3].any())
+
+
 def test_a_cache_whose_values_are_its_keys_has_a_layout_of_its_own() -> None:
     split, other = (PagedKVCache(2, 5, head_dim=8).layer(index) for index in range(2))
     joint = LayerCache(split.key, split.key, format=split.format)

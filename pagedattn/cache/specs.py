@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.base import CacheFormat, Plane
+from ..formats.mla_rows.format import require_native
 from ..formats.registry import format_of
 
 _ALIGNMENT = 16  # bytes, of planes where there are scales: codes and scales are then loaded by vectors of any size
@@ -107,12 +108,19 @@ class SlidingWindowSpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec(KVCacheSpec):
-    """A latent cache: one key row per token, whose first `latent_dim` elements are also the value."""
+    """A latent cache: one key row per token, whose first `latent_dim` elements are also the value.
 
+    A block is one plane [S, 1, head_dim] of the model's dtype; there is no plane of values.
+    """
+
+    num_kv_heads: int = 1
     latent_dim: int
 
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
+        require_native(self.kv_cache_dtype)
+        if self.num_kv_heads != 1:
+            raise InvalidInputError("num_kv_heads", "1, as all heads read the same row", self.num_kv_heads)
         if not 1 <= self.latent_dim <= self.head_dim:
             raise InvalidInputError("latent_dim", f"in 1..{self.head_dim}, as part of head_dim", self.latent_dim)
 

@@ -1,6 +1,7 @@
 """Ops: cache writes, copies, merges and attention, each by csrc, Triton or torch behind one name."""
 
 from ..runtime.op_registry import path_of
+from .concat_and_cache_mla import concat_and_cache_mla
 from .copy_blocks import copy_blocks
 from .gather_kv import gather_kv
 from .merge_states import merge_attn_states
@@ -13,6 +14,7 @@ from .swap_blocks import swap_blocks
 
 __all__ = [
     "compute_slot_mapping",
+    "concat_and_cache_mla",
     "copy_blocks",
     "from_classic_layout",
     "gather_kv",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..formats.mla_rows.format import LATENT_DTYPES
 from .attention import AttentionSpec, AttentionType, GraphLevel
 
 
@@ -133,7 +134,7 @@ class Capabilities:
         if not self.serves_mla:
             return [Rejection("latent_dim", spec.latent_dim, "none", "it does not serve latent attention (MLA)")]
         asked = (
-            ("kv_cache_dtype", spec.kv_cache_dtype != "auto", spec.kv_cache_dtype, "auto"),
+            ("kv_cache_dtype", spec.kv_cache_dtype not in LATENT_DTYPES, spec.kv_cache_dtype, _join(LATENT_DTYPES)),
             ("attn_type", spec.attn_type is not AttentionType.DECODER, spec.attn_type.value, "decoder"),
             ("has_alibi", spec.has_alibi, True, "none"),
             ("has_sinks", spec.has_sinks, True, "none"),

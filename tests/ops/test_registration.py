@@ -22,6 +22,8 @@ CALLS = {
                                   torch.randn(6, 2, 16, 4), torch.tensor([1, -1, 9]), "torch"),
     "compute_slot_mapping": (TABLE[None], [4], _i32(0, 3, 4), _i32(3, 5), torch.zeros(1, 6, dtype=torch.int64), None,
                              1, 0, 1, "torch"),
+    "concat_and_cache_mla": (torch.randn(3, 12), torch.randn(3, 4), CACHE[:, :, :1].clone(), torch.tensor([1, -1, 9]),
+                             "torch"),
     "copy_blocks": ([CACHE.clone(), CACHE.clone()], torch.tensor([[0, 3]]), "torch"),
     "swap_blocks": (CACHE.clone(), CACHE.clone(), torch.tensor([[0, 3]]), "torch"),
     "gather_kv": (CACHE, TABLE, _i32(0, 3, 8), None, 8, "torch"),

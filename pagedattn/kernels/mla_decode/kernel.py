@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...formats.mla_rows.device import inside, load_part
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..even_split import key_tiles, nearest_key, tiles_of
@@ -23,22 +24,6 @@ from ..inputs import VARYING, AttentionInputs
 from ..masking import is_causal, sees_all_before, visible
 from ..softmax import LN2, LOG2E, log_base, scaled_logits
 from .plan import MLADecodeConfig
-
-
-@triton.jit
-def _inside(rows, dim, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of these rows [N] are before COUNT, [N, BLOCK] or [N, 1] where all are."""
-    if COUNT == BLOCK:
-        return rows[:, None]
-    else:
-        return rows[:, None] & (dim < COUNT)[None, :]
-
-
-@triton.jit
-def _load_rows(rows, at, seen, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements FIRST..FIRST + COUNT of rows at offsets `at` [N], as [N, BLOCK]; zeros where not `seen` [N]."""
-    dim = tl.arange(0, BLOCK)
-    return tl.load(rows + FIRST + dim[None, :] + at[:, None], mask=_inside(seen, dim, COUNT, BLOCK), other=0.0)
 
 
 @triton.jit
@@ -62,10 +47,10 @@ def _attend_latent(
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
         at = tl.where(known, block, 0).to(tl.int64) * s_b + (near % S).to(tl.int32) * s_s
         block = tl.load(table + nearest_key(offs_n + BLOCK_N, low, end, MASK) // S)
-        latent = _load_rows(rows, at, known, 0, L, BLOCK_L)  # [BLOCK_N, BLOCK_L]
+        latent = load_part(rows, at, known, 0, L, BLOCK_L)  # [BLOCK_N, BLOCK_L]
         s = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if R > 0:
-            rope = _load_rows(rows, at, known, L, R, BLOCK_R)  # [BLOCK_N, BLOCK_R]
+            rope = load_part(rows, at, known, L, R, BLOCK_R)  # [BLOCK_N, BLOCK_R]
             s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION)
         distance = offs_n[None, :] - q_pos[:, None]
         s = scaled_logits(s, distance, 0.0, qk_scale, softcap, is_causal(MASK), SOFTCAP, False, PRECISION)
@@ -158,9 +143,9 @@ def _mla_decode_kernel(
             q_row, head, mask_m = _query_rows(offs_m, q_len, q_block, part, HEADS, G, BLOCK_Q)
             token = (q_start + q_row).to(tl.int64)
             q_ptrs = query + (token * sq_t + head * sq_h)[:, None]
-            mask_l = _inside(mask_m, dim_l, L, BLOCK_L)
+            mask_l = inside(mask_m, dim_l, L, BLOCK_L)
             q_latent = tl.load(q_ptrs + dim_l[None, :], mask=mask_l, other=0.0)  # [BLOCK_M, BLOCK_L]
-            q_rope = tl.load(q_ptrs + L + dim_r[None, :], mask=_inside(mask_m, dim_r, R, BLOCK_R), other=0.0)
+            q_rope = tl.load(q_ptrs + L + dim_r[None, :], mask=inside(mask_m, dim_r, R, BLOCK_R), other=0.0)
             m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
             l_i = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
@@ -238,7 +223,7 @@ def _merge_kernel(
             m = tl.load(state + row, mask=live, other=-(1 << 23)).to(tl.float32, bitcast=True)  # the bits of -inf
             l_s = tl.load(state + BLOCK_M + row, mask=live, other=0).to(tl.float32, bitcast=True)
             outputs = (state + 2 * BLOCK_M + row * BLOCK_L)[:, None] + dim[None, :]  # [UNROLL, BLOCK_L]
-            a = tl.load(outputs, mask=_inside(live, dim, L, BLOCK_L), other=0).to(tl.float32, bitcast=True)
+            a = tl.load(outputs, mask=inside(live, dim, L, BLOCK_L), other=0).to(tl.float32, bitcast=True)
             m_new = tl.maximum(m_i, tl.max(m, 0))
             shift = tl.where(m_new == -float("inf"), 0.0, m_new)
             weight = tl.exp2((m - shift) * POST)

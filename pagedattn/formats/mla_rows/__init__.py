@@ -1,0 +1,1 @@
+"""Latent rows (MLA): the latent and the rotated part of a token beside each other, in the dtype of the model."""

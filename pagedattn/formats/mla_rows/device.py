@@ -1,0 +1,31 @@
+"""The device half of latent rows: a row is stored from two tensors, and a tile is loaded as two parts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inside(rows, dim, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements `dim` [BLOCK] of these rows [N] are before COUNT: [N, BLOCK], or [N, 1] where all are."""
+    if COUNT == BLOCK:
+        return rows[:, None]
+    else:
+        return rows[:, None] & (dim < COUNT)[None, :]
+
+
+@triton.jit
+def load_part(rows, at, seen, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements FIRST..FIRST + COUNT of rows at offsets `at` [N], as [N, BLOCK]; zeros where not `seen` [N]."""
+    dim = tl.arange(0, BLOCK)
+    return tl.load(rows + FIRST + dim[None, :] + at[:, None], mask=inside(seen, dim, COUNT, BLOCK), other=0.0)
+
+
+@triton.jit
+def write_part(part, row, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Store a token's COUNT elements as those of its row from FIRST on."""
+    if COUNT > 0:
+        dim = tl.arange(0, triton.next_power_of_2(COUNT))
+        mask = dim < COUNT
+        tl.store(row + FIRST + dim, tl.load(part + dim, mask=mask), mask=mask)

@@ -1,0 +1,78 @@
+"""concat_and_cache_mla: rows of two parts, on every path, against rows written one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import ops
+from pagedattn.errors import InvalidInputError
+from pagedattn.formats.mla_rows.format import join, split
+from pagedattn.testing.op_oracles import reshape_and_cache_oracle
+
+P, S = 6, 4
+SLOTS = [9, -1, 0, P * S, P * S - 1, 2**63 - 1]
+
+
+def tensors(
+    device: torch.device, latent: int = 12, rope: int = 4, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
+    """Parts that are slices of one projection, as a model has them; a padding row at the end."""
+    fused = torch.randn(7, latent + rope, device=device).to(dtype)
+    cache = torch.full((P, S, 1, latent + rope), torch.nan, device=device).to(dtype)
+    return fused[:, :latent], fused[:, latent:], cache, torch.tensor(SLOTS, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(512, 64), (12, 4), (7, 3), (16, 0)])
+def test_rows_are_written_to_their_slots_and_others_are_skipped(
+    device, path: str, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    latent, k_pe, cache, slots = tensors(device, *sizes, dtype)
+    want = reshape_and_cache_oracle(join(latent, k_pe)[: len(slots)].cpu(), cache.cpu(), SLOTS)
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots, path=path)
+    assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))
+    for part, got in zip((latent, k_pe), split(cache[2, 1, 0], sizes[0]), strict=True):
+        assert torch.equal(part[0], got)
+
+
+def test_a_cache_of_any_strides_and_nothing_around_it(device, path: str) -> None:
+    latent, k_pe, _, slots = tensors(device)
+    room = torch.full((P + 2, 1, 2 * S, 20), 7.0, device=device)
+    cache = room[1 : P + 1, :, ::2, 2:18].transpose(1, 2)
+    before = room.clone()
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots, path=path)
+    want = reshape_and_cache_oracle(
+        join(latent, k_pe)[: len(slots)].cpu(), before[1 : P + 1, :, ::2, 2:18].cpu().transpose(1, 2), SLOTS
+    )
+    assert torch.equal(cache.cpu(), want)
+    cache.fill_(7.0)
+    assert torch.equal(room, before)
+
+
+def test_nothing_is_written_for_no_slots(device, path: str) -> None:
+    latent, k_pe, cache, slots = tensors(device)
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots[:0], path=path)
+    ops.concat_and_cache_mla(latent, k_pe, cache[:0], slots, path=path)
+    assert bool(cache.isnan().all())
+
+
+REFUSED: dict[str, tuple[int, Any, str]] = {
+    "latent of another dtype": (0, torch.zeros(7, 12).half(), "latent must be torch.float32"),
+    "too few rows": (1, torch.zeros(3, 4), "k_pe must be at least 6 rows"),
+    "parts that are no row": (1, torch.zeros(7, 5), r"rows must be \[P, S, 1, 12 \+ 5\]"),
+    "strided parts": (0, torch.zeros(7, 24)[:, ::2], "latent must be .* last stride 1"),
+    "two heads": (2, torch.zeros(P, S, 2, 8), "rows must be"),
+    "slots": (3, torch.zeros(6), r"slot_mapping must be int64 \[n\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    call = list(tensors(torch.device("cpu")))
+    at, other, message = REFUSED[name]
+    call[at] = other
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        ops.concat_and_cache_mla(*call)
