@@ -19,6 +19,7 @@ from .formats.fp8.calibration_file import LayerMaxima
 from .formats.per_layer import KVCacheDtype
 from .layers.attention import Attention
 from .layers.functional import paged_attention
+from .layers.mla import MLAAttention
 from .layers.plan_step import StepMetadata, plan_step
 from .spec import AttentionSpec, AttentionType, Mask
 from .step.metadata import CommonAttentionMetadata
@@ -71,6 +72,7 @@ __all__ = [
     "KVScales",
     "LayerCache",
     "LayerMaxima",
+    "MLAAttention",
     "MLASpec",
     "Mask",
     "PagedKVCache",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ..call import AttentionCall
@@ -16,6 +18,7 @@ from ..step.bounds import (
     check_shared_length,
 )
 from ..step.metadata import CommonAttentionMetadata
+from .mla_step import LatentDims
 
 _ONE_FORMAT = "build layer and cache with one kv_cache_dtype"
 
@@ -43,16 +46,66 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if isinstance(scale, int | float) and not is_scale(scale):
             raise InvalidInputError(name, "a positive finite number", scale, POSITIVE_SCALE)
+    _check_blocks(spec, kv_cache, common, key is not None)
+
+
+def _check_blocks(spec: AttentionSpec, kv_cache: LayerCache, common: CommonAttentionMetadata, writes: bool) -> None:
+    """A cache's device and block size against the layer's and the step's."""
+    device = common.query_start_loc.device
     if kv_cache.key.device != device:
         raise InvalidInputError("kv_cache", f"on {device} as the metadata", kv_cache.key.device)
     if spec.block_size is not None and spec.block_size != kv_cache.block_size:
         remedy = "build the layer with the cache's block_size, or None"
         raise InvalidInputError("kv_cache", f"blocks of {spec.block_size} tokens", kv_cache.block_size, remedy)
-    if key is not None and common.block_size not in (None, kv_cache.block_size):
+    if writes and common.block_size not in (None, kv_cache.block_size):
         expected, remedy = f"of blocks of {kv_cache.block_size} tokens as the kv_cache", "build it with block_size="
         raise InvalidInputError("metadata", expected, common.block_size, f"{remedy}{kv_cache.block_size}")
     if common.seq_lens_cpu is not None and common.num_seqs and not torch.compiler.is_compiling():
         check_lengths_fit_table(common, common.seq_lens_cpu, kv_cache.block_size)
+
+
+def check_latent_call(
+    spec: AttentionSpec,
+    dims: LatentDims,
+    parts: Mapping[str, torch.Tensor | None],
+    kv_cache: LayerCache,
+    common: CommonAttentionMetadata,
+) -> None:
+    """Level 1 of a call of `MLAAttention`, by the names of its arguments."""
+    heads, latent, rope, nope, value = dims
+    device, tokens = common.query_start_loc.device, common.num_tokens
+    shapes: dict[str, tuple[int | None, ...]] = {
+        **{"q_nope": (None, heads, nope), "q_pe": (None, heads, rope), "latent": (None, latent), "k_pe": (None, rope)},
+        **{"w_uk": (heads, nope, latent), "w_uv": (heads, value, latent), "out": (None, heads, value)},
+    }
+    if (parts["latent"] is None) != (parts["k_pe"] is None):
+        raise InvalidInputError("k_pe", "given exactly where latent is", "one of them only")
+    for name, shape in shapes.items():
+        part = parts[name]
+        if part is None:
+            continue
+        fits = part.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, part.shape, strict=True))
+        if not fits or part.dtype != spec.dtype or part.device != device:
+            text = ", ".join("T" if n is None else str(n) for n in shape)
+            got = f"{part.dtype} {list(part.shape)} on {part.device}"
+            raise InvalidInputError(name, f"{spec.dtype} [{text}] on {device}", got)
+        if part.stride(-1) != 1 and part.numel():
+            raise InvalidInputError(name, "contiguous in its last dimension", f"strides {part.stride()}")
+        if name in ("q_nope", "q_pe", "out") and len(part) < tokens:
+            raise InvalidInputError(name, f"at least {tokens} rows, as the metadata says", len(part))
+    _check_latent_cache(spec, kv_cache, common, parts["latent"] is not None)
+
+
+def _check_latent_cache(
+    spec: AttentionSpec, kv_cache: LayerCache, common: CommonAttentionMetadata, writes: bool
+) -> None:
+    if not isinstance(kv_cache, LayerCache):
+        expected, remedy = "a LayerCache of latent rows", "pass cache.layer(i) of a cache from MLASpec"
+        raise InvalidInputError("kv_cache", expected, type(kv_cache).__name__, remedy)
+    _planes(spec, kv_cache)
+    if kv_cache.key.data_ptr() != kv_cache.value.data_ptr() and kv_cache.key.numel():
+        raise InvalidInputError("kv_cache", "of latent rows", "values of their own", "build the cache from MLASpec")
+    _check_blocks(spec, kv_cache, common, writes)
 
 
 def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
