@@ -21,8 +21,9 @@ from pagedattn import (
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.layers.mla_step import LatentDims, MLAMetadata, plan_chunks
 from pagedattn.spec import GraphLevel
-from pagedattn.testing import mla_expanded_oracle
+from pagedattn.testing import interpreted, mla_expanded_oracle
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, L, R, N, V, S = 3, 16, 8, 12, 10, 4
 SCALE = 0.3
 SIZES: dict[str, Any] = {"num_heads": HEADS, "latent_dim": L, "rope_dim": R, "nope_dim": N, "v_dim": V}
@@ -31,19 +32,22 @@ SIZES: dict[str, Any] = {"num_heads": HEADS, "latent_dim": L, "rope_dim": R, "no
 class Model:
     """One layer's weights, and the tokens of each sequence so far."""
 
-    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(
+        self, lengths: list[int], dtype: torch.dtype = torch.float32, device: torch.device = DEVICE, seed: int = 0
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
         self.weight = self.normal(HEADS * (N + V), L) * 0.4
-        self.cache = PagedKVCache.from_specs([MLASpec(head_dim=L + R, latent_dim=L, block_size=S, dtype=dtype)], 200)
+        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=S, dtype=dtype)
+        self.cache = PagedKVCache.from_specs([spec], 200, device=device)
         self.cache.layer(0).key.fill_(torch.nan)
         self.rows = [self.normal(n, L + R) for n in lengths]
         blocks = torch.randperm(199, generator=self.generator).to(torch.int32) + 1
         width = max(-(-n // S) for n in lengths) + 1
-        self.table = blocks[: width * len(lengths)].view(len(lengths), width).clone()
+        self.table = blocks[: width * len(lengths)].view(len(lengths), width).to(device)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.dtype)
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def step(self, query_lens: list[int], seq_lens: list[int]) -> CommonAttentionMetadata:
         return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, self.table, block_size=S)
@@ -77,7 +81,7 @@ class Model:
 
 
 def layer_of(**options: Any) -> MLAAttention:
-    return MLAAttention(**SIZES, scale=SCALE, **options)
+    return MLAAttention(**SIZES, scale=SCALE, **{"device": DEVICE, **options})
 
 
 KEY_BYTES = LatentDims(HEADS, L, R, N, V).expanded_bytes(4)
@@ -108,7 +112,7 @@ def test_every_form_is_the_oracle(form: str, step: str) -> None:
     model = Model(seq_lens)
     model.fill([total - new for new, total in zip(query_lens, seq_lens, strict=True)])
     got, want = model.run(layer_of(**FORMS[form]), query_lens, seq_lens)
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded", "expanded, 5 keys at once"])
@@ -117,13 +121,14 @@ def test_soft_cap_and_window(form: str, options: dict[str, Any]) -> None:
     model = Model([20, 9])
     model.fill([8, 4])
     got, want = model.run(layer_of(**FORMS[form], **options), [12, 5], [20, 9])
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu" and not interpreted(), reason="needs TRITON")
 @pytest.mark.parametrize("backend", ["TORCH", "TRITON", "prefill=TORCH,decode=TRITON"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_backends_and_dtypes(backend: str, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and "TRITON" in backend:
+    if interpreted() and dtype == torch.bfloat16 and "TRITON" in backend:
         with pytest.raises(UnsupportedError, match="interpreter"):
             layer_of(backend=backend, dtype=dtype)
         return
@@ -145,7 +150,7 @@ def test_chunk_by_chunk_token_by_token_and_after_a_prefix_hit() -> None:
     model.table[0, :5] = torch.tensor(blocks)
     for query_lens, seq_lens in (([9, 0], [9, 0]), ([8, 0], [17, 0]), ([1, 0], [18, 0]), ([1, 0], [19, 0])):
         got, want = model.run(layer, query_lens, seq_lens)
-        torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
     node = pool.commit(blocks[0], None, b"first")
     pool.commit(blocks[1], node, b"second")
     hit = pool.find(None, b"first")
@@ -153,13 +158,13 @@ def test_chunk_by_chunk_token_by_token_and_after_a_prefix_hit() -> None:
     pool.touch(blocks[:2])
     model.table[1, :5] = torch.tensor([*blocks[:2], *pool.allocate(3)])
     got, want = model.run(layer, [1, 9], [19, 17])
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
     copies, pairs = pool.fork(blocks, has_open_block=True)
     model.cache.copy_blocks(pairs)
     model.table[1, :5] = torch.tensor(copies)
     model.rows[1] = torch.cat((model.rows[0], model.normal(1, L + R)))
     got, want = model.run(layer, [0, 1], [19, 20])
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
 def test_nan_in_unused_slots_and_padding_rows_do_not_matter() -> None:
@@ -167,7 +172,7 @@ def test_nan_in_unused_slots_and_padding_rows_do_not_matter() -> None:
         model = Model([6, 13])
         model.fill([5, 4])
         got, want = model.run(layer_of(**FORMS[form]), [1, 9], [6, 13], padding=3)
-        torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
     assert bool(model.cache.layer(0).key.isnan().any())
 
 
@@ -175,13 +180,13 @@ def test_nothing_is_written_without_a_latent_and_the_given_output_is_filled() ->
     model, layer = Model([7]), layer_of()
     model.fill([7])
     before = model.cache.slabs.clone()
-    out, (w_uk, w_uv) = torch.empty(2, HEADS, V), layer.split_kv_b(model.weight)
+    out, (w_uk, w_uv) = torch.empty(2, HEADS, V, device=DEVICE), layer.split_kv_b(model.weight)
     queries = model.normal(2, HEADS, N), model.normal(2, HEADS, R)
     got = layer(*queries, None, None, w_uk, w_uv, model.cache.layer(0), model.step([2], [7]), out)
     latent, k_pe = model.rows[0].split((L, R), 1)
     want, _ = mla_expanded_oracle(*queries, latent, k_pe, w_uk, w_uv, scale=SCALE)
     assert got is out and torch.equal(model.cache.slabs, before)
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
 def test_one_plan_serves_all_layers_of_a_kind_and_says_what_runs() -> None:
@@ -194,7 +199,7 @@ def test_one_plan_serves_all_layers_of_a_kind_and_says_what_runs() -> None:
     model.fill([16, 3, 29])
     for layer in layers:
         got, want = model.run(layer, [1, 2, 11], [17, 5, 40], metadata=step)
-        torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
 def test_lengths_that_the_host_does_not_know_are_copied_for_long_sequences_only() -> None:
@@ -204,9 +209,10 @@ def test_lengths_that_the_host_does_not_know_are_copied_for_long_sequences_only(
     built = layer.build(unknown)
     assert isinstance(built, MLAMetadata) and built.num_rows == 13
     got, want = model.run(layer, [12, 1], [20, 9], metadata=built)
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu" and not interpreted(), reason="needs TRITON")
 def test_a_captured_step_is_absorbed_and_rewritten_in_place() -> None:
     layer = layer_of(backend="TRITON", max_absorbed_len=0, graph_level=GraphLevel.ALWAYS)
     model = Model([9, 22])
@@ -215,7 +221,7 @@ def test_a_captured_step_is_absorbed_and_rewritten_in_place() -> None:
     model.fill([5, 20])
     plan_step([layer], model.step([1, 1], [6, 21]), into=step)
     got, want = model.run(layer, [1, 1], [6, 21], metadata=step)
-    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
     with pytest.raises(CapacityError, match="the captured metadata holds at most 2"):
         plan_step([layer], model.step([4, 1], [6, 21]), into=step)
 
@@ -277,7 +283,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
-    model, layer = Model([6]), layer_of()
+    model, layer = Model([6], device=torch.device("cpu")), layer_of(device="cpu")
     w_uk, w_uv = layer.split_kv_b(model.weight)
     call: dict[str, Any] = {
         **{"q_nope": torch.zeros(2, HEADS, N), "q_pe": torch.zeros(2, HEADS, R), "latent": torch.zeros(2, L)},
@@ -293,7 +299,7 @@ def test_a_layer_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"^scale must be given .* pass \(nope_dim \+ rope_dim\) \*\* -0.5"):
         MLAAttention(**SIZES)
     with pytest.raises(UnsupportedError, match=r"TORCH: kv_cache_dtype=fp8_e4m3 \(serves auto with latent_dim\)"):
-        layer_of(kv_cache_dtype="fp8")
+        layer_of(kv_cache_dtype="fp8", device="cpu")
     with pytest.raises(InvalidInputError, match=r"^nope_dim must be at least 1"):
         MLAAttention(**{**SIZES, "nope_dim": 0}, scale=SCALE)
     with pytest.raises(InvalidInputError, match=r"^weight must be \[66, 16\]"):
@@ -303,12 +309,12 @@ def test_a_layer_that_cannot_be_is_refused() -> None:
 
 
 def test_a_layer_follows_its_model_to_another_dtype() -> None:
-    layer = torch.nn.Sequential(layer_of()).double()[0]
+    layer = torch.nn.Sequential(layer_of(device="cpu")).double()[0]
     assert isinstance(layer, MLAAttention)
     assert layer.spec == AttentionSpec(
         num_heads=HEADS, head_dim=L + R, latent_dim=L, scale=SCALE, dtype=torch.float64, mask=Mask(True)
     )
-    model = Model([12, 9], torch.float64)
+    model = Model([12, 9], torch.float64, torch.device("cpu"))
     model.fill([4, 8])
     got, want = model.run(layer, [8, 1], [12, 9])
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)

@@ -96,14 +96,15 @@ def test_a_plan_and_its_workspace_serve_call_after_call(device) -> None:
 
 def test_a_plan_of_fewer_tokens_writes_nothing_beyond_its_workspace(device) -> None:
     """What a caller that gives a wrong plan gets is not said, but that no memory of others changes is."""
-    shape = AttentionShape(torch.float32, torch.float32, 1, 3, L + R, L, (1, 0), False, True, False, S, (None, None))
-    plan = plan_mla_decode(shape, BatchBounds(1, 1, 1, 1, 4000, 4000), device)
-    room = torch.full((plan.config.workspace + 64,), 77, dtype=torch.int32, device=device)
+    shape = AttentionShape(torch.float32, torch.float32, 1, 1, L + R, L, (1, 0), False, True, False, S, (None, None))
+    plan = plan_mla_decode(shape, BatchBounds(1, 1, 1, 1, 64, 64), device)
+    assert plan.config.splits_keys and plan.config.workspace - plan.config.splits_at < 3 * 500
+    room = torch.full((plan.config.workspace + 2000,), 77, dtype=torch.int32, device=device)
     room[: 3 * COUNTERS] = 0
     plan.workspace = room[: plan.config.workspace]
-    call = given(device, block_table=i32([[2, 7, 1]], device), seq_lens=i32([9], device))
-    call |= {"query_start_loc": i32([0, 3], device), "max_query_len": 3}
-    ops.mla_decode(**call, plan=plan, path="triton")
+    call = given(device, heads=1, block_table=i32([[at % P for at in range(125)]], device), seq_lens=i32([500], device))
+    call |= {"query": torch.randn(500, 1, L + R, device=device), "query_start_loc": i32([0, 500], device)}
+    ops.mla_decode(**{**call, "max_query_len": 500, "max_seq_len": 500}, plan=plan, path="triton")
     assert bool((room[plan.config.workspace :] == 77).all()) and not bool(room[: 3 * COUNTERS].any())
 
 
