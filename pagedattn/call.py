@@ -22,6 +22,9 @@ class AttentionCall(NamedTuple):
     sinks, alibi_slopes: [Hq], exactly where the spec announces them.
     k_scale, v_scale: what stored fp8 elements are multiplied with, of the kind that spec.kv_scale announces: a host
         float, a float32 tensor of one element, or one of [Hkv]; None is 1.
+
+    Of latent attention (`AttentionSpec.latent_dim`) the query is absorbed, [T, Hq, L + R], the cache's value is a view
+    of its key, and the output is [T, Hq, L].
     """
 
     query: torch.Tensor

@@ -69,7 +69,8 @@ class Model:
         rows = torch.cat([*new, self.normal(padding, L + R)])
         w_uk, w_uv = layer.split_kv_b(self.weight)
         common = options.pop("metadata", None) or self.step(query_lens, seq_lens)
-        out = layer(q_nope, q_pe, rows[:, :L], rows[:, L:], w_uk, w_uv, self.cache.layer(0), common, **options)
+        call = options.pop("call", layer)
+        out = call(q_nope, q_pe, rows[:, :L], rows[:, L:], w_uk, w_uv, self.cache.layer(0), common, **options)
         want, start = [], 0
         for seen, n, end in zip(self.rows, query_lens, seq_lens, strict=True):
             mine, keys = slice(start, start + n), seen[:end]
@@ -224,6 +225,16 @@ def test_a_captured_step_is_absorbed_and_rewritten_in_place() -> None:
     torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
     with pytest.raises(CapacityError, match="the captured metadata holds at most 2"):
         plan_step([layer], model.step([4, 1], [6, 21]), into=step)
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+def test_it_compiles_without_a_graph_break(form: str) -> None:
+    model, layer = Model([7, 9]), layer_of(**FORMS[form])
+    model.fill([6, 4])
+    step = plan_step([layer], model.step([1, 5], [7, 9]))
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    got, want = model.run(layer, [1, 5], [7, 9], metadata=step, call=compiled)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
 def test_break_even_is_where_the_multiplications_are_equal() -> None:

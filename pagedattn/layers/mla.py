@@ -247,10 +247,10 @@ class MLAAttention(nn.Module):
         latent_dim = self.dims.latent
         query = q_nope.new_empty(*q_nope.shape[:2], latent_dim + self.dims.rope)
         in_latent, in_rope = split(query, latent_dim)
-        torch.bmm(q_nope.transpose(0, 1), w_uk, out=in_latent.transpose(0, 1))
+        _multiply(q_nope.transpose(0, 1), w_uk, in_latent.transpose(0, 1))
         in_rope.copy_(q_pe)
         summed = self._impl.forward(AttentionCall(query, kv_cache), metadata)  # [T, H, L]
-        torch.bmm(summed.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
+        _multiply(summed.transpose(0, 1), w_uv.transpose(1, 2), out.transpose(0, 1))
 
     def _attend_expanded(
         self,
@@ -291,10 +291,10 @@ class MLAAttention(nn.Module):
         latent, k_pe = split(rows, latent_dim)  # [n, 1, L] and [n, 1, R]
         shared = latent.transpose(0, 1).expand(heads, -1, -1)
         key = rows.new_empty(chunk.num_keys, heads, nope + rope)
-        torch.bmm(shared, w_uk.transpose(1, 2), out=key[..., :nope].transpose(0, 1))
+        _multiply(shared, w_uk.transpose(1, 2), key[..., :nope].transpose(0, 1))
         key[..., nope:] = k_pe
         value = rows.new_empty(chunk.num_keys, heads, value_dim)
-        torch.bmm(shared, w_uv.transpose(1, 2), out=value.transpose(0, 1))
+        _multiply(shared, w_uv.transpose(1, 2), value.transpose(0, 1))
         return key, value
 
     def _metadata(self, metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata) -> MLAMetadata:
@@ -310,6 +310,14 @@ class MLAAttention(nn.Module):
     def extra_repr(self) -> str:
         heads, latent, rope, nope, value = self.dims
         return f"{heads} heads of {nope}+{rope}/{value} over rows of {latent}+{rope}, backend={self.selection.name}"
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Batched product, without a copy where `out` is strided; torch.compile takes no such output."""
+    if torch.compiler.is_dynamo_compiling():
+        out.copy_(torch.bmm(a, b))
+    else:
+        torch.bmm(a, b, out=out)
 
 
 _State = tuple[torch.Tensor, torch.Tensor]  # output and LSE

@@ -103,7 +103,8 @@ def _check_latent_cache(
         expected, remedy = "a LayerCache of latent rows", "pass cache.layer(i) of a cache from MLASpec"
         raise InvalidInputError("kv_cache", expected, type(kv_cache).__name__, remedy)
     _planes(spec, kv_cache)
-    if kv_cache.key.data_ptr() != kv_cache.value.data_ptr() and kv_cache.key.numel():
+    apart = not torch.compiler.is_compiling() and kv_cache.key.data_ptr() != kv_cache.value.data_ptr()
+    if apart and kv_cache.key.numel():
         raise InvalidInputError("kv_cache", "of latent rows", "values of their own", "build the cache from MLASpec")
     _check_blocks(spec, kv_cache, common, writes)
 

@@ -66,7 +66,7 @@ def mla_decode(
         out = query.new_empty(*query.shape[:2], latent_dim)
     expect(out.dim() == 3 and out.shape[2] == latent_dim, "out", f"[T, Hq, {latent_dim}]", out)
     mask = mask.replace(causal=True) if mask.causal is None else mask
-    numbers = (scale, mask.constants, float(softcap or 0.0), max_query_len, max_seq_len)
+    numbers = (float(scale), mask.constants, float(softcap or 0.0), max_query_len, max_seq_len)
     tensors = (query, rows, block_table, query_start_loc, seq_lens, out, lse)
     _inputs(*tensors, *numbers).check()
     _op(*tensors, *numbers, None if plan is None else plan.workspace, path, plan=plan)
