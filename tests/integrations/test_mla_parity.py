@@ -188,7 +188,9 @@ def test_a_prefix_hit_a_fork_and_a_preempted_sequence(kind: str) -> None:
     for at in range(4):
         node = pool.find(node, bytes([at]))
         assert node is not None
-        hits.append(pool.block_of(node))
+        block = pool.block_of(node)
+        assert block is not None
+        hits.append(block)
     pool.touch(hits)
     two = [*hits, *pool.allocate(2)]
     beam, pairs = pool.fork(one[:5], has_open_block=True)
