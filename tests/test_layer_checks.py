@@ -105,7 +105,11 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
             "at most 2, .*got 3",
         ),
     ),
-    "decodes": ({"metadata": common(num_decodes=2)}, "num_decodes", "one new token each, got 2; pass 0, or sort"),
+    "decodes": (
+        {"metadata": common(num_decodes=2)},
+        "num_decodes",
+        "each, got 2, where sequence 1 has 5; pass 0, or sort",
+    ),
     "too many decodes": ({"metadata": common(num_decodes=7)}, "num_decodes", r"in 0\.\.2, .*got 7"),
     "negative decodes": ({"metadata": common(num_decodes=-1)}, "num_decodes", r"in 0\.\.2, .*got -1"),
     "shared": ({"metadata": common(shared_prefix_len=6)}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
@@ -148,7 +152,7 @@ BAD_CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "long": ({"seq_lens": i32(33, 5), "max_seq_len": 33}, "seq_lens", "at most 32, got 33"),
     "longest query": ({"max_query_len": 1, **UNKNOWN}, "max_query_len", "at least 5, the longest, got 1"),
     "longest sequence": ({"max_seq_len": 19, **UNKNOWN}, "max_seq_len", "at least 20, the longest, got 19"),
-    "decodes": ({"num_decodes": 2, **UNKNOWN}, "num_decodes", "one new token each, got 2"),
+    "decodes": ({"num_decodes": 2, **UNKNOWN}, "num_decodes", "each, got 2, where sequence 1 has 5"),
     "shared": ({"shared_prefix_len": 5}, "shared_prefix_len", r"share \(5 are not\), got others at row 1; pass 0"),
     "shared and longer": (
         *({"shared_prefix_len": 6, "seq_lens_cpu": None}, "shared_prefix_len", r"in 0\.\.5, .*got 6"),
@@ -175,7 +179,7 @@ def test_padding_decodes_nothing_where_nobody_else_comes_after_it(monkeypatch: p
     mixed = CommonAttentionMetadata.from_lengths([1, 0, 5], [20, 0, 5], TABLE[[0, 0, 1]]).replace(num_decodes=2)
     for level, unknown in (("1", dict[str, None]()), ("2", UNKNOWN)):
         monkeypatch.setenv("PAGEDATTN_CHECK", level)
-        with pytest.raises(InvalidInputError, match="num_decodes must be leading sequences with one new token each"):
+        with pytest.raises(InvalidInputError, match=r"num_decodes must be at most 1, .*got 2, where sequence 1 has 0;"):
             call(metadata=mixed.replace(**unknown))
 
 

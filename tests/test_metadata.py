@@ -111,9 +111,18 @@ def test_it_is_a_value() -> None:
         common.num_decodes = 0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("query_lens", "decodes"), [([5, 1], 2), ([1, 1], 3), ([1, 1], -1), ([0, 1], 1)])
-def test_decodes_that_are_none_are_refused(query_lens: list[int], decodes: int) -> None:
-    with pytest.raises(InvalidInputError, match=rf"num_decodes must be .*got {decodes}"):
+@pytest.mark.parametrize(
+    ("query_lens", "decodes", "got"),
+    [
+        ([5, 1], 2, "at most 0, .*got 2, where sequence 0 has 5; pass 0"),
+        ([1, 3], 2, "at most 1, .*got 2, where sequence 1 has 3; pass 0"),
+        ([0, 1], 1, "at most 0, .*got 1, where sequence 0 has 0; pass 0"),
+        ([1, 1], 3, r"in 0\.\.2, .*got 3"),
+        ([1, 1], -1, r"in 0\.\.2, .*got -1"),
+    ],
+)
+def test_decodes_that_are_none_are_refused(query_lens: list[int], decodes: int, got: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"num_decodes must be {got}"):
         CommonAttentionMetadata.from_lengths(query_lens, [5, 9], TABLE[:2], num_decodes=decodes)
 
 

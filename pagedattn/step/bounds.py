@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidInputError
-from .metadata import CommonAttentionMetadata
+from .metadata import CommonAttentionMetadata, not_decodes
 
 
 def check_bounds(common: CommonAttentionMetadata) -> None:
@@ -39,8 +39,7 @@ def check_lengths_within_bounds(
     # The padding of a captured batch decodes nothing; before sequences that are no decodes there is none.
     single = longest <= 1 or not decodes or query_lens[:decodes].max() <= 1
     if not single or (decodes < common.num_seqs and first[decodes] != decodes):
-        expected = "leading sequences with one new token each"
-        raise InvalidInputError("num_decodes", expected, decodes, "pass 0, or sort decodes first")
+        raise not_decodes(query_lens.tolist(), decodes)
 
 
 def _at_most(name: str, bound: int, longest: int) -> None:

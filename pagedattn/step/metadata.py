@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import index
@@ -127,7 +127,15 @@ def _check_decodes(query_lens: Sequence[int], num_decodes: int) -> None:
     if not 0 <= num_decodes <= len(query_lens):
         raise InvalidInputError("num_decodes", f"in 0..{len(query_lens)}, the number of sequences", num_decodes)
     if any(n > 1 for n in leading) or (0 in leading and num_decodes < len(query_lens)):
-        raise InvalidInputError("num_decodes", "leading sequences with one new token each", num_decodes)
+        raise not_decodes(query_lens, num_decodes)
+
+
+def not_decodes(query_lens: Iterable[int], num_decodes: int) -> InvalidInputError:
+    """The error for `num_decodes` leading sequences of which one has none or several new tokens: it says which."""
+    index, new = next((index, new) for index, new in enumerate(query_lens) if new != 1)
+    expected = f"at most {index}, the leading sequences with one new token each"
+    got = f"{num_decodes}, where sequence {index} has {new}"
+    return InvalidInputError("num_decodes", expected, got, "pass 0, or sort decodes first")
 
 
 def _check_lengths(
