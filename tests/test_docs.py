@@ -76,6 +76,12 @@ def test_what_the_architecture_page_names_is_in_the_file_that_it_names() -> None
     assert len(named) > 15 and not wrong, wrong
 
 
+def test_the_architecture_page_lists_every_kernel_family() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    families = {path.parent.name for path in (ROOT / "pagedattn/kernels").glob("*/__init__.py")}
+    assert sorted(listed) == sorted(families) and len(families) >= 12
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_compile(page: Path) -> None:
     for number, code in enumerate(python_blocks(page)):
