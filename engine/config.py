@@ -40,7 +40,10 @@ class EngineConfig:
         tensor_parallel_size: processes that share the model, each on a GPU of its own from `device` on (or on the CPU).
         step_timeout: seconds after which a step of several processes counts as hung although all of them live.
         heartbeat_timeout: seconds without a sign of life, of which each of several processes gives two a second, after
-            which it counts as hung. One that ends or fails is noticed at once, whatever this is.
+            which it counts as hung; 120 at least while they load. One that ends or fails is noticed at once, whatever
+            this is.
+        start_timeout: seconds that several processes may take to load the model and to size the cache; step_timeout
+            where that is more.
         backend: attention backend by name; None chooses.
         kv_cache_dtype: format of the KV cache: "auto" is the model's dtype, "int8" a byte per element and a scale of
             each token and head, "k8v4" the same of keys and half a byte of values, "turboquant4" half a byte per
@@ -63,6 +66,8 @@ class EngineConfig:
             swap on a GPU, or "swap" is asked for.
         prefix_space: bytes of (pinned) host memory, of each process, for blocks of the prefix cache that the device has
             no room for any more: a prompt that begins as an earlier one reads them back. Preempted requests go first.
+        chat_template_timeout: seconds that the model's chat template may take for the messages of one request.
+        chat_template_memory: bytes of address space for the process that renders it, 256 MiB at least.
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
@@ -84,6 +89,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     step_timeout: float = 300.0
     heartbeat_timeout: float = 60.0
+    start_timeout: float = 3600.0
     backend: str | None = None
     kv_cache_dtype: str | KVCacheDtype = "auto"
     kv_scales: str | None = None
@@ -98,6 +104,8 @@ class EngineConfig:
     preemption: str = "auto"
     swap_space: int | None = None
     prefix_space: int = 0
+    chat_template_timeout: float = 3.0
+    chat_template_memory: int = 1 << 30
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
@@ -135,8 +143,9 @@ class EngineConfig:
         _check_choice("model_impl", self.model_impl, _MODEL_IMPLS)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
         _check_choice("preemption", self.preemption, _PREEMPTIONS)
-        if not _is_positive(self.step_timeout):
-            raise InvalidInputError("step_timeout", "a positive number of seconds", repr(self.step_timeout))
+        for name in ("step_timeout", "start_timeout", "chat_template_timeout"):
+            if not _is_positive(value := getattr(self, name)):
+                raise InvalidInputError(name, "a positive number of seconds", repr(value))
         if not _is_positive(self.heartbeat_timeout) or self.heartbeat_timeout < 1:
             raise InvalidInputError("heartbeat_timeout", "at least 1 second", repr(self.heartbeat_timeout))
 
@@ -170,6 +179,7 @@ _LOWEST = {
     "max_waiting": 1,
     "swap_space": 0,
     "prefix_space": 0,
+    "chat_template_memory": 1 << 28,
 }
 _OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
 

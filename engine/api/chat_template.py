@@ -26,6 +26,7 @@ MAX_SOURCE_BYTES = 64 << 10
 MAX_RENDERED_CHARS = 4 << 20
 _MAX_REPLY_BYTES = 12 * MAX_RENDERED_CHARS + 4096  # a character takes at most 12 bytes of JSON
 _WORKER = Path(__file__).with_name("chat_worker.py")
+_CPU_SECONDS = 60  # at least; it only counts where the parent has died, which stops the worker after time_limit
 _PACKAGES = ("jinja2", "markupsafe")  # what the worker imports beyond the standard library
 
 
@@ -37,6 +38,7 @@ class ChatTemplate:
         for_tools: the one that is taken where tools are given; "" for the same.
         variables: names that it always sees, such as `bos_token`.
         time_limit: seconds that one rendering may take.
+        memory_limit: bytes of address space of the process.
     """
 
     def __init__(
@@ -46,18 +48,24 @@ class ChatTemplate:
         *,
         for_tools: str = "",
         time_limit: float = 3.0,
+        memory_limit: int = 1 << 30,
     ) -> None:
         size = max(len(text.encode("utf-8", "surrogatepass")) for text in (source, for_tools))
         if size > MAX_SOURCE_BYTES:
             raise SecurityError(f"a chat template must have at most {MAX_SOURCE_BYTES} bytes, got {size}")
         self.source, self.for_tools = source, for_tools
         self.variables = dict(variables or {})
-        self.time_limit = time_limit
+        self.time_limit, self.memory_limit = time_limit, memory_limit
         self._worker: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def from_folder(cls, folder: ModelFolder, variables: Mapping[str, str] | None = None) -> ChatTemplate | None:
+    def from_folder(
+        cls, folder: ModelFolder, variables: Mapping[str, str] | None = None, **limits: Any
+    ) -> ChatTemplate | None:
         """The template of a model folder (chat_template.jinja, else tokenizer_config.json), None where it has none.
+
+        Args:
+            limits: `time_limit` and `memory_limit`.
 
         Raises:
             SecurityError: it has more than 64 KiB, or its file leaves the folder.
@@ -75,7 +83,7 @@ class ChatTemplate:
         for text in (source, for_tools):
             if not isinstance(text, str):
                 raise WeightsError(f"chat_template in {folder.root} must be text, got {type(text).__name__}")
-        return cls(source, variables, for_tools=for_tools)
+        return cls(source, variables, for_tools=for_tools, **limits)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Messages (plain JSON data) to the text of a prompt.
@@ -121,13 +129,17 @@ class ChatTemplate:
             timer.cancel()
         if not reply.endswith(b"\n"):
             self.close()
-            raise SecurityError(f"the chat template was stopped: more than {self.time_limit} s, or too much memory")
+            remedy = "raise chat_template_timeout or chat_template_memory, or shorten the messages"
+            raise SecurityError(
+                f"the chat template was stopped: more than {self.time_limit:g} s, or too much memory; {remedy}"
+            )
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
         folders = _folders()
         # No environment variable, working directory, site folder or .pth file decides what the worker imports.
-        command = [sys.executable, "-I", "-S", str(_WORKER), *folders]
+        limits = str(self.memory_limit), str(max(_CPU_SECONDS, int(2 * self.time_limit)))
+        command = [sys.executable, "-I", "-S", str(_WORKER), *limits, *folders]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         weakref.finalize(self, _stop, worker)
         said = worker.stdout.readline().decode(errors="replace").strip()  # type: ignore[union-attr]

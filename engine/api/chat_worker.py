@@ -2,8 +2,9 @@
 
 Its first line is "ready", or says why it cannot render and what to do.
 
-Started by path (`python -I -S chat_worker.py FOLDER ...`), so it imports the standard library only, and jinja2 from the
-folders that it is given.
+Started by path (`python -I -S chat_worker.py MEMORY SECONDS FOLDER ...`), so it imports the standard library only, and
+jinja2 from the folders that it is given. MEMORY: bytes of address space that it may have. SECONDS: of processor time
+for each request, should its parent, which stops it earlier, be gone.
 """
 
 from __future__ import annotations
@@ -16,16 +17,13 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
-sys.path.extend(sys.argv[1:])
+sys.path.extend(sys.argv[3:])
 
 import jinja2
 from jinja2 import ext, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-_MEMORY_BYTES = 1 << 30
-_CPU_SECONDS = 60
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -81,7 +79,8 @@ def _render(source: str, max_chars: int, variables: dict[str, Any]) -> str:
         pieces.append(piece)
         size += len(piece)
         if size > max_chars:
-            raise SecurityError(f"the rendered text is longer than {max_chars} characters")
+            remedy = "shorten the messages, or render them yourself and pass token ids"
+            raise SecurityError(f"the rendered text is longer than {max_chars} characters; {remedy}")
     return "".join(pieces)
 
 
@@ -97,7 +96,10 @@ def _reply(line: bytes, render: Callable[..., str] = _render) -> dict[str, Any]:
 def _describe(error: Exception) -> str:
     text = str(error)[:1000]
     if isinstance(error, MemoryError) and not text:
-        text = f"rendering it takes more than {_MEMORY_BYTES >> 30} GiB"
+        memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+        text = (
+            f"rendering it takes more than {memory / 2**30:g} GiB; raise chat_template_memory, or shorten the messages"
+        )
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -112,12 +114,13 @@ def _refuse(why: str) -> int:
 
 
 def main() -> None:
-    """Serve until stdin ends. Each request has a minute of processor time, should its parent be gone."""
+    """Serve until stdin ends."""
+    memory, seconds = map(int, sys.argv[1:3])
     if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
         place = jinja2.__file__.rpartition("/jinja2/")[0]
         sys.exit(_refuse(f"need jinja2 3.1.6 or newer, {place} has {jinja2.__version__}; pip install -U jinja2"))
     try:
-        _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+        _limit(resource.RLIMIT_AS, memory)
         _limit(resource.RLIMIT_FSIZE, 0)
     except (OSError, ValueError) as error:
         sys.exit(
@@ -126,7 +129,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + _CPU_SECONDS)
+        _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + seconds)
         print(json.dumps(_reply(line)), flush=True)
 
 

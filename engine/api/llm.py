@@ -144,7 +144,12 @@ class LLM(Engine):
         """The token ids of a conversation, as `chat` sends them: a prompt for `generate` and `stream`."""
         tokenizer = self.runner.tokenizer
         if self._template is None and isinstance(tokenizer, Tokenizer):
-            self._template = ChatTemplate.from_folder(ModelFolder(self.config.model), tokenizer.named_tokens)
+            self._template = ChatTemplate.from_folder(
+                ModelFolder(self.config.model),
+                tokenizer.named_tokens,
+                time_limit=self.config.chat_template_timeout,
+                memory_limit=self.config.chat_template_memory,
+            )
         if self._template is None or not isinstance(tokenizer, Tokenizer):
             raise UnsupportedError("chat needs a tokenizer and a chat template in the model folder; use generate")
         return encode_chat(self._template, tokenizer, messages, **{"add_generation_prompt": True, **variables})

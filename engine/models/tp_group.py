@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# The driver watches its workers itself and ends them at once; a collective's own limit must only never be first.
+# No setting: the driver ends ranks that hang, by step_timeout and heartbeat_timeout. This limit only must not be first,
+# as torch would end the process without a word to the driver.
 _COLLECTIVE_LIMIT = timedelta(days=1)
 
 

@@ -34,7 +34,9 @@ from .launcher import Workers
 from .step_wire import decode_tokens, encode_step
 from .watch import Limits, RankFailed, WorkerMonitor
 
-_AT_START = Limits(silence=120.0, total=3600.0)  # loading libraries may hold the interpreter for long
+# Seconds without a sign of life that a rank has at least while it loads: importing libraries may hold the interpreter
+# for long. No setting of its own, as heartbeat_timeout raises it too.
+_SILENCE_AT_START = 120.0
 _AS_IT_WAS = (CapacityError, SecurityError, UnsupportedError, WeightsError)
 
 
@@ -60,6 +62,7 @@ class ParallelRunner:
         self.placeholder_tokens = placeholder_tokens(self.folder.require_json("config.json"))
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._limits = Limits(config.heartbeat_timeout, config.step_timeout)
+        self._start_limits = Limits(*map(max, self._limits, (_SILENCE_AT_START, config.start_timeout)))
         self._in_doubt = False
         self._workers = Workers(size)
         try:
@@ -115,9 +118,8 @@ class ParallelRunner:
             for rank, device in enumerate(devices)
         ]
         try:
-            limits = Limits(*map(max, _AT_START, self._limits))
-            number = self._watch.send(Kind.START, bodies, limits)
-            answers = self._watch.answers(number, len(devices), limits)
+            number = self._watch.send(Kind.START, bodies, self._start_limits)
+            answers = self._watch.answers(number, len(devices), self._start_limits)
         except RankFailed as error:
             raise _as_it_was(error) from error.__cause__
         self._workers.have_met()

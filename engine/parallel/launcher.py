@@ -22,6 +22,7 @@ _START = (
     "from pagedattn.engine.parallel.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 _LAST = 2**32 - 1  # the number of a message after which there is none
+# For a process to end by itself. No setting: one that waits for a step ends at once, and none has anything to save.
 _SECONDS_TO_STOP = 2.0
 
 

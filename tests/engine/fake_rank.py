@@ -1,8 +1,9 @@
 """A rank without a model, run by path in a process of its own: loads channel.py alone, so that it starts at once.
 
 Roles, by rank: "echo" answers each message with its own bytes (in parts), "slow" reads late, "mute" answers the first
-message only, "silent" does not beat either, "deaf" reads the first message only, "fail" reports an error to the second
-message, "exit" ends with status 3 there. A text that is a JSON object is the answer to the first message.
+message only, "silent" does not beat either, "loading" answers none, "deaf" reads the first message only, "fail" reports
+an error to the second message, "exit" ends with status 3 there. A text that is a JSON object is the answer to the first
+message.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(descriptor: int, role: str, text: str) -> None:
                 time.sleep(0.1)
         if role == "exit" and count == 2:
             os._exit(3)
-        if role not in ("mute", "silent") or count == 1:
+        if role != "loading" and (role not in ("mute", "silent") or count == 1):
             channel.send(kinds.DONE, number, text.encode() if count == 1 and text.startswith("{") else body)
         while role == "deaf":
             time.sleep(1)

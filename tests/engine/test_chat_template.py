@@ -13,8 +13,10 @@ from typing import Any
 import jinja2
 import markupsafe
 import pytest
+from fake_runner import FakeRunner
 from test_detokenizer import byte_level
 
+from pagedattn.engine import LLM, EngineConfig
 from pagedattn.engine.api.chat_encoding import encode_chat
 from pagedattn.engine.api.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from pagedattn.engine.models.folder import ModelFolder
@@ -145,9 +147,28 @@ class TestChatTemplate:
         with pytest.raises(UnsupportedError, match=r"jinja2 3\.1\.6 or newer: pip install"):
             ChatTemplate("x").render([])
 
-    def test_memory_is_limited(self) -> None:
-        with pytest.raises(SecurityError, match=r"MemoryError: rendering it takes more than 1 GiB$"):
-            ChatTemplate("{{ 'a' * n }}").render([], n=3 * 10**9)
+    @pytest.mark.parametrize(("gib", "fits"), [(1, 10**8), (0.5, 10**8), (0.25, 10**7)])
+    def test_memory_is_limited(self, gib: float, fits: int) -> None:
+        template = ChatTemplate("{{ ('a' * n) | length }}", memory_limit=int(gib * 2**30))
+        assert template.render([], n=fits) == str(fits)
+        why = (
+            f"MemoryError: rendering it takes more than {gib} GiB; raise chat_template_memory, or shorten the messages$"
+        )
+        with pytest.raises(SecurityError, match=why):
+            template.render([], n=int(gib * 2**30))
+
+    def test_the_settings_of_an_engine_are_the_limits(self, tmp_path: Path) -> None:
+        (tmp_path / "chat_template.jinja").write_text("{{ ('a' * 600000000) | length }}", encoding="utf-8")
+        runner: Any = FakeRunner()
+        runner.tokenizer = Tokenizer(byte_level())
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"chat_template_memory": 1 << 28}, "more than 0.25 GiB"),
+            ({"chat_template_timeout": 1e-6}, r"more than 1e-06 s, .*; raise chat_template_timeout"),
+        ]
+        for settings, why in cases:
+            llm = LLM.from_runner(EngineConfig.from_options(tmp_path, settings), runner)
+            with pytest.raises(SecurityError, match=why):
+                llm.encode_chat([])
 
     def test_text_limits(self) -> None:
         assert ChatTemplate(" " * (64 << 10)).source
@@ -155,7 +176,9 @@ class TestChatTemplate:
             ChatTemplate(" " * ((64 << 10) + 1))
         template = ChatTemplate("{% for i in range(n) %}{{ 'abcdefgh' }}{% endfor %}", time_limit=20)
         assert len(template.render([], n=1000)) == 8000
-        with pytest.raises(SecurityError, match=str(MAX_RENDERED_CHARS)):
+        with pytest.raises(
+            SecurityError, match=f"{MAX_RENDERED_CHARS} characters; shorten the messages, or render them"
+        ):
             ChatTemplate("{{ x * 5 }}").render([], x="a" * (1 << 20))
 
     def test_a_template_of_a_folder_is_limited_and_inside(self, tmp_path: Path) -> None:

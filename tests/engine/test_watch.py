@@ -209,6 +209,14 @@ def test_the_settings_are_the_limits_of_a_step(
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("setting", ["start_timeout", "step_timeout"])
+def test_ranks_that_load_have_the_longer_of_two_limits(setting: str, tmp_path: Path) -> None:
+    hf_config("qwen3", architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    settings = {"start_timeout": 0.3, "step_timeout": 0.3, setting: 0.8}
+    with fake_ranks(("loading", "loading")), pytest.raises(EngineDeadError, match=r"hangs: .* after 0\.8 s"):
+        LLM(tmp_path, tensor_parallel_size=2, device="cpu", **settings)
+
+
 def test_time_in_which_the_driver_was_stopped_is_not_silence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """After ctrl-Z and fg, of driver and ranks, the clock has gone on and nobody has spoken."""
     watch = make("echo", "slow")
