@@ -23,7 +23,7 @@ from .report import Progress, ResultFile, header, line, summary_lines
 from .table import NO_ATTENTION, RANDOM, SUITES, Case, case_of, cases
 from .timing import ceilings
 
-_CASES = 20  # random ones, where nobody says how many
+_CASES = 20  # random ones, if no number is given
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
     RANDOM, by default 0 and 20; what is behind a peer by 5 % there is measured three times, and the median counts.
 
     Returns:
-        0; 1 where kernels of this library computed something wrong, or nobody could be timed. A wrong result of
+        0; 1 where kernels of this library computed something wrong, or nothing could be timed. A wrong result of
         another library is a row that says so: its build may be to blame (some of flash-attn compute garbage for head
         dims that they leave out), and the others' results hold.
 

@@ -138,7 +138,7 @@ def contenders(names: str | None) -> list[Contender]:
     Without a list, all whose library is here: on a GPU without TORCH, which takes seconds, elsewhere TORCH alone.
 
     Raises:
-        InvalidInputError: a name that nobody has.
+        InvalidInputError: a name that no contender has.
     """
     if names is None:
         gpu = torch.cuda.is_available()

@@ -105,7 +105,7 @@ def equal(count: int, prompt: int, tokens: int, temperature: float = 0.0) -> Req
 
 
 def engine_cases(gpus: int) -> list[EngineCase]:
-    """The table for so many GPUs; without one, tiny ones of the same kinds."""
+    """The table for this number of GPUs; without one, tiny ones of the same kinds."""
     two: dict[str, Any] = {"tensor_parallel_size": 2}
     if not gpus:
         small: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 256, "num_kv_blocks": 200}

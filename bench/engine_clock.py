@@ -78,7 +78,7 @@ def host_clock(llm: LLM) -> Iterator[HostClock]:
 
 
 def gpu_time(turn: Callable[[], object], turns: int) -> dict[str, Any]:
-    """Of so many turns under the profiler: the share of time in which a kernel ran, and the kernels with most time."""
+    """Of turns under the profiler: the share of time in which a kernel ran, and the kernels with most time."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:

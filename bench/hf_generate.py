@@ -117,7 +117,7 @@ def compare(models: Mapping[str, Any], inputs: Batch, tokens: int) -> Row:
 
 
 def timed(models: Mapping[str, Any], inputs: Batch, tokens: int, runs: int) -> dict[str, Row]:
-    """Medians of so many runs, in turns, after one of each that is not counted."""
+    """Medians of `runs` runs, in turns, after one of each that is not counted."""
     rows: dict[str, list[Row]] = {name: [] for name in models}
     for run in range(runs + 1):
         for name, model in models.items():

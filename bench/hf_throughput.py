@@ -29,7 +29,7 @@ _BLOCK = 16
 
 
 def throughput(models: Mapping[str, Any], inputs: Mapping[str, torch.Tensor], tokens: int, runs: int) -> Row:
-    """Every contender's tokens per second, the median of so many runs in turns, and how far its greedy tokens agree.
+    """Every contender's tokens per second, the median of several runs in turns, and how far its greedy tokens agree.
 
     Args:
         models: "sdpa", over the default cache, and "pagedattn", enabled: the same weights.

@@ -50,7 +50,7 @@ def host_us(call: Callable[[], object], calls: int = _CALLS) -> float:
 
 
 def common_of(seqs: int, keys: int, device: torch.device) -> CommonAttentionMetadata:
-    """Decodes of so many sequences over `keys` keys each."""
+    """Decodes of `seqs` sequences over `keys` keys each."""
     columns = -(-keys // SIZE)
     table = torch.randperm(seqs * columns).to(torch.int32).view(seqs, columns).to(device)
     return CommonAttentionMetadata.from_lengths([1] * seqs, [keys] * seqs, table, block_size=SIZE)
@@ -148,7 +148,7 @@ def launches() -> dict[str, float]:
 
 
 def builds(requests: int) -> dict[str, float]:
-    """A step's metadata for so many decodes, by every backend that can run here."""
+    """A step's metadata for that number of decodes, by every backend that can run here."""
     common, found = common_of(requests, 1024, DEVICE), {}
     table = common.block_table
     for name in pagedattn.list_backends():

@@ -26,7 +26,7 @@ HEADS, DIM, SIZE = 8, 128, 16
 QUERY_HEADS = 32
 BLOCK_BYTES = 32 << 10  # keys or values of 16 tokens of such a layer in bfloat16
 LAYERS = 8  # of a copy of blocks, all in one call
-# Of all layers' data together: far more than an L2 cache holds, and so many layers that a graph's start counts little.
+# Of all layers' data together: far more than an L2 cache holds, and enough layers that a graph's start counts little.
 _TOTAL_BYTES, _FEWEST, _MOST = (1 << 29, 4, 32) if GPU else (1 << 24, 1, 4)
 FP8_SCALE = 0.05
 

@@ -36,7 +36,7 @@ def op_cases() -> list[OpCase]:
 
 
 def paths_of(case: OpCase) -> list[str]:
-    """The paths that can run here: not Triton's interpreter, which nobody times."""
+    """The paths that can run here: without Triton's interpreter, whose times say nothing."""
     csrc = op_registry.path_of("copy_blocks", DEVICE) == "csrc"
     decodes = not GPU and case.op == "paged_attention decode"
     there = {

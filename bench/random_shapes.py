@@ -1,4 +1,4 @@
-"""Random shapes as deployed models and their traffic have them: what nobody has tuned for.
+"""Random shapes as deployed models and their traffic have them: no kernel was tuned for them.
 
 A case depends on the seed and on its number alone, so that more cases of a seed begin with the same ones.
 """

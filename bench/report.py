@@ -53,7 +53,7 @@ class ResultFile:
         self._write()
 
     def add_plain(self, row: Row) -> None:
-        """As `add`, a row that is compared with nobody."""
+        """As `add`, a row without a peer."""
         self.rows.append(row)
         self._write()
 

@@ -108,7 +108,7 @@ def _sweep() -> list[Case]:
 
 
 def _shared() -> list[Case]:
-    """Decodes behind a prefix that all share; whoever does not read it once reads it for each."""
+    """Decodes behind a prefix that all share; a kernel reads it once, or once for each of them."""
     return [Case("shared", text) for text in ("64q1s9k@8k", "256q1s2560@2k", "16q1s33k@32k")]
 
 

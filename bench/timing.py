@@ -79,7 +79,7 @@ def time_replays(
 def _orders(n: int) -> list[list[int]]:
     """Rounds of n turns in which each follows every other equally often: n of them, 2 n where n is odd.
 
-    Whoever follows a kernel that left the GPU cool runs at a higher clock: nobody may have the same neighbour always.
+    A kernel that runs after one that left the GPU cool has a higher clock: none may always follow the same other.
     Source: E. J. Williams, "Experimental designs balanced for the estimation of residual effects", 1949.
     """
     zigzag = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(n)]

@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", default=[], help="in place of the groups'")
     parser.add_argument("--groups", nargs="*", default=[*GROUPS], choices=[*GROUPS])
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=100.0, help="start no case after so many")
+    parser.add_argument("--seconds", type=float, default=100.0, help="start no case after this number of seconds")
     parser.add_argument("--processes", type=int, default=14, help="that compile")
     args = parser.parse_args()
     started = time.perf_counter()

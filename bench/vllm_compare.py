@@ -90,7 +90,7 @@ class Engine:
     """A vLLM engine in a process; what it prints goes to a log. It starts in the background until the first question.
 
     Args:
-        cache: bytes of the KV cache. Measured by vLLM they would depend on whoever starts beside it.
+        cache: bytes of the KV cache. Measured by vLLM they would depend on what else starts on the GPU.
     """
 
     def __init__(self, case: Case, backend: str, folder: Path, cache: int) -> None:
@@ -141,7 +141,7 @@ class Engine:
 
 @contextmanager
 def engines(case: Case, folder: Path, cache: int) -> Iterator[dict[str, Engine]]:
-    """Both backends' engines, each with a KV cache of so many bytes."""
+    """Both backends' engines, each with a KV cache of `cache` bytes."""
     made: dict[str, Engine] = {}
     try:
         for backend in (OURS, PEER):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedattn.cache.prefix_tree import ContentNode
+    from pagedattn.cache.prefix_tree import PrefixNode
 
 
 class RequestStatus(Enum):
@@ -48,7 +48,7 @@ class SwappedRequest:
 
     num_computed_tokens: int
     num_cached_tokens: int
-    contents: list[list[ContentNode]]
+    contents: list[list[PrefixNode]]
     places: list[dict[int, int]]
 
 
@@ -137,7 +137,7 @@ class Request:
         self.commit_at = 0
         # Per group: blocks that carry a key, the content of the last of them, blocks given back to the null block.
         self.num_cached_blocks: list[int] = []
-        self.last_prefix_nodes: list[ContentNode | None] = []
+        self.last_prefix_nodes: list[PrefixNode | None] = []
         self.num_released: list[int] = []
 
     @property

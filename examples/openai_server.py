@@ -121,7 +121,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HTTPException(499, "the client went away")  # nobody reads it but the log
+            raise HTTPException(499, "the client went away")  # only the log shows it
         return task.result()
     finally:
         gone.cancel()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from block_pool_model import BLOCKS, GROUPS, SALTS, Chain, CheckedPool, Extra, PoolModel, pack, require
 
-from pagedattn.cache.block_pool import BlockPool, ContentNode
+from pagedattn.cache.block_pool import BlockPool, PrefixNode
 from pagedattn.errors import InvalidInputError
 
 BLOCK_SIZE, MAX_TOKENS, MAX_TABLES = 2, 14, 6
@@ -29,7 +29,7 @@ class Table:
     tokens: list[int]
     salt: Extra
     rows: list[list[int]]
-    nodes: list[ContentNode] = field(default_factory=list)
+    nodes: list[PrefixNode] = field(default_factory=list)
 
     @property
     def chain(self) -> Chain:
@@ -49,7 +49,7 @@ class PoolMachine:
         self.pins: list[int] = []
         self.ballast: list[int] = []
         self.history: deque[tuple[list[int], Extra]] = deque([([0] * MAX_TOKENS, ())], maxlen=12)
-        self.remembered: deque[tuple[ContentNode, Chain]] = deque(maxlen=16)
+        self.remembered: deque[tuple[PrefixNode, Chain]] = deque(maxlen=16)
 
     def run(self, seed: int, operations: int, check_every: int) -> None:
         rng = random.Random(seed)

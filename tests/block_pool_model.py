@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pagedattn.cache.block_pool import BlockPool, ContentNode
+from pagedattn.cache.block_pool import BlockPool, PrefixNode
 from pagedattn.errors import CapacityError
 
 GROUPS = 2
@@ -146,7 +146,7 @@ class CheckedPool:
         require(self.pool.ref_count(block) == 1 and block not in self.model.keys, "I7", "write to shared", block)
         self.model.memory[block] = content
 
-    def commit(self, block: int, parent: ContentNode | None, chain: Chain, group: int) -> ContentNode:
+    def commit(self, block: int, parent: PrefixNode | None, chain: Chain, group: int) -> PrefixNode:
         model, content = self.model, (group, chain)
         if parent is not None and not parent.alive:
             self.counts["replaced" if model.lives(chain[:-1]) else "revived"] += 1
@@ -158,7 +158,7 @@ class CheckedPool:
         self.expect(node, chain)
         return node
 
-    def walk(self, chain: Chain) -> ContentNode | None:
+    def walk(self, chain: Chain) -> PrefixNode | None:
         node = None
         for extra, tokens in chain:
             node = self.pool.find(node, pack(tokens), extra)
@@ -166,7 +166,7 @@ class CheckedPool:
                 break
         return node
 
-    def expect(self, node: ContentNode | None, chain: Chain) -> list[int | None]:
+    def expect(self, node: PrefixNode | None, chain: Chain) -> list[int | None]:
         """`node` is what the pool found for `chain`: check it; returns its block per group."""
         model = self.model
         found = [None if node is None else self.pool.block_of(node, group) for group in range(GROUPS)]
@@ -217,7 +217,7 @@ class CheckedPool:
     def check_contents(self) -> None:
         """Every living content is found, and from no living content any other can be reached."""
         chains = {chain[:n] for _, chain in self.model.keys.values() for n in range(1, len(chain) + 1)}
-        nodes: dict[Chain, ContentNode | None] = {(): None}
+        nodes: dict[Chain, PrefixNode | None] = {(): None}
         for chain in sorted(chains, key=len):
             extra, tokens = chain[-1]
             nodes[chain] = node = self.pool.find(nodes[chain[:-1]], pack(tokens), extra)

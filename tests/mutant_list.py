@@ -219,11 +219,11 @@ _LIBRARY = (
 )  # fmt: skip
 
 _BLOCKS = (
-    Fault("a key without its parent", "ContentTrie.find", "node.parent is parent and node.tokens == tokens",
+    Fault("a key without its parent", "PrefixTree.find", "node.parent is parent and node.tokens == tokens",
           "node.tokens == tokens", "test_block_pool_content.py from_under_another_prefix"),
     Fault("a key without its group", "BlockPool.block_of", "peers = node.blocks.get(group)",
           "peers = node.blocks.get(0)", "test_block_pool_content.py groups_share"),
-    Fault("a key without its salt", "ContentTrie.find", " and node.extra == extra", "",
+    Fault("a key without its salt", "PrefixTree.find", " and node.extra == extra", "",
           "test_block_pool_content.py salts_never_share[constant]"),
     Fault("a free list in order of the table", "BlockPool.free", "for block in reversed(held):", "for block in held:",
           "test_block_pool.py tail_first"),
@@ -239,16 +239,16 @@ _BLOCKS = (
           "keyed = min([len(contents), *entries])", "keyed = len(contents)", "test_swap.py hit_again"),
     Fault("a shared block that is swapped out", "SwapSpace.store", "if pool.ref_count(block) == 1 or", "if",
           "test_swap.py others_hold"),
-    Fault("a fork of what is still being swapped in", "StepPlanner._should_wait", "or parent.swapped is not None", "",
+    Fault("a fork of what is still being swapped in", "BaseScheduler._should_wait", "or parent.swapped is not None", "",
           "test_swap.py fork_waits"),
-    Fault("a twin of another salt", "InBatchPrefix._key", "return request.cache_salt, first", "return None, first",
-          "test_twins.py salts"),
-    Fault("a twin of another beginning", "InBatchPrefix.serve", "if tokens[:first] == prompt.token_ids[:first]:",
-          "if True:", "test_twins.py another_beginning"),
+    Fault("a prompt of another salt", "InBatchPrefix._key", "return request.cache_salt, first", "return None, first",
+          "test_in_batch_prefix.py salts"),
+    Fault("a prompt of another beginning", "InBatchPrefix.serve", "if tokens[:first] == prompt.token_ids[:first]:",
+          "if True:", "test_in_batch_prefix.py another_beginning"),
     Fault("the last chain with another salt", "PrefixCache._begun", " or last.salt != request.cache_salt", "", MACHINE),
     Fault("the last chain with contents that died", "PrefixCache._begun", "if not node.alive or", "if", MACHINE),
     Fault("the last chain with contents not to be trusted", "PrefixCache._begun",
-          " or node.uid in poisoned), len(nodes))", "), len(nodes))", MACHINE),
+          " or node.uid in invalid_nodes), len(nodes))", "), len(nodes))", MACHINE),
 )  # fmt: skip
 
 FAULTS: tuple[Fault, ...] = (*(*_ATTENTION, *_SHARED_OUT, *_STORED, *_ADAPTERS, *_OPS, *_LIBRARY, *_BLOCKS),)

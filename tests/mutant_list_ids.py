@@ -60,8 +60,8 @@ FAULTS = (
           "setdefault((*about, shared, self.format), object())", "setdefault((*about, self.format), object())",
           "test_kv_cache.py values_are_its_keys"),
     Fault("lengths less aligned than starts", "_ALIGN", "_ALIGN = 4", "_ALIGN = 1", "test_metadata.py as_aligned"),
-    Fault("the original of a fork writes into shared blocks", "Rows.fork", "self._shared = twin._shared = True",
-          "twin._shared = True", "test_hf_generate_rows.py cut_open original"),
+    Fault("the original of a fork writes into shared blocks", "Rows.fork", "self._shared = forked._shared = True",
+          "forked._shared = True", "test_hf_generate_rows.py cut_open original"),
     Fault("blocks lost where memory does not grow", "BlockStore.allocate",
           "self.pool.free(blocks)\n                raise", "raise", "test_hf_generate_rows.py given_back"),
 )  # fmt: skip

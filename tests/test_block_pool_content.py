@@ -11,7 +11,7 @@ import xxhash
 from block_pool_model import get, pack, put
 
 from pagedattn.cache.block_pool import BlockPool
-from pagedattn.cache.prefix_tree import ContentNode, ContentTrie
+from pagedattn.cache.prefix_tree import PrefixNode, PrefixTree
 from pagedattn.errors import InvalidInputError
 
 A, B, C, D = (pack((i, i + 1)) for i in range(4))
@@ -86,7 +86,7 @@ def test_a_chain_lives_while_a_later_block_does() -> None:
     table = put(pool, A, B, C)
     pool.free(table[:2])
     pool.allocate(2)
-    nodes: list[ContentNode | None] = [None]
+    nodes: list[PrefixNode | None] = [None]
     for tokens in (A, B, C):
         nodes.append(pool.find(nodes[-1], tokens))
     assert [node and pool.block_of(node) for node in nodes] == [None, None, None, table[2]]
@@ -177,7 +177,7 @@ def test_a_suffix_is_not_taken_from_under_another_prefix(digest: Callable[[bytes
 
 
 def test_the_default_digest_has_a_seed_of_its_own() -> None:
-    assert ContentTrie()._digest(b"tokens") != ContentTrie()._digest(b"tokens")
+    assert PrefixTree()._digest(b"tokens") != PrefixTree()._digest(b"tokens")
 
 
 def test_equal_tokens_under_many_parents_and_salts_do_not_crowd_one_bucket() -> None:

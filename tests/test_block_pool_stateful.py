@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from random_work import part_of
 
 from pagedattn.cache.block_pool import BlockPool
-from pagedattn.cache.prefix_tree import ContentNode, ContentTrie
+from pagedattn.cache.prefix_tree import PrefixNode, PrefixTree
 from pagedattn.errors import CapacityError
 
 SHARE = 5
@@ -126,19 +126,19 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_digest() -> None:
 
 
 class KeyWithoutParent(BlockPool):
-    def find(self, parent: ContentNode | None, tokens: bytes, extra: tuple[Any, ...] = ()) -> ContentNode | None:
+    def find(self, parent: PrefixNode | None, tokens: bytes, extra: tuple[Any, ...] = ()) -> PrefixNode | None:
         nodes = (node for bucket in self._contents._buckets.values() for node in bucket)
         return next((node for node in nodes if (node.tokens, node.extra) == (tokens, extra)), None)
 
 
 class KeyWithoutExtra(BlockPool):
-    def find(self, parent: ContentNode | None, tokens: bytes, extra: tuple[Any, ...] = ()) -> ContentNode | None:
+    def find(self, parent: PrefixNode | None, tokens: bytes, extra: tuple[Any, ...] = ()) -> PrefixNode | None:
         nodes = (node for bucket in self._contents._buckets.values() for node in bucket)
         return next((node for node in nodes if (node.tokens, node.parent) == (tokens, parent)), None)
 
 
 class KeyWithoutGroup(BlockPool):
-    def block_of(self, node: ContentNode, group: int = 0) -> int | None:
+    def block_of(self, node: PrefixNode, group: int = 0) -> int | None:
         return next((block for peers in node.blocks.values() for block in peers), None)
 
 
@@ -173,25 +173,25 @@ class BrokenContents(BlockPool):
         super().__init__(*args, **options)
         self._contents.__class__ = self.contents
 
-    contents: type[ContentTrie]
+    contents: type[PrefixTree]
 
 
 class NodesNeverDie(BrokenContents):
-    class contents(ContentTrie):
-        def prune(self, node: ContentNode | None) -> None:
+    class contents(PrefixTree):
+        def prune(self, node: PrefixNode | None) -> None:
             pass
 
 
 class NodesDieBeforeTheirChildren(BrokenContents):
-    class contents(ContentTrie):
-        def prune(self, node: ContentNode | None) -> None:
+    class contents(PrefixTree):
+        def prune(self, node: PrefixNode | None) -> None:
             if node is not None and not node.blocks:
                 self._buckets[node.digest].remove(node)
 
 
 class DeadParentsStayDead(BrokenContents):
-    class contents(ContentTrie):
-        def resolve(self, node: ContentNode | None) -> tuple[ContentNode | None, list[ContentNode]]:
+    class contents(PrefixTree):
+        def resolve(self, node: PrefixNode | None) -> tuple[PrefixNode | None, list[PrefixNode]]:
             return node, []
 
 

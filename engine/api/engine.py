@@ -52,9 +52,9 @@ class Engine:
         self._tracked: dict[str, TrackedRequest] = {}
         self._owners: dict[str, tuple[TrackedRequest, SequenceOutput]] = {}
         self._inbox, self._streams = OutputQueue(), OutputQueue(streams=True)
-        # Whoever drives the engine holds both, an abort only the second.
+        # The thread that drives the engine holds both locks, an abort only the second.
         self._driven, self._lock = threading.Lock(), threading.Lock()
-        self._late_aborts: deque[str] = deque()
+        self._pending_aborts: deque[str] = deque()
         self._dirty = False
         self._dead: EngineDeadError | None = None
         self._random = random.Random(config.seed)
@@ -123,10 +123,10 @@ class Engine:
         """
         if request_id not in self._tracked:
             return False
-        self._late_aborts.append(request_id)
+        self._pending_aborts.append(request_id)
         if not self._lock.locked():
             with self._lock:
-                self._tidy()
+                self._run_deferred()
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -197,9 +197,9 @@ class Engine:
                 self._dead = error
             if error is not None:
                 raise error
-            self._tidy()
+            self._run_deferred()
 
-    def _drop(self, inbox: OutputQueue) -> None:
+    def _abort_all(self, inbox: OutputQueue) -> None:
         """Abort everything that `inbox` still waits for; nothing on a dead engine, so that its error stays visible."""
         for request_id in list(inbox.ids) if self._dead is None else ():
             self.abort(request_id)
@@ -213,18 +213,18 @@ class Engine:
                 "drive it from one thread (abort alone may come from anywhere)"
             )
         with self._driven, self._lock:
-            self._tidy()
+            self._run_deferred()
             yield
 
-    def _tidy(self) -> None:
+    def _run_deferred(self) -> None:
         """Repair what an interrupt left half done, then do the aborts that came during a step."""
         if self._dead is not None:
             raise EngineDeadError(str(self._dead)) from self._dead
         if self._dirty:
             self._repair()
-        while self._late_aborts:
-            self._abort(self._late_aborts[0])  # an interrupt in there leaves it to be done
-            self._late_aborts.popleft()
+        while self._pending_aborts:
+            self._abort(self._pending_aborts[0])  # an interrupt in there leaves it to be done
+            self._pending_aborts.popleft()
 
     def _report(self, advanced: Advanced) -> None:
         """Hand what a step produced to its sequences. Tokens that no caller streams are only timed."""
@@ -236,9 +236,9 @@ class Engine:
                 if sequence.token_by_token:
                     sequence.push(sampled)
             if sequence.token_by_token or request.status is not running:
-                self._settle(tracked, sequence, now)
+                self._finish_sequence(tracked, sequence, now)
 
-    def _settle(self, tracked: TrackedRequest, sequence: SequenceOutput, now: float) -> None:
+    def _finish_sequence(self, tracked: TrackedRequest, sequence: SequenceOutput, now: float) -> None:
         """End what its text ends, deliver what is new, and forget what has ended."""
         request, verdict = sequence.request, sequence.verdict
         if verdict is not None and not self._scheduler.finish(request, verdict, sequence.problem):
@@ -257,7 +257,7 @@ class Engine:
         now = time.perf_counter()
         for sequence in tracked.sequences:
             if self._scheduler.finish(sequence.request, RequestStatus.FINISHED_ABORT):
-                self._settle(tracked, sequence, now)
+                self._finish_sequence(tracked, sequence, now)
         self._dirty = False
 
     def _repair(self) -> None:
@@ -275,7 +275,7 @@ class Engine:
         for tracked, sequence in open_sequences:
             sequence.replay()
             if sequence.token_by_token or sequence.request.finished:
-                self._settle(tracked, sequence, now)
+                self._finish_sequence(tracked, sequence, now)
         self._tracked = {name: tracked for name, tracked in self._tracked.items() if not tracked.ended}
         self._dirty = False
 

@@ -101,7 +101,7 @@ class LLM(Engine):
                     if meter is not None:
                         meter.show(len(inbox.outputs))
         finally:
-            self._drop(inbox)
+            self._abort_all(inbox)
         return [inbox.outputs[request_id] for request_id in order]
 
     def stream(
@@ -178,7 +178,7 @@ class LLM(Engine):
                 while inbox.deltas:
                     yield inbox.deltas.popleft()
         finally:
-            self._drop(inbox)
+            self._abort_all(inbox)
 
     def _check_all(
         self,

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
+from ..scheduler.base import BaseScheduler
 from ..scheduler.counters import Counters
-from ..scheduler.planner import StepPlanner
 
 logger = logging.getLogger("pagedattn.engine")
 
@@ -72,30 +72,30 @@ class Metrics:
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._logged_at, self._logged = time.perf_counter(), Counters()
 
-    def look(self, planner: StepPlanner) -> EngineStats:
+    def look(self, scheduler: BaseScheduler) -> EngineStats:
         """Everything as it is now."""
-        pool, swap = planner.kv.pool, planner.kv.swap
+        pool, swap = scheduler.kv.pool, scheduler.kv.swap
         return EngineStats(
-            num_running=len(planner.running),
-            num_waiting=len(planner.waiting),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
             num_swapped=swap.num_requests,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,
-            num_prefix_copies=len(planner.kv.copies),
-            counters=replace(planner.stats),
+            num_prefix_copies=len(scheduler.kv.copies),
+            counters=replace(scheduler.stats),
             step_times=StepTimes.of(list(self._seconds)),
         )
 
-    def saw_step(self, started: float, planner: StepPlanner) -> None:
+    def saw_step(self, started: float, scheduler: BaseScheduler) -> None:
         """Note a step that began at `started` (of `time.perf_counter`) and has just ended; log if that is due."""
         now = time.perf_counter()
         self._seconds.append(now - started)
         due = self._interval is not None and now - self._logged_at >= self._interval
         if due and logger.isEnabledFor(logging.INFO):
-            stats = self.look(planner)
+            stats = self.look(scheduler)
             logger.info("%s", _line(stats, self._logged, now - self._logged_at))
             self._logged_at, self._logged = now, stats.counters
 

@@ -19,7 +19,7 @@ from .offload import PrefixCopies, SwapSpace, contents_of, found_tables
 from .prefix_cache import PrefixCache, PrefixHit, first_extra
 
 if TYPE_CHECKING:
-    from pagedattn.cache.prefix_tree import ContentNode
+    from pagedattn.cache.prefix_tree import PrefixNode
 
 
 class KVCacheManager:
@@ -58,7 +58,7 @@ class KVCacheManager:
         need = sum(-(-end // size) - len(table) for size, table in zip(self.block_sizes, hit.blocks, strict=True))
         need += sum(table.count(-1) for table in hit.blocks)
         held = [block for table in hit.blocks for block in table if block > 0]
-        if need + headroom > self.pool.num_free - self.pool.num_unheld(held):
+        if need + headroom > self.pool.num_free - self.pool.num_evictable(held):
             return False
         self.pool.touch(held)
         request.block_ids = [list(table) for table in hit.blocks]
@@ -95,7 +95,7 @@ class KVCacheManager:
         held = [block for table in found for block in table if block]
         entries = sum(block is not None for table in found for block in table)
         need = sum(-(-end // size) for size in self.block_sizes) - entries
-        if need + headroom > self.pool.num_free - self.pool.num_unheld(held):
+        if need + headroom > self.pool.num_free - self.pool.num_evictable(held):
             return None
         self.pool.touch(held)
         missing = [[entry for entry, block in enumerate(table) if block is None] for table in found]
@@ -222,7 +222,7 @@ class KVCacheManager:
         """Blocks that a request of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
         return sum(group.blocks_for(num_tokens, chunk) for group in self.groups)
 
-    def _open(self, request: Request, last_prefix_nodes: list[ContentNode | None]) -> None:
+    def _open(self, request: Request, last_prefix_nodes: list[PrefixNode | None]) -> None:
         """Set up the bookkeeping of new tables, whose full blocks all carry keys already."""
         computed = request.num_computed_tokens
         request.last_prefix_nodes = last_prefix_nodes
@@ -233,7 +233,7 @@ class KVCacheManager:
 
     def _load_copies(self, request: Request) -> None:
         """Take blocks for what of a hit only host memory holds; they are keyed when the next step has succeeded."""
-        loads: list[tuple[ContentNode, int, int]] = []  # content, group, table entry
+        loads: list[tuple[PrefixNode, int, int]] = []  # content, group, table entry
         for group, table in enumerate(request.block_ids):
             if -1 in table:
                 first, entry, node = table.index(-1), len(table), request.last_prefix_nodes[group]
@@ -283,7 +283,7 @@ class KVCacheManager:
         request.commit_at = due
 
 
-def _ancestor(node: ContentNode | None, steps: int) -> ContentNode | None:
+def _ancestor(node: PrefixNode | None, steps: int) -> PrefixNode | None:
     for _ in range(steps):
         node = node.parent if node is not None else None
     return node

@@ -23,7 +23,7 @@ from ..kv_group import KVGroup
 from ..request import Request, SwappedRequest
 
 if TYPE_CHECKING:
-    from pagedattn.cache.prefix_tree import ContentNode
+    from pagedattn.cache.prefix_tree import PrefixNode
 
 Pairs = list[tuple[int, int]]
 
@@ -35,7 +35,7 @@ class SwapSpace:
         self.num_blocks = num_blocks
         self.num_requests = 0
         self.reclaim: Callable[[int], None] = lambda count: None
-        """Called for so many more free blocks before a request is refused."""
+        """Called with the number of blocks that are missing, before a request is refused."""
         # Block ids are handed out from the bottom, so that a large space that is hardly used costs nothing.
         self._untouched, self._freed = 0, list[int]()
 
@@ -97,10 +97,10 @@ class PrefixCopies:
     def __init__(self, pool: BlockPool, space: SwapSpace, enabled: bool) -> None:
         """Keep what `pool` evicts, as long as `space` has room; nothing where it is not enabled."""
         self._pool, self._space = pool, space
-        self._copies: OrderedDict[tuple[ContentNode, int], int] = OrderedDict()  # least recently used first
+        self._copies: OrderedDict[tuple[PrefixNode, int], int] = OrderedDict()  # least recently used first
         # Of the step in the making, where neither makes room for others: blocks that it stores, copies that it loads.
-        self._stored: dict[tuple[ContentNode, int], int] = {}
-        self._held: set[tuple[ContentNode, int]] = set()
+        self._stored: dict[tuple[PrefixNode, int], int] = {}
+        self._held: set[tuple[PrefixNode, int]] = set()
         self._loads: Pairs = []
         space.reclaim = self._make_room
         if enabled:
@@ -109,11 +109,11 @@ class PrefixCopies:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def lookup(self, node: ContentNode, group: int) -> int | None:
+    def lookup(self, node: PrefixNode, group: int) -> int | None:
         """The host block with a content, if there is one."""
         return self._copies.get((node, group))
 
-    def store(self, block: int, node: ContentNode, group: int) -> None:
+    def store(self, block: int, node: PrefixNode, group: int) -> None:
         """Have a block copied that is about to be handed to another, unless there is a copy of its content."""
         key = node, group
         if key not in self._copies:
@@ -126,12 +126,12 @@ class PrefixCopies:
             self._stored[key] = block
         self._copies.move_to_end(key)
 
-    def hold(self, node: ContentNode, group: int) -> None:
+    def hold(self, node: PrefixNode, group: int) -> None:
         """Keep a copy, which is to be loaded, in this step."""
         self._copies.move_to_end((node, group))
         self._held.add((node, group))
 
-    def load(self, node: ContentNode, group: int, block: int) -> None:
+    def load(self, node: PrefixNode, group: int, block: int) -> None:
         """Have a copy that is held copied to a new block, which must not be keyed before the step has succeeded."""
         self._loads.append((self._copies[node, group], block))
 
@@ -152,21 +152,22 @@ class PrefixCopies:
             self._drop(key)
 
     def _make_room(self, count: int) -> None:
-        """Drop so many copies, the least recently used first, but none that this step reads or writes."""
+        """Drop `count` copies, the least recently used first, but none that this step reads or writes."""
         old = (key for key in self._copies if key not in self._stored and key not in self._held)
         for key in [*islice(old, count)]:
             self._drop(key)
 
-    def _drop(self, key: tuple[ContentNode, int]) -> None:
+    def _drop(self, key: tuple[PrefixNode, int]) -> None:
         self._space.give_back((self._copies.pop(key),))
         self._pool.release(key[0])
 
 
 def found_tables(
-    swapped: SwappedRequest, pool: BlockPool, groups: Sequence[KVGroup], poisoned: set[int]
+    swapped: SwappedRequest, pool: BlockPool, groups: Sequence[KVGroup], invalid_nodes: set[int]
 ) -> list[list[int | None]] | None:
     """Per group, the blocks of a swapped request that are still on the device, None for those to copy back, as are all
-    from one on whose content is of a `poisoned` uid: another request's block may have been found, with wrong values.
+    from the first one on whose content's uid is in `invalid_nodes`: another request's block may have been found, with
+    wrong values.
 
     None altogether where a block was not copied and is gone: the request must be computed again.
     """
@@ -176,7 +177,7 @@ def found_tables(
         end = -(-swapped.num_computed_tokens // group.block_size)
         table: list[int | None] = [pool.null_block] * first
         contents = swapped.contents[index]
-        trusted = contents[: next((at for at, node in enumerate(contents) if node.uid in poisoned), len(contents))]
+        trusted = contents[: next((at for at, node in enumerate(contents) if node.uid in invalid_nodes), len(contents))]
         for entry in range(first, end):
             block = _found(pool, trusted, entry, index)
             if block is None and entry not in swapped.places[index]:
@@ -192,12 +193,12 @@ def _live(request: Request, index: int, group: KVGroup) -> list[tuple[int, int]]
     return list(enumerate(request.block_ids[index]))[first:end]
 
 
-def _found(pool: BlockPool, contents: list[ContentNode], entry: int, group: int) -> int | None:
+def _found(pool: BlockPool, contents: list[PrefixNode], entry: int, group: int) -> int | None:
     """A device block with the content of a table entry, if there is one."""
     return pool.block_of(contents[entry], group) if entry < len(contents) else None
 
 
-def contents_of(request: Request, group: int) -> list[ContentNode]:
+def contents_of(request: Request, group: int) -> list[PrefixNode]:
     """The contents of the blocks of one group that carry a key, in the order of the table."""
     node, contents = request.last_prefix_nodes[group], []
     while node is not None:

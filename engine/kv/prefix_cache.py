@@ -16,7 +16,7 @@ from ..request import Request
 from .offload import PrefixCopies
 
 if TYPE_CHECKING:
-    from pagedattn.cache.prefix_tree import ContentNode
+    from pagedattn.cache.prefix_tree import PrefixNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PrefixHit:
 
     num_tokens: int
     blocks: tuple[list[int], ...]
-    last_prefix_nodes: tuple[ContentNode | None, ...]
+    last_prefix_nodes: tuple[PrefixNode | None, ...]
 
 
 class _LastChain(NamedTuple):
@@ -37,7 +37,7 @@ class _LastChain(NamedTuple):
 
     salt: str | None
     tokens: np.ndarray  # int32
-    nodes: list[ContentNode]
+    nodes: list[PrefixNode]
 
 
 class PrefixCache:
@@ -52,12 +52,12 @@ class PrefixCache:
         self._pool, self._groups, self._copies = pool, groups, copies
         self._last: dict[int, _LastChain] = {}  # by block size
 
-    def lookup(self, request: Request, poisoned: set[int]) -> PrefixHit:
-        """The cached beginning of a request: full blocks only, never its last token, nothing below `poisoned` uids."""
+    def lookup(self, request: Request, invalid_nodes: set[int]) -> PrefixHit:
+        """The cached beginning of a request: full blocks only, never its last token, no uid of `invalid_nodes`."""
         limit = self.longest_hit(request)
         if limit:
             sizes = {group.block_size for group in self._groups}
-            chains = {size: self._chain(request, size, limit // size, poisoned) for size in sizes}
+            chains = {size: self._chain(request, size, limit // size, invalid_nodes) for size in sizes}
             length = self.aligned(min(len(chain) * size for size, chain in chains.items()))
             block_of = self._held if len(self._copies) else self._pool.block_of
             tables = [
@@ -75,7 +75,7 @@ class PrefixCache:
         reads = self._pool.enable_caching and not request.skip_prefix_cache_reads
         return self.aligned(len(request.token_ids) - 1) if reads else 0
 
-    def num_keyed(self, request: Request) -> int:
+    def cached_len(self, request: Request) -> int:
         """Tokens of a running request that stand in blocks which others can find."""
         return request.num_cached_blocks[0] * self._groups[0].block_size
 
@@ -93,26 +93,26 @@ class PrefixCache:
         """The longest length up to `num_tokens` at which a hit can end."""
         return num_tokens // self.alignment * self.alignment
 
-    def _held(self, node: ContentNode, group: int) -> int | None:
+    def _held(self, node: PrefixNode, group: int) -> int | None:
         """The block with a content, -1 where only host memory holds it, None where nothing does."""
         block = self._pool.block_of(node, group)
         return -1 if block is None and self._copies.lookup(node, group) is not None else block
 
-    def _chain(self, request: Request, size: int, limit: int, poisoned: set[int]) -> list[ContentNode]:
+    def _chain(self, request: Request, size: int, limit: int, invalid_nodes: set[int]) -> list[PrefixNode]:
         """The known contents of the request's first blocks of `size` tokens, at most `limit`."""
         tokens = np.frombuffer(request.token_ids[: limit * size], dtype=np.int32)
-        chain = self._begun(request, size, tokens, poisoned)
+        chain = self._begun(request, size, tokens, invalid_nodes)
         find, node, extra = self._pool.find, chain[-1] if chain else None, () if chain else first_extra(request)
         for start in range(len(chain) * size, limit * size, size):
             node = find(node, tokens[start : start + size].tobytes(), extra)
-            if node is None or node.uid in poisoned:
+            if node is None or node.uid in invalid_nodes:
                 break
             chain.append(node)
             extra = ()
         self._last[size] = _LastChain(request.cache_salt, tokens[: len(chain) * size], chain.copy())
         return chain
 
-    def _begun(self, request: Request, size: int, tokens: np.ndarray, poisoned: set[int]) -> list[ContentNode]:
+    def _begun(self, request: Request, size: int, tokens: np.ndarray, invalid_nodes: set[int]) -> list[PrefixNode]:
         """The chain as far as the last one that was looked up goes the same way: a comparison in place of a hash for
         each block of what many requests begin with. There is never more than one living node of a content."""
         last = self._last.get(size)
@@ -121,7 +121,7 @@ class PrefixCache:
         length = min(len(tokens), len(last.tokens))
         same = tokens[:length] == last.tokens[:length]
         nodes = last.nodes[: (length if same.all() else int(same.argmin())) // size]
-        end = next((at for at, node in enumerate(nodes) if not node.alive or node.uid in poisoned), len(nodes))
+        end = next((at for at, node in enumerate(nodes) if not node.alive or node.uid in invalid_nodes), len(nodes))
         return nodes[:end]
 
     def _common_length(self, tables: list[list[int | None]], length: int) -> int:
@@ -150,7 +150,7 @@ class PrefixCache:
             index = length // size - 1
         return 0
 
-    def _hit(self, chains: dict[int, list[ContentNode]], tables: list[list[int | None]], length: int) -> PrefixHit:
+    def _hit(self, chains: dict[int, list[PrefixNode]], tables: list[list[int | None]], length: int) -> PrefixHit:
         blocks, last_prefix_nodes = [], []
         for group, table in zip(self._groups, tables, strict=True):
             first, end = group.first_needed_block(length), length // group.block_size

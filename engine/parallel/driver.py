@@ -46,7 +46,7 @@ class ParallelRunner:
     Attributes: as `ModelRunner`, as the ranks report them.
 
     Raises:
-        UnsupportedError: the model cannot be cut into so many parts, or there are not enough GPUs.
+        UnsupportedError: the model cannot be sharded over this number of ranks, or there are not enough GPUs.
         InvalidInputError, WeightsError, SecurityError, CapacityError: as `ModelRunner`, with the rank.
         EngineDeadError: a rank died at start.
     """

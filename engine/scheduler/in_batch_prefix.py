@@ -21,8 +21,9 @@ class InBatchPrefix:
 
     def add(self, request: Request, start: int, end: int) -> None:
         """Note that a prompt's tokens [start, end) are computed in this step, or loaded if they are not keyed yet."""
-        first, last = self._prefixes.aligned(min(start, self._prefixes.num_keyed(request))), self._prefixes.aligned(end)
-        if first < last and self._prefixes.is_new(request):
+        prefixes = self._prefixes
+        first, last = prefixes.aligned(min(start, prefixes.cached_len(request))), prefixes.aligned(end)
+        if first < last and prefixes.is_new(request):
             self._prompts.setdefault(self._key(request, first), []).append(request)
             self._firsts.add(first)
 

@@ -17,14 +17,14 @@ from pagedattn.errors import PagedAttnError
 from ..kv.manager import KVCacheManager
 from ..request import Request, RequestStatus
 from ..scheduler_output import PLACEHOLDER_TOKEN, SampledToken, SchedulerOutput
+from .base import BaseScheduler, by_arrival
 from .output_builder import SchedulerOutputBuilder
-from .planner import StepPlanner, by_arrival
 
 Advanced = list[tuple[Request, SampledToken | None]]
 
 
-class Scheduler(StepPlanner):
-    """A StepPlanner whose steps are carried out one at a time, and counted."""
+class Scheduler(BaseScheduler):
+    """A BaseScheduler whose steps are carried out one at a time, and counted."""
 
     # The step whose tokens are placeholders, and what its requests had that gave their blocks back meanwhile.
     _assumed: SchedulerOutput | None = None

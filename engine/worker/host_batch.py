@@ -96,7 +96,7 @@ def _tokens(step: SchedulerOutput) -> np.ndarray:
 
 
 def _same_columns(table: np.ndarray, rows: np.ndarray, columns: int) -> int:
-    """How many leading ones of so many columns are the same in these rows, two at least, of [rows, blocks]."""
+    """How many of the first `columns` columns are equal in these rows (two or more) of a table [rows, blocks]."""
     first = table[rows[0], :columns]
     if len(rows) < 2 or not columns or first[0] != table[rows[-1], 0]:  # as a rule nothing is shared
         return 0

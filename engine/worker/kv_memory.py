@@ -147,7 +147,7 @@ def swap_config(
             raise CapacityError(f"{name}={given} holds no block: one has {block_bytes} bytes; raise {name}")
     bandwidth, flops = _RATES.get(device.type, _RATES["cpu"])
     tokens = (2 * block_bytes / bandwidth) / (2 * num_parameters / flops)
-    # No block may hold so many tokens that moving it would pay.
+    # No block has the number of tokens from which moving it would pay.
     pays = config.preemption == "swap" or tokens < max(group.block_size for group in groups)
     if config.preemption == "recompute" or not pays:
         space = 0

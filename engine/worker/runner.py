@@ -44,7 +44,7 @@ class ModelRunner:
         kv_groups: block size and window per KV group.
         prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
-        observer: called after each eager step until it wants no more; None: nobody looks.
+        observer: called after each eager step until it wants no more; None for none.
 
     Raises:
         WeightsError, SecurityError, UnsupportedError: a model folder that cannot be loaded.

@@ -174,8 +174,9 @@ def _pick(
 
 
 def _order(phase: str, spec: AttentionSpec) -> list[str]:
-    """The priority of a phase, but who was measured to be the fastest at just this comes first, and who rounds queries
-    last: so much precision is given up only by whoever asks for it, or where nobody else serves."""
+    """Backends in the order of a phase's priority. One that was measured to be the fastest at this spec comes first;
+    one that rounds queries to fp8 comes last: precision is given up only where that backend is asked for by name, or
+    where no other serves."""
     names = PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]
     return sorted(names, key=lambda name: (_rounds_queries(name, spec), not _is_fastest(name, phase, spec)))
 

@@ -1,4 +1,4 @@
-"""Who holds which block of a paged KV cache, and which blocks hold content that a later sequence can take over."""
+"""References to the blocks of a paged KV cache, and the content of blocks that a later sequence can reuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import CapacityError, InvalidInputError
-from .prefix_tree import ContentNode, ContentTrie, Extra
+from .prefix_tree import Extra, PrefixNode, PrefixTree
 
 
 class BlockPool:
@@ -41,10 +41,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_usable = num_blocks - 1
         self.enable_caching = enable_caching
-        self.on_evict: Callable[[int, ContentNode, int], None] | None = None
-        self._contents = ContentTrie(digest)
+        self.on_evict: Callable[[int, PrefixNode, int], None] | None = None
+        self._contents = PrefixTree(digest)
         self._refs = [1] + [0] * self.num_usable
-        self._keys: dict[int, tuple[ContentNode, int]] = {}  # block -> its content and KV cache group
+        self._keys: dict[int, tuple[PrefixNode, int]] = {}  # block -> its content and KV cache group
         self._place = [0] * num_blocks  # of a keyed block in its node's list
         # The free list in two parts: blank blocks, taken first and from the end, then keyed ones, oldest first.
         self._blank = list(range(self.num_usable, 0, -1))
@@ -66,7 +66,7 @@ class BlockPool:
             self._check_ids((block,))
         return self._refs[block]
 
-    def num_unheld(self, blocks: Sequence[int]) -> int:
+    def num_evictable(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are unreferenced."""
         self._check_ids(blocks)
         refs = self._refs
@@ -147,18 +147,18 @@ class BlockPool:
         self.touch(shared)
         return shared + copies, [(blocks[-1], copy) for copy in copies]
 
-    def find(self, parent: ContentNode | None, tokens: bytes, extra: Extra = ()) -> ContentNode | None:
-        """The living node of this content, or None, as `ContentTrie.find`."""
+    def find(self, parent: PrefixNode | None, tokens: bytes, extra: Extra = ()) -> PrefixNode | None:
+        """The living node of this content, or None, as `PrefixTree.find`."""
         return self._contents.find(parent, tokens, extra)
 
-    def block_of(self, node: ContentNode, group: int = 0) -> int | None:
+    def block_of(self, node: PrefixNode, group: int = 0) -> int | None:
         """A block that holds the content of `node` for the KV cache group, the same until its eviction, or None."""
         peers = node.blocks.get(group)
         return peers[0] if peers else None
 
     def commit(
-        self, block: int, parent: ContentNode | None, tokens: bytes, extra: Extra = (), group: int = 0
-    ) -> ContentNode:
+        self, block: int, parent: PrefixNode | None, tokens: bytes, extra: Extra = (), group: int = 0
+    ) -> PrefixNode:
         """Key a held block that is full and computed, so that others can find it; it is not written again.
 
         Takes the content as `find` does and the KV cache group whose layers wrote the block; groups never share blocks.
@@ -191,11 +191,11 @@ class BlockPool:
         peers.append(block)
         return node
 
-    def retain(self, node: ContentNode) -> None:
+    def retain(self, node: PrefixNode) -> None:
         """Keep a living node findable, without a block too, until it is released as often."""
         node.num_copies += 1
 
-    def release(self, node: ContentNode) -> None:
+    def release(self, node: PrefixNode) -> None:
         """Undo one `retain`."""
         node.num_copies -= 1
         self._contents.prune(node)

@@ -1,6 +1,6 @@
 """The contents of KV blocks, identified exactly.
 
-The KV of a block depends on every token before it, so contents form a trie: a node is (parent node, token bytes of one
+The KV of a block depends on every token before it, so contents form a tree: a node is (parent node, token bytes of one
 block, extra), and blocks hang on nodes. A hash only chooses the bucket to look in; equality of tokens, extra and parent
 identity decides, so colliding hashes cost time and never give a wrong hit.
 """
@@ -18,7 +18,7 @@ Extra = tuple[Hashable, ...]
 
 
 @dataclass(slots=True, eq=False)
-class ContentNode:
+class PrefixNode:
     """One exact content: the tokens of one full block after all the tokens of its ancestors.
 
     It lives while a block hangs on it, a copy is retained elsewhere, or a child of it lives. Only the pool writes its
@@ -26,7 +26,7 @@ class ContentNode:
     """
 
     uid: int
-    parent: ContentNode | None = field(repr=False)
+    parent: PrefixNode | None = field(repr=False)
     tokens: bytes
     extra: Extra
     alive: bool = False
@@ -36,16 +36,16 @@ class ContentNode:
     blocks: dict[int, list[int]] = field(default_factory=dict)  # KV cache group -> blocks that hold the content
 
 
-class ContentTrie:
+class PrefixTree:
     """The living contents. There is never more than one living node of a content."""
 
     def __init__(self, digest: Callable[[bytes], int] | None = None) -> None:
         """No contents yet; `digest` as of `BlockPool`."""
         self._digest = digest or partial(xxhash.xxh3_64_intdigest, seed=int.from_bytes(os.urandom(8), "little"))
-        self._buckets: dict[int, list[ContentNode]] = {}
+        self._buckets: dict[int, list[PrefixNode]] = {}
         self._last_uid = 0
 
-    def find(self, parent: ContentNode | None, tokens: bytes, extra: Extra = ()) -> ContentNode | None:
+    def find(self, parent: PrefixNode | None, tokens: bytes, extra: Extra = ()) -> PrefixNode | None:
         """The living node of this content, or None. A dead `parent` has no living children.
 
         Args:
@@ -59,9 +59,9 @@ class ContentTrie:
                 return node
         return None
 
-    def resolve(self, node: ContentNode | None) -> tuple[ContentNode | None, list[ContentNode]]:
+    def resolve(self, node: PrefixNode | None) -> tuple[PrefixNode | None, list[PrefixNode]]:
         """The deepest living equal of `node` or of its ancestors, and the dead ones below it, uppermost last."""
-        dead: list[ContentNode] = []
+        dead: list[PrefixNode] = []
         while node is not None and not node.alive:
             dead.append(node)
             node = node.parent
@@ -70,12 +70,12 @@ class ContentTrie:
             dead.pop()
         return node, dead
 
-    def new(self, parent: ContentNode | None, tokens: bytes, extra: Extra) -> ContentNode:
+    def new(self, parent: PrefixNode | None, tokens: bytes, extra: Extra) -> PrefixNode:
         """A node that is not alive yet."""
         self._last_uid += 1
-        return ContentNode(self._last_uid, parent, tokens, extra)
+        return PrefixNode(self._last_uid, parent, tokens, extra)
 
-    def enter(self, node: ContentNode, parent: ContentNode | None) -> ContentNode:
+    def enter(self, node: PrefixNode, parent: PrefixNode | None) -> PrefixNode:
         """Make a new or dead node alive under a living parent."""
         node.parent, node.alive = parent, True
         node.digest = self._digest_of(parent, node.tokens, node.extra)
@@ -84,7 +84,7 @@ class ContentTrie:
             parent.num_children += 1
         return node
 
-    def prune(self, node: ContentNode | None) -> None:
+    def prune(self, node: PrefixNode | None) -> None:
         """Take the node out if nothing keeps it alive, then its parent if that was the last child, and so on."""
         while node is not None and not (node.blocks or node.num_children or node.num_copies):
             bucket = self._buckets[node.digest]
@@ -96,6 +96,6 @@ class ContentTrie:
             if node is not None:
                 node.num_children -= 1
 
-    def _digest_of(self, parent: ContentNode | None, tokens: bytes, extra: Extra) -> int:
+    def _digest_of(self, parent: PrefixNode | None, tokens: bytes, extra: Extra) -> int:
         data = tokens + (parent.uid if parent is not None else 0).to_bytes(8, "little")
         return self._digest(data + hash(extra).to_bytes(8, "little", signed=True) if extra else data)

@@ -31,7 +31,7 @@ class AttentionShape(NamedTuple):
 
 
 class BatchBounds(NamedTuple):
-    """What the host knows of a step's sequences: at most so many tokens and keys. The first num_decodes have one token
+    """Upper bounds of a step's sequences, tokens and keys, as the host knows them. The first num_decodes have one token
     each. max_keys: keys that the block table has room for, 0 where unknown."""
 
     num_tokens: int

@@ -26,7 +26,7 @@ from ..runtime.target import Target, target_of
 from ..runtime.workspace import COUNTERS, new_workspace
 from ..spec import Mask
 
-DECODE_TOKENS = 16  # sequences of at most so many new tokens are decodes
+DECODE_TOKENS = 16  # a sequence of at most this number of new tokens is a decode
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
 Family = Literal["decode", "decode_quantised", "prefill", "prefill_sm90"]
@@ -97,7 +97,7 @@ class LaunchPlan:
         return not ("prefill_sm90" in kernels and why_not(inputs))
 
     def allocate(self, device: torch.device, block_table: torch.Tensor, prefix_len: int = 0) -> None:
-        """Make what `update` fills: the tile schedule, and for a shared prefix of now so many keys, its metadata."""
+        """Make what `update` fills: the tile schedule, and the metadata of a shared prefix of now `prefix_len` keys."""
         for span, config, prefix in self.launches:
             if isinstance(config, sm90.TileSchedulerParams):
                 shape = sm90.schedule_shape(config, self.bounds.part(*span[1:]))
@@ -151,9 +151,9 @@ def plan_attention(
     """The plan of a step, without its tensors.
 
     Args:
-        prefix_len: so many first keys of all sequences, whole blocks that each new token of the decodes sees, lie in
-            the same blocks.
-        max_prefix_len: share it whatever it saves, and at most so many keys in a step that uses the plan again; None
+        prefix_len: the number of first keys, whole blocks that each new token of the decodes sees, which all sequences
+            have in the same blocks.
+        max_prefix_len: share it whatever it saves; the most keys that a step shares which uses the plan again. None
             shares where that pays.
         not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape. not_copied: the same,
             where it attends to a copy of the cache.

@@ -51,7 +51,7 @@ def paged_attention(
         key, value: caches [P, S, Hkv, D] and [P, S, Hkv, Dv], of the query's dtype or fp8, or the codes of another
             format; or, with block_table None, packed rows [N, Hkv, D].
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
-        max_query_len, max_seq_len: host upper bounds. num_decodes: so many leading sequences have one new
+        max_query_len, max_seq_len: host upper bounds. num_decodes: the number of leading sequences that have one new
             token each (or, in a batch of nothing else, none: the padding of a captured graph).
         mask: which keys a query sees, causal where it leaves that open; a mask_mod is for the torch path only, and not
             traceable. softcap: cap * tanh(logit / cap), None is no cap.
@@ -59,8 +59,8 @@ def paged_attention(
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
-        shared_prefix_len: so many first keys of all sequences, whole blocks that each of their new tokens sees, lie in
-            the same blocks, and decodes shall read them once (triton path; elsewhere, and under a window or ALiBi, it
+        shared_prefix_len: the number of first keys, whole blocks that each new token sees, which all sequences have in
+            the same blocks, and which decodes shall read once (triton path; elsewhere, and under a window or ALiBi, it
             is ignored).
         kv_cache_dtype: the name of the cache's format; "auto": as its dtype says.
         k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own. One whose

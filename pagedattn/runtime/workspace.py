@@ -8,7 +8,7 @@ COUNTERS = 2048  # programs of a decode launch at most; a workspace starts with 
 
 
 def new_workspace(elements: int, device: torch.device) -> torch.Tensor:
-    """A workspace of so many int32 elements: counters, zero, then places that are written before they are read."""
+    """A workspace of `elements` int32 elements: counters, which are zero, then memory written before it is read."""
     workspace = torch.empty(max(elements, 3 * COUNTERS), dtype=torch.int32, device=device)
     workspace[: 3 * COUNTERS].zero_()
     return workspace

@@ -35,9 +35,9 @@ class CommonAttentionMetadata:
     num_tokens: int
     max_query_len: int  # upper bound
     max_seq_len: int  # upper bound
-    num_decodes: int = 0  # the first so many sequences are decodes; 0 is always legal
-    # So many first tokens of every sequence lie in the same blocks, those of the first sequence's table row: at most as
-    # many as the shortest sequence has, those without tokens aside. 0 is always legal.
+    num_decodes: int = 0  # number of leading sequences that are decodes; 0 is always legal
+    # First tokens that all sequences have in the same blocks, those of the first sequence's table row: at most
+    # as many as the shortest sequence has, those without tokens aside. 0 is always legal.
     shared_prefix_len: int = 0
     block_size: int | None = None  # of the blocks that the table and the slots mean; None where it was not given
 

@@ -16,7 +16,7 @@ class Case:
 
     `latent_dim`: latent attention over rows of head_dim elements, whose first latent_dim are the value.
 
-    `shared_prefix`: so many first tokens, whole blocks, that all sequences but padding have in the same blocks.
+    `shared_prefix`: the number of first tokens, whole blocks, that all sequences but padding have in the same blocks.
     """
 
     query_lens: tuple[int, ...] = (5, 1, 17)

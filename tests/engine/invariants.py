@@ -34,7 +34,7 @@ def check_tables(
     for block, count in uses.items():
         assert pool.ref_count(block) == count, f"block {block}: {pool.ref_count(block)} holders, {count} uses"
     rest = [block for block in range(1, pool.num_blocks) if block not in uses]
-    assert pool.num_unheld(rest) == len(rest), "a block is held that no table has"
+    assert pool.num_evictable(rest) == len(rest), "a block is held that no table has"
     assert pool.num_free == pool.num_usable - len(uses)
     assert pool.ref_count(pool.null_block) == 1
 

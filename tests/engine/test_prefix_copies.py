@@ -62,7 +62,7 @@ def test_the_least_recently_used_copies_make_room() -> None:
     assert hits(llm, SECOND) > 0 and hits(llm, FIRST) == 0
 
 
-def test_twins_load_their_beginning_once() -> None:
+def test_equal_prompts_load_their_beginning_once() -> None:
     runner, llm = llm_of(18, 40)
     for prompt in (FIRST, SECOND, THIRD, [4, *FIRST[1:]]):
         hits(llm, prompt)

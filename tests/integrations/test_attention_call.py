@@ -12,7 +12,7 @@ from hf_models import hf_model, prompts
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.integrations.transformers import PackedModel
-from pagedattn.integrations.transformers.attention import AttentionCall, PackedStep, attention_forward
+from pagedattn.integrations.transformers.attention import AttentionCall, ForwardContext, attention_forward
 from pagedattn.integrations.transformers.probe import Recorder
 
 
@@ -40,14 +40,14 @@ def learnt(**options: Any) -> AttentionCall:
     return recorder.layers[0].call
 
 
-def packed_step(dtype: torch.dtype = torch.float32, **options: Any) -> PackedStep:
+def packed_step(dtype: torch.dtype = torch.float32, **options: Any) -> ForwardContext:
     """A step of two sequences, of 3 and 2 new tokens, for one layer that learnt `options`."""
     asked = learnt(dtype=dtype, **options)
     layer = Attention(4, 8, 2, asked.scale, sliding_window=asked.sliding_window, softcap=asked.softcap, dtype=dtype)
     table = torch.tensor([[3], [5]], dtype=torch.int32)
     common = CommonAttentionMetadata.from_lengths([3, 2], [3, 2], table, block_size=16)
     cache = PagedKVCache(1, 8, 16, 2, 8, dtype=dtype)
-    return PackedStep({0: (asked, layer)}, [cache.layer(0)], plan_step([layer], common))
+    return ForwardContext({0: (asked, layer)}, [cache.layer(0)], plan_step([layer], common))
 
 
 def test_the_scale_is_that_of_the_call() -> None:
@@ -159,7 +159,7 @@ def test_sinks_are_those_that_the_layer_was_built_with() -> None:
     asked = learnt(s_aux=sinks)
     layer = Attention(4, 8, 2, sinks=sinks)
     plan = plan_step([layer], CommonAttentionMetadata.from_lengths([5], [5]))
-    step = PackedStep({0: (asked, layer)}, None, plan)
+    step = ForwardContext({0: (asked, layer)}, None, plan)
     assert call(step=step, s_aux=sinks).shape == (1, 5, 4, 8)
     for given in (others, None):
         with pytest.raises(UnsupportedError, match=r"layer 0 asks for .*, it used to"):

@@ -20,7 +20,7 @@ from ..base import (
 )
 from .versions import FA3, FlashAttnVersion, library, version_for
 
-# FA3 balances up to so many splits per sequence on the device. A constant, so that a captured call fits any lengths.
+# FA3 balances at most that many splits of a sequence on the device. Constant: a captured call must fit any lengths.
 _DECODE_SPLITS = 32
 
 

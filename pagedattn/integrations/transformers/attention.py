@@ -194,7 +194,7 @@ def layer_of(
 
 
 @dataclass(frozen=True, slots=True)
-class PackedStep:
+class ForwardContext:
     """One step of many sequences in one row, for all layers of a model."""
 
     layers: Layers

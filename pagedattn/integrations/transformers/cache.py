@@ -16,7 +16,7 @@ from .batch import BatchStep
 from .columns import Columns
 from .rows import BlockStore, Rows
 
-_NOTHING = 0, 1  # so many first columns are the same in so many rows in turn
+_NOTHING = 0, 1  # number of first columns that are equal, in each group of this number of rows
 
 
 class _Layer(CacheLayerMixin):
@@ -105,7 +105,7 @@ class PagedCache(Cache):
         Args:
             lengths, prompts: tokens of each row in the end, and in the prompt.
             columns: of the prompts, padding included.
-            together: so many rows in turn have the same prompt.
+            together: the number of consecutive rows that have the same prompt.
             copies: blocks more, for rows that are forked before others are dropped.
         """
         self._alike = columns, together
@@ -208,11 +208,11 @@ class PagedCache(Cache):
         self._columns.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        twin = PagedCache(self._attention, self._store, self._windowed)
-        twin._columns.become(self._columns)
-        twin._rows, twin._alike = self._rows.fork(), self._alike
-        memo[id(self)] = twin
-        return twin
+        forked = PagedCache(self._attention, self._store, self._windowed)
+        forked._columns.become(self._columns)
+        forked._rows, forked._alike = self._rows.fork(), self._alike
+        memo[id(self)] = forked
+        return forked
 
     def _take(self, rows: list[int]) -> None:
         self._alike = _NOTHING

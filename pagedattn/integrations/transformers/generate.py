@@ -167,7 +167,7 @@ class Paged:
         )
 
     def new_cache(self, most_tokens: int = 0) -> PagedCache:
-        """An empty cache, for so many tokens and more."""
+        """An empty cache, with memory for `most_tokens` tokens at first."""
         from .cache import PagedCache
 
         store = self.pool or BlockStore(self.specs, None, self.placed[1], max(most_tokens, MOST_TOKENS))

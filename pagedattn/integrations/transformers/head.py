@@ -62,6 +62,6 @@ def without_decoder(model: Any, body: Any) -> Any:
 
 
 def _shallow(module: Any) -> Any:
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied

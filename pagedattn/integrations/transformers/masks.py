@@ -23,7 +23,7 @@ _ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class CausalMask:
-    """Causal over `positions`, with a window of so many tokens, the token's own included; None: every earlier one."""
+    """Causal over `positions`, and within a window of `window` tokens, the token's own included; None: no window."""
 
     window: int | None
     positions: int
@@ -45,7 +45,7 @@ def describe_mask(
     """A mask interface of transformers: describes the mask instead of building it.
 
     Args:
-        positions: over so many; None: over all that the model has.
+        positions: their number; None: all that the model has.
 
     Raises:
         UnsupportedError: it is no causal mask with or without a window.

@@ -61,6 +61,6 @@ def set_attention(model: Any, name: str) -> None:
 
 
 def _default_attention(model: Any, part: Any) -> str:
-    """What transformers chooses for the module with this config where nobody chooses."""
+    """What transformers chooses for the module with this config where the user does not."""
     module = next((module for module in model.modules() if getattr(module, "config", None) is part), None)
     return "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"

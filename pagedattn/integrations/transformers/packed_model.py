@@ -16,7 +16,7 @@ from ... import (
     SlidingWindowSpec,
     StepMetadata,
 )
-from .attention import PackedStep
+from .attention import ForwardContext
 from .attention import register as register_attention
 from .hand_on import probe_handing_on
 from .head import decoder_of, without_decoder
@@ -91,7 +91,7 @@ class PackedModel:
         metadata: StepMetadata,
     ) -> torch.Tensor:
         """input_ids and positions [T] to hidden states [T, hidden_size]; the new keys and values go to `caches`."""
-        return self._run(input_ids, positions, PackedStep(self._layers, caches, metadata))
+        return self._run(input_ids, positions, ForwardContext(self._layers, caches, metadata))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, with what the model does to its logits."""
@@ -127,7 +127,7 @@ class PackedModel:
             for index, layer in enumerate(self._learnt)
         ]
 
-    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: PackedStep | Recorder) -> torch.Tensor:
+    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: ForwardContext | Recorder) -> torch.Tensor:
         ids, where = input_ids.long()[None], positions.long()[None]
         return self._body(input_ids=ids, position_ids=where, use_cache=False, paged_step=step)[0][0]
 

@@ -56,11 +56,11 @@ class BlockStore:
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that are referenced."""
         return self.pool.num_usable - self.pool.num_free
 
     def expect(self, num_blocks: int) -> None:
-        """So many blocks will be held at a time: memory is taken for them at once, when the first is."""
+        """Take memory for `num_blocks` blocks at once, when the first is allocated."""
         self._wanted = min(num_blocks + 1, self.pool.num_blocks)
 
     def allocate(self, count: int) -> list[int]:
@@ -139,7 +139,7 @@ class Rows:
         self.store.expect(sum(blocks) - sum(length // size for length in shared) + copies)
 
     def append(self, counts: Sequence[int]) -> None:
-        """Make room for so many new tokens in each row.
+        """Make room for `counts[i]` new tokens in row i.
 
         Raises:
             CapacityError: too few blocks are free; nothing is changed.
@@ -170,9 +170,9 @@ class Rows:
         fresh = iter(self.store.allocate(sum(needs)))
         for row, new in zip(first, needs, strict=True):
             blocks = list(islice(fresh, new))
-            for twin in range(row, row + together):
-                self._blocks[twin].extend(blocks)
-                if twin != row:
+            for other in range(row, row + together):
+                self._blocks[other].extend(blocks)
+                if other != row:
                     self.store.pool.touch(blocks)
         self._changed, self._shared = set(range(len(self))), True
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -226,13 +226,13 @@ class Rows:
 
     def fork(self) -> Rows:
         """Other rows that hold the same tokens."""
-        twin = Rows(self.store)
-        twin.start(len(self))
-        twin._blocks, twin.lengths = [list(blocks) for blocks in self._blocks], list(self.lengths)
-        for blocks in twin._blocks:
+        forked = Rows(self.store)
+        forked.start(len(self))
+        forked._blocks, forked.lengths = [list(blocks) for blocks in self._blocks], list(self.lengths)
+        for blocks in forked._blocks:
             self.store.pool.touch(blocks)
-        self._shared = twin._shared = True
-        return twin
+        self._shared = forked._shared = True
+        return forked
 
     def release(self) -> None:
         """Give all blocks up; no rows are left."""

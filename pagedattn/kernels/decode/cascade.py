@@ -31,7 +31,7 @@ _HEAD = 3  # elements before the sequences' lengths
 
 
 def whole_blocks(length: int, max_query_len: int, block_size: int) -> int:
-    """So many of `length` shared keys, at most every sequence's length, are whole blocks that all new tokens see."""
+    """How many of `length` shared keys (no sequence is shorter) lie in whole blocks that all new tokens see."""
     return max(length - max(max_query_len - 1, 0), 0) // block_size * block_size
 
 

@@ -91,7 +91,7 @@ def decode_config(
     short: bool = False,
     tuning: DecodeTuning | None = None,
 ) -> DecodeConfig:
-    """The configuration of a decode launch over sequences of at most so many query tokens and keys.
+    """The configuration of a decode launch over sequences of at most max_query_len tokens and max_seq_len keys.
 
     itemsize is of the query, stored_itemsize of the cache. short: most sequences have few keys, whatever the most is;
     so it is taken to be where all have few. `tuning` is taken as it is, but for what does not fit the device's shared

@@ -60,7 +60,7 @@ def test_nobody_waits_for_nothing(first: list[int], second: list[int]) -> None:
     bench.finish()
 
 
-def test_the_same_block_behind_another_beginning_is_no_twin() -> None:
+def test_the_same_block_behind_another_beginning_is_not_shared() -> None:
     bench = Bench(budget=64)
     add_all(bench, prompt(9))
     bench.finish()
@@ -93,7 +93,7 @@ def test_salts_and_requests_that_read_no_cache_do_not_wait() -> None:
 
 
 def test_nobody_waits_for_what_is_cached_already() -> None:
-    """The first prompt computes its last block again, whose content is known: its twin can hit that, and need not."""
+    """The first prompt computes its last block again, whose content is known: its equal can hit that, and need not."""
     bench = Bench(budget=64)
     bench.add(prompt(17), 1)
     bench.finish()
@@ -103,7 +103,7 @@ def test_nobody_waits_for_what_is_cached_already() -> None:
     bench.finish()
 
 
-def test_a_twin_waits_for_every_chunk_that_it_can_share() -> None:
+def test_an_equal_prompt_waits_for_every_chunk_that_it_can_share() -> None:
     bench = Bench(200, budget=16)
     add_all(bench, prompt(64), [*prompt(40), 0])
     steps = [names(bench.step()) for _ in range(4)]
@@ -112,8 +112,8 @@ def test_a_twin_waits_for_every_chunk_that_it_can_share() -> None:
     assert bench.requests[1].num_prompt_hits == 40
 
 
-def test_twins_that_wait_keep_their_place_before_a_victim() -> None:
-    """A newer request is preempted while an older twin waits: both queues stay in the order of arrival."""
+def test_equal_prompts_that_wait_keep_their_place_before_a_victim() -> None:
+    """A newer request is preempted while an older equal prompt waits: both queues stay in the order of arrival."""
     bench = Bench(budget=64)
     add_all(bench, prompt(20), prompt(20), prompt(20, 5))
     assert names(bench.step()) == ["0", "2"]
@@ -122,7 +122,7 @@ def test_twins_that_wait_keep_their_place_before_a_victim() -> None:
     bench.finish()
 
 
-def test_a_failed_step_leaves_twins_in_their_order() -> None:
+def test_a_failed_step_leaves_equal_prompts_in_their_order() -> None:
     bench = Bench(budget=64)
     add_all(bench, prompt(20), prompt(20), prompt(20, 5), prompt(20, 5))
     step = bench.scheduler.schedule()

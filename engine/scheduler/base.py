@@ -23,7 +23,7 @@ _STEPS_PER_RETRY = 16
 by_arrival = attrgetter("arrival")
 
 
-class StepPlanner:
+class BaseScheduler:
     """The requests, and the choice of what they compute next. Knows no model, no text and no outcome of a step."""
 
     def __init__(
