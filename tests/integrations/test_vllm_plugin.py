@@ -105,6 +105,8 @@ def test_without_vllm_there_is_nothing_to_register(monkeypatch: pytest.MonkeyPat
 
 def test_what_keeps_vllm_from_finding_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     points: list[Any] = []
+    for name in ("TRITON_CACHE_DIR", *(name for name in os.environ if name.startswith("PAGEDATTN_"))):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(releases, "installed", lambda: "0.33.0")
     monkeypatch.setattr(releases, "entry_points", lambda group: points)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -120,6 +122,21 @@ def test_what_keeps_vllm_from_finding_it_is_told(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setenv("VLLM_PLUGINS", "other,pagedattn")
     assert releases.describe() == ["0.33.0"]
+
+
+def test_what_rays_workers_get_is_told(registered: dict[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "entry_points", lambda group: [SimpleNamespace(name="pagedattn")])
+    for name in ("TRITON_CACHE_DIR", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"):
+        monkeypatch.delenv(name, raising=False)
+    assert releases.describe() == ["0.24.0"]
+    monkeypatch.setenv("PAGEDATTN_CHECK", "0")
+    monkeypatch.setenv("PAGEDATTN_LOG", "info")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache")
+    _, own, others = releases.describe()
+    assert own.startswith("Ray's workers get PAGEDATTN_CHECK, PAGEDATTN_LOG: the plugin adds PAGEDATTN_ to VLLM_RAY_")
+    assert others.startswith("Ray's workers do not get TRITON_CACHE_DIR: add it to VLLM_RAY_EXTRA_ENV_VARS_TO_COPY (")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "OTHER,TRITON_CACHE_DIR")
+    assert releases.describe() == ["0.24.0", own]
 
 
 def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:

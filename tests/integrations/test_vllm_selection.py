@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from vllm.v1.attention.backends import registry  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
-from pagedattn.integrations.vllm import register  # noqa: E402
+from pagedattn.integrations.vllm import refusals, register  # noqa: E402
 from pagedattn.integrations.vllm.backend import PagedAttentionBackend  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,24 +123,27 @@ SERVED: list[dict[str, Any]] = [
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_size": 513}, "head_dim"),
-    ({"use_mla": True}, "MLA not supported"),
-    ({"use_sparse": True}, "sparse not supported"),
+    ({"use_mla": True}, "MLA=True (serves keys and values of heads): start vLLM with another attention backend"),
+    ({"use_sparse": True}, "sparse attention=True (serves all keys"),
     ({"kv_cache_dtype": "bfloat16"}, "a bfloat16 cache needs queries of bfloat16, not float16"),
-    ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
-    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
-    ({"dtype": torch.float64}, "dtype not supported"),
-    ({"block_size": 24}, "block_size not supported"),
+    (
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "kv_cache_dtype=int8_per_token_head (serves auto, the model's dtype, fp8, fp8_e5m2): pass --kv-cache-dtype",
+    ),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype=nvfp4 (serves auto"),
+    ({"dtype": torch.float64}, "dtype=float64 (serves float16, bfloat16, float32): pass --dtype auto"),
+    ({"block_size": 24}, "block_size not supported"),  # vLLM compares this text
     ({"attn_type": "encoder"}, "attention type encoder not supported"),
     ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
-    ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
+    ({"use_per_head_quant_scales": True}, "scales per head=True (serves a scale of"),
     ({"use_non_causal": True}, "non-causal attention not supported"),
 ]
 # Asked by later releases only.
 LATER_SERVED = [{"has_sliding_window": True}]
 LATER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_adaptive_verification": True}, "device-cpu query lens mismatch"),
-    ({"use_dcp": True}, "DCP not supported"),
-    ({"use_pcp": True}, "PCP not supported"),
+    ({"use_dcp": True}, "parallelism=True (serves one rank for all keys): pass --decode-context-parallel-size 1"),
+    ({"use_pcp": True}, "parallelism=True (serves one rank for all keys): pass --prefill-context-parallel-size 1"),
     ({"use_rswa": True}, "R-SWA not supported"),
 ]
 
@@ -162,6 +166,20 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("PAGEDATTN_BACKEND", "TRITON")
     assert reason in reasons(**options)[0]
+
+
+def test_vllm_still_compares_its_text_on_block_sizes(platform: Any) -> None:
+    """Else ours could stand in its place, as for other options."""
+    source = Path(sys.modules[platform.__module__].__file__ or "").read_text(encoding="utf-8")
+    assert 'reasons == ["block_size not supported"]' in source
+
+
+def test_vllm_knows_the_options_that_messages_name() -> None:
+    from vllm import envs
+
+    source = (Path(envs.__file__).parent / "engine/arg_utils.py").read_text(encoding="utf-8")
+    options = set(re.findall(r"--[a-z-]+", Path(refusals.__file__).read_text(encoding="utf-8")))
+    assert len(options) == 4 and all(f'"{option}"' in source for option in options)
 
 
 def test_batch_invariance_makes_layers_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

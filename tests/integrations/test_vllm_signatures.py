@@ -162,6 +162,11 @@ def test_the_backend_is_registered_by_position(release: str) -> None:
     assert all(has_default for _, _, has_default in parameters[2:])
 
 
+@pytest.mark.parametrize("release", RECORDS)
+def test_variables_for_rays_workers_are_vllms(release: str) -> None:
+    assert RECORDS[release]["variables"] == [releases.RAY_PREFIXES, releases.RAY_NAMES]
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "text"),
     [

@@ -13,8 +13,11 @@ from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
+from pagedattn.integrations.vllm import releases
+
 CLASSES = ("AttentionBackend", "AttentionImpl", "AttentionMetadataBuilder")
 REGISTERED = ("CUSTOM", "FLASH_ATTN")
+VARIABLES = (releases.RAY_PREFIXES, releases.RAY_NAMES)
 
 
 def parameters(function: Callable[..., Any]) -> list[list[Any]]:
@@ -38,6 +41,7 @@ def members(cls: type) -> dict[str, dict[str, Any]]:
 
 def record() -> dict[str, Any]:
     """All that is recorded of the release that is here."""
+    from vllm import envs
     from vllm.v1.attention import backend
     from vllm.v1.attention.backends import registry
 
@@ -50,6 +54,7 @@ def record() -> dict[str, Any]:
             "AttentionBackendEnum": [name for name in REGISTERED if name in registry.AttentionBackendEnum.__members__],
             "AttentionCGSupport": [m.name for m in backend.AttentionCGSupport],
         },
+        "variables": [name for name in VARIABLES if name in envs.environment_variables],
     }
 
 

@@ -10,11 +10,12 @@ from vllm.v1.attention.backend import AttentionBackend
 from .builder import PagedAttentionBuilder
 from .impl import PagedAttentionImpl
 from .kernels import FP8, TYPES, serving_backend, why_not
+from .refusals import explained
 
 
 class PagedAttentionBackend(AttentionBackend):
     """vLLM's `CUSTOM`. Head dimensions, compute capabilities and the like are refused by `supports_combination`, with
-    the reasons that the library's own selection gives."""
+    the reasons that the library's own selection gives; what vLLM asks besides, as `explained`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8]
@@ -54,6 +55,11 @@ class PagedAttentionBackend(AttentionBackend):
         if include_num_layers_dimension:
             return (1, 0, 2, 3, 4, 5) if nhd else (1, 4, 0, 2, 3, 5)
         return (0, 1, 2, 3, 4) if nhd else (0, 1, 3, 2, 4)
+
+    @classmethod
+    def validate_configuration(cls, **asked: Any) -> list[str]:
+        """vLLM's reasons against a layer, with what is served instead and what to do."""
+        return [explained(reason, asked) for reason in super().validate_configuration(**asked)]
 
     @classmethod
     def supports_combination(

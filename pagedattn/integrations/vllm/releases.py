@@ -11,7 +11,9 @@ from ...backends.releases import Releases
 SERVED = Releases("vllm", "0.24", "0.33")  # make vllm-test
 GROUP, NAME = "vllm.general_plugins", "pagedattn"
 _PREFIX = "PAGEDATTN_"
-_RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+# Variables of vLLM: which of the variables of the process that starts it Ray's workers get besides vLLM's own.
+RAY_PREFIXES, RAY_NAMES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+_TRITON_CACHE = "TRITON_CACHE_DIR"  # matters to our kernels too, and has no prefix that is copied
 
 
 def installed() -> str | None:
@@ -38,11 +40,23 @@ def describe() -> list[str]:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):
         lines.append(f"loads no plugin {NAME!r}: VLLM_PLUGINS={allowed!r}; add {NAME} to it, or unset it")
+    return lines + _ray()
+
+
+def _ray() -> list[str]:
+    """Which variables that are set here decide about our kernels, and how Ray's workers get them."""
+    own = [name for name in env.VARIABLES if name in os.environ]
+    lines = []
+    if own:
+        how = f"the plugin adds {_PREFIX} to {RAY_PREFIXES} in the process that starts vLLM; set them there"
+        lines.append(f"Ray's workers get {', '.join(own)}: {how}")
+    if _TRITON_CACHE in os.environ and _TRITON_CACHE not in os.environ.get(RAY_NAMES, "").split(","):
+        lines.append(f"Ray's workers do not get {_TRITON_CACHE}: add it to {RAY_NAMES} (names, separated by commas)")
     return lines
 
 
 def copy_variables_to_ray() -> None:
     """Have vLLM hand PAGEDATTN_* variables to Ray's workers, which get none but its own."""
-    prefixes = [name for name in os.environ.get(_RAY_PREFIXES, "").split(",") if name]
+    prefixes = [name for name in os.environ.get(RAY_PREFIXES, "").split(",") if name]
     if _PREFIX not in prefixes and any(name in os.environ for name in env.VARIABLES):
-        os.environ[_RAY_PREFIXES] = ",".join([*prefixes, _PREFIX])
+        os.environ[RAY_PREFIXES] = ",".join([*prefixes, _PREFIX])
