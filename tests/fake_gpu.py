@@ -8,6 +8,7 @@ its own, without TRITON_INTERPRET.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler, driver
 
+from pagedattn import Attention
 from pagedattn.backends.triton import backend
 from pagedattn.runtime import launcher, op_registry
 from pagedattn.runtime.target import Target, target_of
@@ -110,3 +112,23 @@ def install() -> None:
     facts = Capabilities(**{**values, "devices": ("cuda", "cpu")})
     backend.TritonBackend.capabilities = classmethod(lambda cls: facts)  # type: ignore[method-assign, assignment]
     torch.set_num_threads(1)
+
+
+def files_to_a_launch(call: Callable[[], object]) -> list[list[str]]:
+    """For each launch, the library's files on the way from `Attention.forward` to it."""
+    found: list[list[str]] = []
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is Launched.__call__.__code__:
+            files: list[str] = []
+            while frame is not None and frame.f_code is not Attention.forward.__code__:
+                frame = frame.f_back
+                files += [frame.f_code.co_filename] if frame is not None else []
+            found.append(sorted({file.rpartition("pagedattn/")[2] for file in files if "/pagedattn/" in file}))
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found

@@ -6,6 +6,7 @@ To be run without TRITON_INTERPRET, which is read when kernels are imported.
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMeta
 from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel, kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 
+reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
 MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel, parts_kernel)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
@@ -98,13 +100,40 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     return {"kept": len(kept) == 2, "careful": again == careful != [], "triton": same}
 
 
+WAYS: dict[str, tuple[list[int], str]] = {
+    "prompts": ([300, 40], "auto"),
+    "prompts, fp8 codes": ([60, 40], "fp8_e4m3"),
+    "prompts, int8 codes": ([60, 40], "int8"),
+    "prompts, dequantised": ([300, 40], "int8"),
+    "decodes, fp8": ([1, 1, 1], "fp8_e4m3"),
+    "decodes, int8": ([1, 1, 1], "int8"),
+    "decodes, k8v4": ([1, 1, 1], "k8v4"),
+}
+
+
+def way(query_lens: list[int], stored: str) -> dict[str, Any]:
+    """The library's files on the way to each launch, the write's first, from two layers of a step."""
+    layer = Attention(8, 128, 2, block_size=16, backend="TRITON", dtype=torch.bfloat16, kv_cache_dtype=stored)
+    caches = PagedKVCache(2, 90, 16, 2, 128, dtype=torch.bfloat16, kv_cache_dtype=stored)
+    lens = [500 + n for n in query_lens]
+    common = CommonAttentionMetadata.from_lengths(query_lens, lens, torch.zeros(len(lens), 256, dtype=torch.int32))
+    query, key, value = (torch.zeros(sum(query_lens), heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    layer(query, key, value, caches.layer(0), plan_step([layer], common))  # Triton compiles, by another way
+    step = plan_step([layer], common)
+    calls = [lambda at=at: layer(query, key, value, caches.layer(at), step) for at in range(2)]
+    first, later = map(fake_gpu.files_to_a_launch, calls)
+    return {"first": first, "later": later, "describe": step.describe()}
+
+
 def main() -> None:
     fake_gpu.install()
     sm90.why_not_here = lambda device: ""  # type: ignore[assignment]
     for module in MODULES:
         module.target_of = lambda device: fake_gpu.HOPPER
     with torch.no_grad():
-        print(json.dumps({name: run(**case) for name, case in CASES.items()}))
+        found = {name: run(**case) for name, case in CASES.items()}
+        reshape.choose = lambda *args: "triton"
+        print(json.dumps({"calls": found, "ways": {name: way(*case) for name, case in WAYS.items()}}))
 
 
 if __name__ == "__main__":

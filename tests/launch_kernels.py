@@ -237,26 +237,6 @@ def unkept() -> dict[str, Any]:
     return {"foreign": len(foreign.plan.calls), "writes": len(writes), "kept": kept}
 
 
-def files_to_a_launch(call: Callable[[], object]) -> list[list[str]]:
-    """For each launch, the library's files on the way from `Attention.forward` to it."""
-    found: list[list[str]] = []
-
-    def profile(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is fake_gpu.Launched.__call__.__code__:
-            files: list[str] = []
-            while frame is not None and frame.f_code is not Attention.forward.__code__:
-                frame = frame.f_back
-                files += [frame.f_code.co_filename] if frame is not None else []
-            found.append(sorted({file.rpartition("pagedattn/")[2] for file in files if "/pagedattn/" in file}))
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
 def ways() -> dict[str, list[list[str]]]:
     """From the first layer of a step, and from the next."""
     reshape.choose = lambda *args: "triton"
@@ -266,7 +246,7 @@ def ways() -> dict[str, list[list[str]]]:
     plan_step([model], common)
     _call_of(model, caches[0], plan_step([model], common), False, SEQS)()  # Triton compiles, by another way
     step = plan_step([model], common)
-    first, later = (files_to_a_launch(_call_of(model, cache, step, False, SEQS)) for cache in caches)
+    first, later = (fake_gpu.files_to_a_launch(_call_of(model, cache, step, False, SEQS)) for cache in caches)
     return {"first": first, "later": later}
 
 

@@ -12,9 +12,16 @@ from uninterpreted import output_of
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 
+FIRST, LATER = 8, 4  # files at most from a layer to a launch: of a step's first layer, and of the others
+
+
 @cache
-def calls() -> dict[str, dict[str, Any]]:
+def found() -> dict[str, dict[str, Any]]:
     return json.loads(output_of("launch_hopper.py", CUDA_VISIBLE_DEVICES="")[-1])
+
+
+def calls() -> dict[str, dict[str, Any]]:
+    return found()["calls"]
 
 
 @pytest.mark.parametrize("name", ["prompts", "blocks of unknown size", "HND", "one head", "fp8", "int8"])
@@ -76,3 +83,29 @@ def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, la
     made = calls()[name]
     assert made["launches"][1] == launches and made["describe"].endswith("keys and values dequantised before)")
     assert not made["again"]["kept"], "the copy is made anew by every call"
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("prompts", ["prefill_sm90/kernel.py"]),
+        ("prompts, fp8 codes", ["prefill_sm90/fp8_kernel.py"]),
+        ("prompts, int8 codes", ["prefill_sm90/int8_kernel.py"]),
+        ("prompts, dequantised", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
+        ("decodes, fp8", ["decode_quantised/kernel.py"]),
+        ("decodes, int8", ["decode_quantised/kernel.py"]),
+        ("decodes, k8v4", ["decode_quantised/kernel.py"]),
+    ],
+)
+def test_few_files_lie_between_a_layer_and_a_launch(name: str, kernels: list[str]) -> None:
+    """Of the write and of each kernel. Launches over a copy are never repeated, so that each layer's take the way of
+    the first; such a prompt keeps the GPU busy for far longer than that takes."""
+    way = found()["ways"][name]
+    for files, kernel in zip(way["first"], ["cache_write/kernel.py", *kernels], strict=True):
+        assert len(files) <= FIRST and f"kernels/{kernel}" in files, files
+        assert {"layers/attention.py", "runtime/launcher.py"} <= set(files)
+    if "dequantised" in name:
+        assert way["later"] == way["first"]
+    else:
+        assert len(way["later"]) == len(way["first"])
+        assert all(len(files) <= LATER and "runtime/launcher.py" in files for files in way["later"]), way["later"]
