@@ -165,6 +165,25 @@ def test_a_step_is_built_once_per_group_and_spec() -> None:
     assert step.describe().count("group 0: TORCH") == 2 and step.describe().count("group 1: TORCH") == 1
 
 
+class MakesKeys:
+    """A layer that makes its key each time, so that another's may lie where one was."""
+
+    def __init__(self, like: Attention) -> None:
+        self.kv_group, self.builder, self._key = like.kv_group, like.builder, like.plan_key
+
+    @property
+    def plan_key(self) -> tuple[Any, ...]:
+        return tuple([*self._key])
+
+
+def test_keys_that_layers_make_each_time_are_compared_by_value() -> None:
+    kinds = [layer(), layer(8), layer(9)]
+    made: list[Any] = [MakesKeys(kinds[i // 10]) for i in range(30)]
+    assert made[0].plan_key is not made[0].plan_key
+    step = plan_step(made, CommonAttentionMetadata.from_lengths([1], [3], TABLE[:1]))
+    assert list(step.by_key) == [kind.plan_key for kind in kinds]
+
+
 def test_one_description_is_that_of_group_0() -> None:
     common = CommonAttentionMetadata.from_lengths([1], [3], TABLE[:1])
     assert plan_step([layer()], common).of(layer().plan_key).common is common

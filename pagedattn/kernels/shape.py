@@ -46,7 +46,7 @@ class BatchBounds(NamedTuple):
         if first == 0 and last == self.num_seqs and max_query_len == self.max_query_len:
             return self
         decodes = min(max(self.num_decodes - first, 0), last - first)
-        return self._replace(num_seqs=last - first, num_decodes=decodes, max_query_len=max_query_len)
+        return BatchBounds(self.num_tokens, last - first, decodes, max_query_len, self.max_seq_len, self.max_keys)
 
 
 def shape_of(inputs: AttentionInputs) -> AttentionShape:

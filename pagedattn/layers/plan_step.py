@@ -93,8 +93,13 @@ def plan_step(
     """
     by_group = {0: common_by_group} if isinstance(common_by_group, CommonAttentionMetadata) else common_by_group
     out: dict[Key, AttentionMetadata] = {}
+    known: dict[int, Key] = {}  # by identity: layers of one kind mostly have one key object, and a spec is slow to hash
     for layer in layers:
         key = layer.plan_key
+        if not torch.compiler.is_dynamo_compiling():
+            if id(key) in known:
+                continue
+            known[id(key)] = key
         if key in out:
             continue
         if layer.kv_group not in by_group:

@@ -146,7 +146,7 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
     query_lens = starts.diff()
     if bool((query_lens < 0).any()) or int(starts[0] if len(starts) else 0) != 0:
         raise InvalidInputError("query_start_loc", "0 at first and never decreasing", starts.tolist())
-    check_lengths_within_bounds(common, starts, lens)
+    check_lengths_within_bounds(common, starts.numpy(), lens.numpy())
     if kv_cache is None:
         _packed(call.key, call.value, lens)
         return

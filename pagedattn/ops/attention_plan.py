@@ -7,6 +7,7 @@ function, from its tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -161,11 +162,11 @@ def plan_attention(
     """
     target, here = target_of(device), sm90.why_not_here(device)
     turns = dequantise.copy_turns(shape, bounds) if bounds.max_query_len > DECODE_TOKENS else 0
-    if turns and (sm90.why_not_copied(dequantise.native_shape(shape), here) or not_copied):
+    if turns and (_why_not_copied(shape, here) or not_copied):
         turns = 0
-    because = "" if turns or only_decodes(shape, bounds) else sm90.why_not(shape, here) or not_sm90
+    because = "" if turns or only_decodes(shape, bounds) else _why_not_sm90(shape, here) or not_sm90
     not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
-    of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns else shape
+    of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns > 1 else shape
     params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
@@ -177,6 +178,16 @@ def plan_attention(
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
     return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, copy_turns=turns)
+
+
+# What is decided by the shape alone is decided once, not in every step.
+_why_not_sm90 = lru_cache(maxsize=256)(sm90.why_not)
+
+
+@lru_cache(maxsize=256)
+def _why_not_copied(shape: AttentionShape, here: str) -> str:
+    """Why the Hopper kernel does not attend to a copy of the cache in 16 bits; "" where it can."""
+    return sm90.why_not_copied(dequantise.native_shape(shape), here)
 
 
 def plan_spans(
@@ -357,14 +368,14 @@ def _launch(
         if not prefix_len and not quantised.why_not(shape, bounds.max_query_len, not_quantised):
             config = quantised.quantised_decode_config(shape, bounds, target)
             if _is_countable(config):
-                return KernelLaunch(span._replace(kernel="decode_quantised"), config)
+                return KernelLaunch(Span("decode_quantised", *span[1:]), config)
         config = decode_config_of(shape, bounds, target, short=bool(prefix_len))
         first = decode_config_of(shape, _prefix_bounds(bounds, prefix_len), target) if prefix_len else None
-        if all(one is None or _is_countable(one) for one in (config, first)):
+        if _is_countable(config) and (first is None or _is_countable(first)):
             return KernelLaunch(span, config, first)
     heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
     config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target)
-    return KernelLaunch(span._replace(kernel="prefill"), config)
+    return KernelLaunch(Span("prefill", *span[1:]), config)
 
 
 def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -52,8 +53,13 @@ class Mask:
         return (int(bool(self.causal)), self.sliding_window or 0)
 
     @classmethod
-    def of(cls, constants: tuple[int, ...]) -> Mask:
-        """The mask that has these constants."""
+    def of(cls, constants: Sequence[int]) -> Mask:
+        """The mask that has these constants, one object however often it is asked for."""
+        return cls._of(tuple(constants))
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def _of(cls, constants: tuple[int, ...]) -> Mask:
         causal, window = constants
         return cls(bool(causal), window or None)
 

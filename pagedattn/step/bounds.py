@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..errors import InvalidInputError
@@ -19,26 +20,26 @@ def check_bounds(common: CommonAttentionMetadata) -> None:
             raise InvalidInputError(name, f"[{rows}] for {count} sequences, or None", list(tensor.shape))
     if common.seq_lens.shape[0] < count:
         raise InvalidInputError("num_seqs", f"at most {len(common.seq_lens)}, the length of seq_lens", count)
-    if starts is not None and (end := starts.numpy()[-1]) > common.num_tokens:
+    first = None if starts is None else starts.numpy()  # whose operations cost a third of torch's
+    if first is not None and (end := first[-1]) > common.num_tokens:
         raise InvalidInputError("num_tokens", f"at least {end}, where the queries end", common.num_tokens)
-    check_lengths_within_bounds(common, starts, lens)
+    check_lengths_within_bounds(common, first, None if lens is None else lens.numpy())
 
 
 def check_lengths_within_bounds(
-    common: CommonAttentionMetadata, starts: torch.Tensor | None, seq_lens: torch.Tensor | None
+    common: CommonAttentionMetadata, starts: np.ndarray | None, seq_lens: np.ndarray | None
 ) -> None:
-    """Starts [B + 1] and lengths [B] on the host, None where unknown, are as the metadata's integers say."""
-    if seq_lens is not None and seq_lens.shape[0]:
-        _at_most("max_seq_len", common.max_seq_len, int(seq_lens.numpy().max()))
-    if starts is None or starts.shape[0] == 1:
+    """Starts [B + 1] and lengths [B], None where unknown, are as the metadata's integers say."""
+    if seq_lens is not None and len(seq_lens):
+        _at_most("max_seq_len", common.max_seq_len, int(seq_lens.max()))
+    if starts is None or len(starts) == 1:
         return
-    first, decodes = starts.numpy(), common.num_decodes  # whose operations cost a third of torch's
-    query_lens = first[1:] - first[:-1]
+    decodes, query_lens = common.num_decodes, starts[1:] - starts[:-1]
     longest = int(query_lens.max())
     _at_most("max_query_len", common.max_query_len, longest)
     # The padding of a captured batch decodes nothing; before sequences that are no decodes there is none.
     single = longest <= 1 or not decodes or query_lens[:decodes].max() <= 1
-    if not single or (decodes < common.num_seqs and first[decodes] != decodes):
+    if not single or (decodes < common.num_seqs and starts[decodes] != decodes):
         raise not_decodes(query_lens.tolist(), decodes)
 
 
