@@ -75,7 +75,8 @@ def compile_one(
     if more and not more_v:
         constants["more_value"] = None
     codes = None if stored == "copy" else stored
-    part, pack = min(page, fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)), fixed["PACK"]
+    most = fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)
+    part, pack = min(page, most) or most, fixed["PACK"]
     types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, first)}
     types |= {
         "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
@@ -119,6 +120,7 @@ def main() -> None:
     compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
     compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
+    compile_one("bf16-D128-G4-packed", "bf16", 128, 4, 0, False, **plain)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
         compile_one("bf16-D192-128-G1-S16", "bf16", 192, 1, 16, False, dim_v=128, **plain)

@@ -97,22 +97,22 @@ class LaunchPlan:
         why_not = sm90.why_not_queries if self.copy_turns else sm90.why_not_tensors
         return not ("prefill_sm90" in kernels and why_not(inputs))
 
-    def allocate(self, device: torch.device, block_table: torch.Tensor, prefix_len: int = 0) -> None:
+    def allocate(self, device: torch.device, block_table: torch.Tensor | None, prefix_len: int = 0) -> None:
         """Make what `update` fills: the tile schedule, and the metadata of a shared prefix of now `prefix_len` keys."""
         for span, config, prefix in self.launches:
             if isinstance(config, sm90.TileSchedulerParams):
                 shape = sm90.schedule_shape(config, self.bounds.part(*span[1:]))
                 self.tile_schedule = torch.empty(shape, dtype=torch.int32, device=device)
-            if prefix is not None:
+            if prefix is not None and block_table is not None:
                 self.cascade = cascade.CascadeMetadata.of(self.max_prefix_len, prefix_len, span.last, block_table)
 
-    def update(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+    def update(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor | None) -> None:
         """Fill what depends on the step's lengths, on the device: a CUDA graph may record it."""
         for span, config, _ in self.launches:
             if self.tile_schedule is not None and isinstance(config, sm90.TileSchedulerParams):
                 starts, lens = query_start_loc[span.first :], seq_lens[span.first :]
                 fill_tile_schedule(config, self.tile_schedule, starts, lens)
-        if self.cascade is not None and self.shape.block_size is not None:
+        if self.cascade is not None and self.shape.block_size is not None and block_table is not None:
             self.cascade.fill(query_start_loc, seq_lens, block_table, self.shape.block_size)
 
     def describe(self) -> str:
@@ -308,8 +308,6 @@ def plan_call(
     if size:
         fits = workspace is not None and workspace.numel() >= size
         plan.workspace = workspace if fits else new_workspace(size, device)
-    if table is None:
-        return plan
     plan.allocate(device, table, prefix_len)
     known = True
     if plan.tile_schedule is not None:

@@ -123,7 +123,7 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
         if kernel == "prefill_sm90":
-            _launch_sm90(plan, part)
+            _launch_sm90(plan, part, key_starts)
             continue
         family = load(f"kernels.{kernel}.kernel")
         if kernel == "prefill":
@@ -136,10 +136,11 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
             family.launch(config, own, plan.workspace, (shared.out, shared.lse))
 
 
-def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs) -> None:
+def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Tensor | None) -> None:
     if not plan.copy_turns:
         family = load(f"kernels.prefill_sm90.{sm90.module_of(plan.shape)}")
-        family.launch(inputs, plan.tile_schedule, plan.workspace)
+        packed = {} if key_starts is None else {"key_starts": key_starts[:-1, None].int()}
+        family.launch(inputs, plan.tile_schedule, plan.workspace, **packed)
         return
     dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
     heads, tile = inputs.key.shape[2] // plan.copy_turns, sm90.keys_per_tile(plan.shape.head_dim)

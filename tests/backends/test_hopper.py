@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from backends.triton_kinds import KINDS, case_of_kind
+from backends.triton_kinds import KINDS, PACKED, case_of_kind
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.backends.registry import get_backend
@@ -18,6 +19,7 @@ from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
 
 HERE = torch.cuda.is_available() and not sm90.why_not_here(torch.device("cuda", 0))
+attention_op = import_module("pagedattn.ops.paged_attention")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
 DEVICE = torch.device("cuda", 0)
 LENS = [
@@ -29,14 +31,17 @@ LENS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_against_the_oracle(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, *PACKED])
+def test_against_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, launch = [], attention_op._launch_sm90
+    monkeypatch.setattr(attention_op, "_launch_sm90", lambda *given: launches.append(given) or launch(*given))
     for queries, keys in LENS:
         case = case_of_kind(kind).but(query_lens=queries, seq_lens=keys)
         check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
     case = case_of_kind(kind).but(query_lens=LENS[2][0], seq_lens=LENS[2][1], fused_qkv=True, padding_rows=5)
-    case = case.but(share_blocks=not case.poison_behind)
+    case = case.but(share_blocks=case.paged and not case.poison_behind)
     check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, fused and padded")
+    assert launches, "by another kernel"
 
 
 FEW_BLOCKS = [((40,), (9000,)), ((16, 5, 1), (4000, 700, 2100)), ((100, 0, 30), (3000, 50, 6000)), ((600,), (5000,))]

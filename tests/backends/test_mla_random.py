@@ -55,10 +55,12 @@ def random_case(kind: str, draw: random.Random) -> Case:
 def test_random_problems(backend: str, kind: str) -> None:
     if backend == "TRITON" and not (GPU or interpreted()):
         pytest.skip("TRITON serves the CPU only when interpreted")
+    # Sums of float32 are in another order on a GPU, where the gates' naive implementation may be right by chance.
+    device = torch.device("cpu") if backend == "TORCH" else DEVICE
     drawn: Counter[str] = Counter()
     for seed in range(PROBLEMS):
         case = random_case(kind, random.Random(seed))
-        problem = make_problem(case, DEVICE, seed)
+        problem = make_problem(case, device, seed)
         assert not get_backend(backend).rejections(problem.spec)
         check(get_backend(backend), problem, f"{backend}, {kind}, seed {seed}: {case.query_lens}, {case.seq_lens}")
         drawn["several tokens"] += max(case.query_lens) > 1

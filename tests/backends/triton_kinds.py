@@ -44,6 +44,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "bidirectional window, fp16": {"causal": False, "sliding_window": 50, "dtype": FP16},
     "bidirectional, soft cap, D256": {"causal": False, "softcap": 5.0, "head_dim": 256},
 }
+# Attention over packed keys and values, without a cache.
+PACKED: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed, fp16, D64, bidirectional window, group of 7": {
+        **{"dtype": FP16, "head_dim": 64, "causal": False, "sliding_window": 50, "heads": (14, 2)},
+    },
+    "packed, D96, soft cap, one KV head": {"head_dim": 96, "softcap": 9.0, "heads": (8, 1)},
+    "packed, D192 and 128, sinks": {"head_dim": 192, "head_dim_v": 128, "heads": (4, 4), "sinks": 0.5},
+    "packed, D256, bidirectional": {"head_dim": 256, "causal": False},
+}
+PACKED = {name: {**kind, "paged": False} for name, kind in PACKED.items()}
 # Over quantised caches: each needs the decode kernel for those and one for prompts, by a copy where they are long.
 QUANTISED: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
@@ -79,4 +90,6 @@ PORTABLE: dict[str, dict[str, Any]] = {
 
 def case_of_kind(kind: str) -> Case:
     """A case of that kind, whose lengths are the caller's to choose."""
-    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED | PORTABLE)[kind]})
+    return Case(
+        **{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED | PORTABLE | PACKED)[kind]}
+    )

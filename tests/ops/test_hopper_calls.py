@@ -118,6 +118,17 @@ def test_our_own_caches_are_served(layout: str) -> None:
     assert refused(call(key=key, value=value)) == ""
 
 
+def test_packed_keys_are_served_but_for_none_and_codes() -> None:
+    rows = torch.zeros(60, KV_HEADS, DIM, dtype=torch.bfloat16)
+    assert refused(call(block_table=None, key=rows, value=rows)) == ""
+    assert "no keys" in refused(call(block_table=None, key=rows[:0], value=rows[:0]))
+    codes = rows.to(torch.float8_e4m3fn)
+    assert "over a cache of" in refused(call(block_table=None, key=codes, value=codes))
+    fused = torch.zeros(60, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
+    slices = fused[:, HEADS : HEADS + KV_HEADS], fused[:, HEADS + KV_HEADS :]
+    assert refused(call(block_table=None, key=slices[0], value=slices[1])) == ""
+
+
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_caches_are_served_with_their_scales(stored: torch.dtype) -> None:
     assert refused(call(stored=stored)) == ""
@@ -126,9 +137,8 @@ def test_fp8_caches_are_served_with_their_scales(stored: torch.dtype) -> None:
 
 
 REFUSED = {
-    "no paged cache": {"block_table": None},
     "deterministic": {"deterministic": True},
-    "an empty cache": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
+    "no keys": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
     "a scale that is not positive": {"scale": -0.1},
     "queries of torch.float32": {"dtype": torch.float32},
     "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn, "dtype": torch.float16},

@@ -70,7 +70,8 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:
-        return phase == "prefill" and not why_not_hopper(spec)
+        # Of packed keys FlashAttention's kernels are as fast or faster.
+        return phase == "prefill" and spec.uses_cache and not why_not_hopper(spec)
 
     @classmethod
     def rejections(cls, spec: AttentionSpec) -> list[Rejection]:

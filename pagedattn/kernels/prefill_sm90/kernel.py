@@ -24,7 +24,7 @@ from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
-from .plan import FIELDS, head_parts, heads_per_tile, keys_per_tile
+from .plan import FIELDS, head_parts, heads_per_tile, in_blocks, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
@@ -100,12 +100,18 @@ def constants_of(
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
-    """One launch over a tile schedule. workspace: for the partials of splits,
-    as for the decode kernel."""
-    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+def launch(
+    inputs: AttentionInputs,
+    entries: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
+) -> None:
+    """One launch over a tile schedule. workspace: for the partials of splits, as for the decode kernel. key_starts: of
+    packed keys, in place of a block table, the first of each sequence, int32 [B, 1]."""
+    query, key, value, out, lse = (inputs.query, in_blocks(inputs.key), in_blocks(inputs.value), inputs.out, inputs.lse)
     constants, heads, programs = launch_grid(inputs, entries)
-    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
+    table, part = rows_of(inputs, key_starts), copied_slots(constants)
+    pack = constants["PACK"]
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),
@@ -119,13 +125,28 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
 
 def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[str, Any], int, int]:
     """Constants of a launch over a tile schedule, packs of query heads, and programs."""
-    query, key = inputs.query, inputs.key
+    query, key = inputs.query, in_blocks(inputs.key)
+    page = 0 if inputs.block_table is None else key.shape[1]
     flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
     group = query.shape[1] // key.shape[2]
     flags |= {"dim_v": inputs.out.shape[2]}
-    constants = constants_of(query.shape[2], group, key.shape[1], mask=Mask.of(inputs.mask), **flags)
+    constants = constants_of(query.shape[2], group, page, mask=Mask.of(inputs.mask), **flags)
     heads = query.shape[1] // constants["PACK"]
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
+
+
+def rows_of(inputs: AttentionInputs, key_starts: torch.Tensor | None) -> torch.Tensor:
+    """The block table, or where each sequence's packed keys begin."""
+    table = inputs.block_table if key_starts is None else key_starts
+    if table is None:
+        raise ValueError("packed keys need key_starts")
+    return table
+
+
+def copied_slots(constants: dict[str, Any]) -> int:
+    """Slots that one copy of keys or values brings."""
+    most = constants["BLOCK_N"] // LOADERS.value
+    return min(constants["PAGE"], most) or most
 
 
 def query_rows(query: torch.Tensor, pack: int, width: int = 0) -> TensorDescriptor:

@@ -13,9 +13,9 @@ from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
-from .kernel import launch_grid, query_rows
+from .kernel import copied_slots, launch_grid, query_rows, rows_of
 from .pipeline import Channels, make_ring, part_layout
-from .plan import head_parts
+from .plan import head_parts, in_blocks
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
@@ -72,15 +72,18 @@ def _prefill_kernel(
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+def launch(
+    inputs: AttentionInputs,
+    entries: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
+) -> None:
     """As of `kernel.launch`."""
-    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
-    if table is None:
-        raise ValueError("packed keys have no blocks")
+    query, key, value, out, lse = (inputs.query, in_blocks(inputs.key), in_blocks(inputs.value), inputs.out, inputs.lse)
     constants, heads, programs = launch_grid(inputs, entries)
     (first, more), (_, more_v) = head_parts(query.shape[2]), head_parts(out.shape[2])
     constants |= {"MORE": more, "MORE_V": more_v, "DIM_V": out.shape[2]}
-    pack, part = constants["PACK"], min(key.shape[1], constants["BLOCK_N"] // LOADERS.value)
+    table, pack, part = rows_of(inputs, key_starts), constants["PACK"], copied_slots(constants)
     more_query = [ROWS.value // pack, pack, more]
     arguments = (
         query_rows(query, pack, first),

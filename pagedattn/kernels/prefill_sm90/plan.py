@@ -129,14 +129,14 @@ def why_not_on(capability: tuple[int, int] | None) -> str:
 def why_not(shape: AttentionShape, here: str) -> str:
     """Why the kernel does not serve calls of this shape, where `here` is what speaks against the GPU; "" where it
     does."""
-    if not shape.paged or shape.deterministic:
-        return "deterministic" if shape.deterministic else "no paged cache"
+    if shape.deterministic:
+        return "deterministic"
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
     fp8 = {*shape.codes} <= {*FP8} and shape.dtype == torch.bfloat16
     int8 = {*shape.codes} == {"int8"} and shape.dtype in (torch.bfloat16, torch.float16)
-    if not (native or fp8 or int8):
+    if not (native or (shape.paged and (fp8 or int8))):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
     if reason := _why_not_dims(shape, native, int8):
         return reason
@@ -193,15 +193,21 @@ def why_not_tensors(inputs: AttentionInputs) -> str:
     if reason := why_not_queries(inputs):
         return reason
     by_slots = _is_whole(inputs.query.shape[2], inputs.out.shape[2])
-    fit = all(_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in (key, value))
+    caches = (in_blocks(key), in_blocks(value))
+    fit = all(_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in caches)
     return "" if fit else "strides that TMA cannot follow"
+
+
+def in_blocks(rows: torch.Tensor) -> torch.Tensor:
+    """A cache as it is; packed keys or values [N, H, D] as one block of N slots."""
+    return rows if rows.dim() == 4 else rows.unsqueeze(0)
 
 
 def why_not_queries(inputs: AttentionInputs) -> str:
     """The same, over a copy of the cache."""
     query, key, _, table = inputs[:4]
-    if table is None or not table.shape[1] or not len(key) or inputs.scale <= 0:
-        return "an empty cache, or a scale that is not positive"
+    if (table is not None and not table.shape[1]) or not len(key) or inputs.scale <= 0:
+        return "no keys, or a scale that is not positive"
     has_scales = inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0
     if has_scales and not inputs.format.takes_scales:
         return "scales of a cache that is not fp8"

@@ -10,8 +10,18 @@ from .work_item import ROWS, hand_out, take, tiles_of
 
 
 @gluon.jit
+def _last_page(item, shape):
+    if shape.PAGE == 0:
+        return 0
+    else:
+        return gl.maximum(item.keys - 1, 0) // shape.PAGE
+
+
+@gluon.jit
 def _blocks(row, key, last_page, shape):
-    """The cache blocks of keys key..key + LOAD; past the last page, that one again."""
+    """The cache blocks of keys key..key + LOAD; past the last page, that one again. Of packed keys, the first's row."""
+    if shape.PAGE == 0:
+        return (gl.load(row) + key,)
     blocks = ()
     for j in gl.static_range(shape.LOAD // shape.COPY):
         block = gl.load(row + gl.minimum((key + j * shape.COPY) // shape.PAGE, last_page))
@@ -28,11 +38,18 @@ def _load(descs, blocks, key, kv_head, place, barrier, targets, shape):
         mbarrier.expect(barrier, shape.LOAD * (shape.D * (len(descs) - 1) + EACH) * 2)
         for j in gl.static_range(shape.LOAD // shape.COPY):
             for i in gl.static_range(len(descs)):
-                at = [key % shape.PAGE, blocks[j], kv_head, i * shape.D]
+                if shape.PAGE == 0:
+                    at = [blocks[j], 0, kv_head, i * shape.D]
+                else:
+                    at = [key % shape.PAGE, blocks[j], kv_head, i * shape.D]
                 tma_load(descs[i], at, barrier, targets[i].slice(j * shape.COPY, shape.COPY))
     else:
         rows, head_rows, head_columns = place
-        start = kv_head * head_rows + key % shape.PAGE
+        start = kv_head * head_rows
+        if shape.PAGE == 0:
+            rows = 1  # a row, not a block
+        else:
+            start += key % shape.PAGE
         mbarrier.expect(barrier, shape.LOAD * shape.D * (descs[0].dtype.primitive_bitwidth // 8))
         for j in gl.static_range(shape.LOAD // shape.COPY):
             at = [blocks[j] * rows + start, kv_head * head_columns]
@@ -84,7 +101,7 @@ def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, sh
     """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
-    last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+    last_page = _last_page(item, shape)
     kv_head = item.head // shape.PACKS
     for back in range(0, high - low):
         key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
@@ -101,7 +118,7 @@ def _load_turns(descs, table, s_table, places, item, c, ring, shape):
     """All tiles of an item's keys and values, by turns, to one ring. The number of tiles of each loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
-    last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+    last_page = _last_page(item, shape)
     for back in range(0, high - low):
         key = (high - 1 - back) * shape.BLOCK_N
         blocks = _blocks(row, key, last_page, shape)
@@ -161,7 +178,7 @@ def produce_values(w: gl.constexpr, descs, table, s_table, place, tail, channels
     while item.live > 0:
         low, _, _, high = tiles_of(item, shape)
         row = table + item.seq.to(gl.int64) * s_table
-        last_page = gl.maximum(item.keys - 1, 0) // shape.PAGE
+        last_page = _last_page(item, shape)
         kv_head = item.head // shape.PACKS
         for back in range(0, high - low):
             key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD

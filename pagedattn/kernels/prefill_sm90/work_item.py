@@ -29,13 +29,14 @@ def output_layout(columns):
 
 @aggregate
 class Shape:
-    """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, or its first part's, MORE
-    and MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
-    block of rows, PACKS such blocks per KV head, PAGE slots a cache block, LOAD keys of a tile that one warp loads,
-    COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an 8-bit cache, as
-    `RowFormat.codes`, or None; KEY_SCALES: they are int8, whose scales are factors of logits; SPLIT_Q: they are fp8,
-    with which queries are multiplied as two. TILE_SCALES: keys are float16, and a tile's logits have a factor; CAST_Q:
-    queries become float16 for them. ROW_SCALES: converted queries, the logits of whose rows have a factor."""
+    """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, or its first part's, MORE and
+    MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
+    block of rows, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed keys, LOAD keys of a tile
+    that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an
+    8-bit cache, as `RowFormat.codes`, or None; KEY_SCALES: they are int8, whose scales are factors of logits;
+    SPLIT_Q: they are fp8, with which queries are multiplied as two. TILE_SCALES: keys are float16, and a tile's
+    logits have a factor; CAST_Q: queries become float16 for them. ROW_SCALES: converted queries, the logits of whose
+    rows have a factor."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -71,7 +72,7 @@ class Shape:
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
-        self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS))
+        self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS) or BLOCK_N // LOADERS)
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
         self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
