@@ -22,6 +22,9 @@ class TritonImpl(OpAttentionImpl):
     path = "triton"
 
 
+_LEADING_HEAD_DIMS = (64, 80, 112, 128, 160, 256)  # of prompts on Hopper: bench/results/h200/dims.json
+
+
 class TritonBackend(AttentionBackend):
     """A kernel for sequences of few new tokens, whose keys are shared out over the GPU, and one for the others, a
     different one on Hopper."""
@@ -70,8 +73,9 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:
-        # Of packed keys FlashAttention's kernels are as fast or faster.
-        return phase == "prefill" and spec.uses_cache and not why_not_hopper(spec)
+        # Of other head dims, and of packed keys, FlashAttention's kernels are as fast or faster, or were not measured.
+        leads = spec.uses_cache and spec.head_dim in _LEADING_HEAD_DIMS
+        return phase == "prefill" and leads and not why_not_hopper(spec)
 
     @classmethod
     def rejections(cls, spec: AttentionSpec) -> list[Rejection]:
