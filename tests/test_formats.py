@@ -14,7 +14,7 @@ from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCac
 from pagedattn.cache.specs import FullAttentionSpec, SlidingWindowSpec, group_layers
 from pagedattn.errors import InvalidInputError, PagedAttnError, UnsupportedError
 from pagedattn.formats.base import RowKernels
-from pagedattn.formats.int8.format import INT8
+from pagedattn.formats.int8.format import INT8, to_four_bits
 from pagedattn.formats.registry import FORMATS, format_of, stored_as
 
 SHAPE: dict[str, Any] = {"num_layers": 1, "num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -36,6 +36,16 @@ def test_int8_is_the_nearest_code_of_steps_that_reach_the_largest() -> None:
     decoded = INT8.key.decode((codes, scales), 16, torch.float64)
     assert torch.equal(decoded, codes.double() * scales.double()) and not decoded[2, 1].any()
     assert torch.equal(decoded, decoded.half().double()), "no bit more than float16 has"
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF])
+def test_int8_rows_with_nan_stay_nan(bits: int) -> None:
+    """With the bits that a CPU makes, and those that a GPU makes."""
+    scales = torch.tensor([0x3F800001, bits], dtype=torch.int32).view(torch.float32)
+    assert to_four_bits(scales).isnan().tolist() == [False, True] and float(to_four_bits(scales)[0]) == 1.125
+    rows = torch.ones(2, 1, 8)
+    rows[1, 0, 3] = torch.nan
+    assert INT8.key.encode(rows)[1].flatten().isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])

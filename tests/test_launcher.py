@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import pytest
+import torch
 from uninterpreted import output_of
 
 from pagedattn.testing import has_triton
@@ -92,3 +94,16 @@ def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:
     for name, (kept, first) in wrong.items():
         assert kept == first != "nothing", name
         assert kept.startswith("InvalidInputError: "), name
+
+
+@pytest.mark.parametrize("varying", [[], [(0, 0)]])
+def test_a_launch_that_cannot_be_made_again_keeps_no_tensors(varying: list[tuple[int, int]]) -> None:
+    """A copy of a cache, which that of the next turn is to take the place of."""
+    module = import_module("pagedattn.runtime.launcher")
+    launcher = object.__new__(module.Launcher)
+    launch = module.Launch(0, cast(Any, None), [], [], (torch.zeros(1),), varying)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "_launch", lambda *given: launch, raising=False)
+        with module.recording() as made:
+            launcher((1,), launch.args, {})
+    assert made == ([launch] if varying else [None])

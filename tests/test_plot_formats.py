@@ -40,7 +40,7 @@ def test_losses_are_means_over_positions() -> None:
     curves = plot_formats.loss_curves(content(ACCURACY)["rows"])
     assert [*curves] == ["fp8_e4m3", "fp8_e5m2", "int8", "k8v4"]
     assert [[loss.end for loss in losses] for losses in curves.values()] == [[512, 1024, 2048, 4096]] * 4
-    assert all(loss.kl < 0.001 and loss.top1 > 0.97 for loss in curves["int8"])
+    assert all(loss.kl < 0.002 and loss.top1 > 0.97 for loss in curves["int8"])
     shared = {"kv_cache_dtype": "fp8", "positions_below": 512}
     first = {**shared, "positions": 1, "kl": 0.1, "delta_nll": 0.4, "delta_nll_error": 0.3, "top1": 1.0}
     second = {**shared, "positions": 3, "kl": 0.3, "delta_nll": 0.0, "delta_nll_error": 0.1, "top1": 0.5}

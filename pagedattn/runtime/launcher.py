@@ -110,7 +110,8 @@ class Launcher:
             launch = launch._replace(varying=[one for one in launch.varying if self._names[one[0]] not in fixed])
         launches = getattr(_recordings, "launches", None)
         if launches is not None:
-            launches.append(launch)
+            # What cannot be made again keeps no tensors: they may be large, and are to be freed before the next launch.
+            launches.append(launch if launch is not None and launch.varying else None)
         return launch
 
     def _launch(

@@ -266,7 +266,7 @@ def test_every_head_dim_has_room_in_shared_memory(dim: int) -> None:
     for dim_v in range(64, 257, 8):
         shape = shape_of(call())._replace(head_dim=dim, head_dim_v=dim_v)
         (first, more), (first_v, more_v) = sm90.head_parts(dim), sm90.head_parts(dim_v)
-        if first != first_v or more_v > more:
+        if first != first_v or more_v not in (0, more):
             assert "not read in like parts" in sm90.why_not(shape, "")
             continue
         assert not sm90.why_not(shape, "")

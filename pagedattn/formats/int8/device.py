@@ -29,7 +29,8 @@ def encode_rows(rows):
     """Codes int8 [H, D] and scales float32 [H] of float32 rows."""
     of_row = tl.div_rn(tl.max(tl.abs(rows), 1), tl.full([rows.shape[0]], 127.0, tl.float32))
     # Up to four significant bits, so that a code times its scale is a float16 but for a power of two.
-    of_row = ((of_row.to(tl.int32, bitcast=True) + 0xFFFFF) & 0x7FF00000).to(tl.float32, bitcast=True)
+    upwards = ((of_row.to(tl.int32, bitcast=True) + 0xFFFFF) & 0x7FF00000).to(tl.float32, bitcast=True)
+    of_row = tl.where(of_row == of_row, upwards, of_row)  # of the largest bits of NaN the sum would be 0
     of_row = tl.where(of_row == 0, 1.0, of_row)
     code = _nearest_even(tl.div_rn(rows, tl.broadcast_to(of_row[:, None], rows.shape)))
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8), of_row

@@ -24,7 +24,7 @@ class Int8Rows(RowFormat):
         wide = rows.float()
         # By a tensor: torch multiplies CUDA tensors by the reciprocal of a number.
         largest = wide.abs().amax(-1, keepdim=True) / torch.full((), 127.0, device=rows.device)
-        upwards = ((largest.view(torch.int32) + 0xFFFFF) & 0x7FF00000).view(torch.float32)
+        upwards = to_four_bits(largest)
         of_row = torch.where(upwards == 0, 1.0, upwards)
         return (wide / of_row).round().clamp(-127, 127).to(torch.int8), of_row
 
@@ -37,6 +37,12 @@ class Int8Rows(RowFormat):
         from .device import KERNELS
 
         return KERNELS
+
+
+def to_four_bits(scales: torch.Tensor) -> torch.Tensor:
+    """Positive float32 up to four significant bits. NaN remains: of the bits a GPU gives it, the sum would be 0."""
+    upwards = ((scales.view(torch.int32) + 0xFFFFF) & 0x7FF00000).view(torch.float32)
+    return torch.where(scales.isnan(), scales, upwards)
 
 
 ROWS = Int8Rows()

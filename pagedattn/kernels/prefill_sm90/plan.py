@@ -163,7 +163,7 @@ def _why_not_dims(shape: AttentionShape, native: bool, int8: bool) -> str:
         return f"head dims {dim} and {dim_v}, not multiples of 8 from 64 to 256"
     (first, more), (first_v, more_v) = head_parts(dim), head_parts(dim_v)
     # Outputs leave by way of the queries' tile.
-    alike = first == first_v and more_v <= more
+    alike = first == first_v and more_v in (0, more)
     return "" if alike else f"head dims {dim} and {dim_v}, which are not read in like parts"
 
 
