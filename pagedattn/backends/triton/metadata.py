@@ -55,11 +55,7 @@ class TritonMetadataBuilder(OpMetadataBuilder):
     def _plan_latent(self, common: CommonAttentionMetadata, capture: bool) -> MLADecodePlan | None:
         if torch.compiler.is_dynamo_compiling():  # sizes must not become guards
             return None
-        device, shape = common.seq_lens.device, self._shape
-        if shape.block_size is None and common.block_size is not None:
-            shape = shape._replace(block_size=common.block_size)
-        lens = (common.max_query_len, common.max_seq_len, common.block_table.shape[1] * (shape.block_size or 0))
-        bounds = BatchBounds(common.num_tokens, common.seq_lens.shape[0], common.num_decodes, *lens)
+        device, (shape, bounds) = common.seq_lens.device, self._shape_and_bounds(common)
         plan = plan_mla_decode(shape, bounds, device)
         plan.workspace = self._workspace(plan.config.workspace, device, capture)
         return plan
@@ -67,19 +63,23 @@ class TritonMetadataBuilder(OpMetadataBuilder):
     def _plan(self, common: CommonAttentionMetadata, shared_prefix_len: int, capture: bool) -> LaunchPlan | None:
         if torch.compiler.is_dynamo_compiling():  # sizes must not become guards
             return None
-        device, shape, size = common.seq_lens.device, self._shape, self._shape.block_size
-        if size is None and shape.paged and common.block_size is not None:
-            size = common.block_size
-            shape = shape._replace(block_size=size)
+        device, (shape, bounds) = common.seq_lens.device, self._shape_and_bounds(common)
+        size = shape.block_size
         length = self._shareable(common, shared_prefix_len) if shared_prefix_len else 0
         # Whether it pays in the steps that a captured one stands for, its caller knows.
         most = common.max_seq_len // size * size if capture and size else None
-        lens = (common.max_query_len, common.max_seq_len, common.block_table.shape[1] * (size or 0))
-        bounds = BatchBounds(common.num_tokens, common.seq_lens.shape[0], common.num_decodes, *lens)
         plan = plan_attention(shape, bounds, device, prefix_len=length, max_prefix_len=most)
         plan.allocate(device, common.block_table, length)
         plan.workspace = self._workspace(plan.workspace_size, device, capture)
         return plan
+
+    def _shape_and_bounds(self, common: CommonAttentionMetadata) -> tuple[AttentionShape, BatchBounds]:
+        """What a plan depends on; of a block size that the spec leaves open, the step's."""
+        shape = self._shape
+        if shape.block_size is None and shape.paged and common.block_size is not None:
+            shape = shape._replace(block_size=common.block_size)
+        lens = (common.max_query_len, common.max_seq_len, common.block_table.shape[1] * (shape.block_size or 0))
+        return shape, BatchBounds(common.num_tokens, common.seq_lens.shape[0], common.num_decodes, *lens)
 
     def _shareable(self, common: CommonAttentionMetadata, shared_prefix_len: int) -> int:
         """Keys, whole blocks, that each new token of the decodes sees and that all of them share."""

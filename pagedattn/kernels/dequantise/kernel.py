@@ -1,4 +1,4 @@
-"""Triton: a copy of what sequences have in a quantised cache, in the dtype of the queries, with a block table."""
+"""Triton: a copy of what sequences have in a quantised cache, in 16 bits, with a block table."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
 
-MOST_BYTES = 64 << 20  # of copied keys and values, however many there are; scales of rows add a float to each key
+MOST_BYTES = 64 << 20  # of copied keys and values, however many there are
 # Tokens times heads of a group from which a copy takes less time than it saves. Kernels that read fp8 codes lose less.
 _FEWEST_ROWS = {"e4m3": 1024, "e5m2": 1024, "int8": 512}
 

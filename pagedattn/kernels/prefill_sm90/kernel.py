@@ -23,7 +23,7 @@ from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
-from .pipeline import Channels, make_ring
+from .pipeline import Channels, make_ring, part_layout
 from .plan import FIELDS, head_parts, heads_per_tile, in_blocks, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
@@ -150,9 +150,10 @@ def copied_slots(constants: dict[str, Any]) -> int:
 
 
 def query_rows(query: torch.Tensor, pack: int, width: int = 0) -> TensorDescriptor:
-    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and the first `width` elements, 0 is all."""
+    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and `width` elements, 0 is all."""
     block = [64 // pack, pack, width or query.shape[2]]
-    return TensorDescriptor(query, list(query.shape), list(query.stride()), block, _QUERY)
+    layout = part_layout(block) if width else _QUERY
+    return TensorDescriptor(query, list(query.shape), list(query.stride()), block, layout)
 
 
 def cache_rows(

@@ -84,10 +84,8 @@ def launch(
     (first, more), (_, more_v) = head_parts(query.shape[2]), head_parts(out.shape[2])
     constants |= {"MORE": more, "MORE_V": more_v, "DIM_V": out.shape[2]}
     table, pack, part = rows_of(inputs, key_starts), constants["PACK"], copied_slots(constants)
-    more_query = [ROWS.value // pack, pack, more]
     arguments = (
-        query_rows(query, pack, first),
-        TensorDescriptor(query, list(query.shape), list(query.stride()), more_query, part_layout(more_query)),
+        *(query_rows(query, pack, first), query_rows(query, pack, more)),
         *(_block_rows(key, part, first), _block_rows(key, part, more), _block_rows(value, part, first)),
         *(_block_rows(value, part, more_v) if more_v else None, table, out, lse, entries, workspace, inputs.sinks),
         *(heads, table.shape[1] * key.shape[1], inputs.scale * LOG2E.value, inputs.softcap, table.stride(0)),
