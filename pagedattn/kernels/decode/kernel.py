@@ -27,6 +27,7 @@ from ..even_split import key_tiles, nearest_key, tiles_of
 from ..inputs import VARYING, AttentionInputs
 from ..masking import is_causal, sees_all_before, visible
 from ..planes import scale_rows
+from ..rotated_queries import rotated_queries
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import DecodeConfig
 from .split_kv import publish_and_reduce
@@ -34,7 +35,7 @@ from .split_kv import publish_and_reduce
 
 @triton.jit
 def _attend(
-    q, acc, m_i, l_i, key, value, k_scales, v_scales, kv_head, table, begin, end, low, q_pos, slope, qk_scale,
+    q, q_rest, acc, m_i, l_i, key, value, k_scales, v_scales, kv_head, table, begin, end, low, q_pos, slope, qk_scale,
     softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -73,7 +74,10 @@ def _attend(
         k_scale_row = scale_rows(row, slot, kv_head, K_SCALE_STRIDES)
         v_scale_row = scale_rows(row, slot, kv_head, V_SCALE_STRIDES)
         k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, None, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = tl.trans(k.to(q.dtype))
+        s = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if K_FORMAT.rotate is not None and q.dtype != tl.float32:
+            s = tl.dot(q_rest, k, s, input_precision=PRECISION)
         if K_FORMAT.row_scale is not None:
             s *= K_FORMAT.row_scale(k_scales, k_scale_row, None)[None, :]
         distance = offs_n[None, :] - q_pos[:, None]
@@ -225,8 +229,9 @@ def _decode_kernel(
             token = (q_start + q_row).to(tl.int64)
             q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
             q = tl.load(q_ptrs, mask=mask_m[:, None] & (dim < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+            q_rest = q
             if K_FORMAT.rotate is not None:
-                q = K_FORMAT.rotate(q, D, BLOCK_D)
+                q, q_rest = rotated_queries(q, K_FORMAT.rotate, D, BLOCK_D)
             slope = 0.0
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
@@ -253,7 +258,7 @@ def _decode_kernel(
             if not sees_all_before(MASK):  # a sequence longer than its table may have its window outside
                 to_key = tl.where(low < to_key, to_key, 0)
             acc, m_i, l_i = _attend(
-                q, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,
+                q, q_rest, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,
                 k_scale_cache, v_scale_cache, kv_head,
                 table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low, seq_len - q_len + q_row, slope,
                 logit_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES,

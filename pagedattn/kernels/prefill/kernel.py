@@ -16,17 +16,18 @@ from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import end_key, first_key, is_causal, sees_all_before, visible
 from ..planes import scale_rows
+from ..rotated_queries import rotated_queries
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import AttentionConfig
 
 
 @triton.jit
 def _attend(
-    q, acc, m_i, l_i, key, value, k_scales, v_scales, kv_head, table, begin, end, low, q_pos, slope, qk_scale, softcap,
-    num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr,
-    V_SCALE_STRIDES: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_rest, acc, m_i, l_i, key, value, k_scales, v_scales, kv_head, table, begin, end, low, q_pos, slope, qk_scale,
+    softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys begin..end in tiles of BLOCK_N. Unmasked tiles are seen whole by every row; low..end is seen by some."""
     PRE: tl.constexpr = log_base(PRECISION)
@@ -54,7 +55,10 @@ def _attend(
         k_seen = seen if MASKED else None
         v_seen = seen & known if MASKED else None  # unseen rows are zeroed, since 0 * NaN would reach the output
         k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, k_seen, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = tl.trans(k.to(q.dtype))
+        s = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if K_FORMAT.rotate is not None and q.dtype != tl.float32:
+            s = tl.dot(q_rest, k, s, input_precision=PRECISION)
         if K_FORMAT.row_scale is not None:
             s *= K_FORMAT.row_scale(k_scales, k_scale_row, k_seen)[None, :]
         distance = offs_n[None, :] - q_pos[:, None]
@@ -126,8 +130,9 @@ def _paged_attention_kernel(
     token = (q_start + q_row).to(tl.int64)
     q_ptrs = query + token[:, None] * sq_t + head[:, None] * sq_h + dim[None, :]
     q = tl.load(q_ptrs, mask=mask_m[:, None] & (dim < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    q_rest = q
     if K_FORMAT.rotate is not None:
-        q = K_FORMAT.rotate(q, D, BLOCK_D)
+        q, q_rest = rotated_queries(q, K_FORMAT.rotate, D, BLOCK_D)
     slope = 0.0
     if ALIBI:
         slope = tl.load(alibi_slopes + head, mask=mask_m, other=0.0).to(tl.float32)  # [BLOCK_M]
@@ -164,14 +169,15 @@ def _paged_attention_kernel(
         whole = end_key(first_pos, high, MASK)
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(
-            q, acc, m_i, l_i, key, value, k_scale_cache, v_scale_cache, kv_head, table, begin, middle, low, q_pos,
-            slope, qk_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES,
-            V_SCALE_STRIDES, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI, False, PRECISION,
+            q, q_rest, acc, m_i, l_i, key, value, k_scale_cache, v_scale_cache, kv_head, table, begin, middle, low,
+            q_pos, slope, qk_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT,
+            K_SCALE_STRIDES, V_SCALE_STRIDES, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI,
+            False, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i = _attend(
-        q, acc, m_i, l_i, key, value, k_scale_cache, v_scale_cache, kv_head, table, middle, high, low, q_pos, slope,
-        qk_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES, V_SCALE_STRIDES, S,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI, True, PRECISION,
+        q, q_rest, acc, m_i, l_i, key, value, k_scale_cache, v_scale_cache, kv_head, table, middle, high, low, q_pos,
+        slope, qk_scale, softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_FORMAT, V_FORMAT, K_SCALE_STRIDES,
+        V_SCALE_STRIDES, S, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGED, MASK, SOFTCAP, ALIBI, True, PRECISION,
     )  # fmt: skip
 
     if v_scale is not None:
