@@ -19,23 +19,29 @@ SHAPE = AttentionShape(
 )
 PROMPT = BatchBounds(1 << 14, 1, 0, 1 << 14, 1 << 14, 1 << 14)
 TILE = 64
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def int32(numbers: Any) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("name", ["int8", "k8v4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
     heads, dim, value_dim, size = 2, 64, 48, 16
-    caches = PagedKVCache(1, 12, size, heads, dim, head_dim_v=value_dim, kv_cache_dtype=name, layout=layout)
-    cache, make = caches.layer(0), torch.Generator().manual_seed(0)
-    key, value = torch.randn(192, heads, dim, generator=make), torch.randn(192, heads, value_dim, generator=make)
+    options: dict[str, Any] = {"kv_cache_dtype": name, "layout": layout, "dtype": torch.float32, "device": DEVICE}
+    cache = PagedKVCache(1, 12, size, heads, dim, head_dim_v=value_dim, **options).layer(0)
+    make = torch.Generator(DEVICE).manual_seed(0)
+    key, value = (torch.randn(192, heads, n, device=DEVICE, generator=make) for n in (dim, value_dim))
     scales: dict[str, Any] = {}
     if name.startswith("fp8"):
-        scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0, 0.25])}
-    ops.reshape_and_cache(key, value, cache.key, cache.value, torch.arange(192), path="torch", **scales, **cache.stored)
-    table = torch.tensor([[7, 3, 99, 0, 5], [2, 11, -1, 4, 6]], dtype=torch.int32)  # 99 and -1 are no blocks
-    lens = torch.tensor([70, 21], dtype=torch.int32)
-    query, starts = torch.zeros(2, heads, dim), torch.tensor([0, 1, 2], dtype=torch.int32)
-    out = torch.empty(2, heads, value_dim)
+        scales = {"k_scale": torch.tensor([0.5], device=DEVICE), "v_scale": torch.tensor([2.0, 0.25], device=DEVICE)}
+    slots = torch.arange(192, device=DEVICE)
+    ops.reshape_and_cache(key, value, cache.key, cache.value, slots, path="torch", **scales, **cache.stored)
+    table = int32([[7, 3, 99, 0, 5], [2, 11, -1, 4, 6]])  # 99 and -1 are no blocks
+    lens, starts = int32([70, 21]), int32([0, 1, 2])
+    query, out = (torch.zeros(2, heads, n, device=DEVICE) for n in (dim, value_dim))
     given = (query, cache.key, cache.value, table, starts, lens, None, None)
     rest = (scales.get("k_scale"), scales.get("v_scale"), out, None, 1.0, 3.0, Mask(causal=True).constants, 0.0)
     stored = (cache.key_scale, cache.value_scale, cache.stored["kv_cache_dtype"])
@@ -106,16 +112,15 @@ def test_a_call_is_cut_by_kv_heads() -> None:
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_of_its_tile() -> None:
-    caches = PagedKVCache(1, 2, 16, 1, 16, kv_cache_dtype="int8")
-    cache, rows = caches.layer(0), torch.randn(16, 1, 16)
-    ops.reshape_and_cache(rows, rows, cache.key, cache.value, torch.arange(16), path="torch", **cache.stored)
+    cache = PagedKVCache(1, 2, 16, 1, 16, kv_cache_dtype="int8", dtype=torch.float32, device=DEVICE).layer(0)
+    rows, slots = torch.randn(16, 1, 16, device=DEVICE), torch.arange(16, device=DEVICE)
+    ops.reshape_and_cache(rows, rows, cache.key, cache.value, slots, path="torch", **cache.stored)
     assert cache.key_scale is not None
     exact = cache.key[0].float() * cache.key_scale[0]
     cache.key_scale[0, 3] = float("nan")
     cache.key_scale[0, 4] = float("inf")
-    query, table = torch.zeros(16, 1, 16), torch.tensor([[0]], dtype=torch.int32)
-    lens = torch.tensor([16], dtype=torch.int32)
-    given = (query, cache.key, cache.value, table, torch.tensor([0, 16]).int(), lens, None, None, None, None)
+    query = torch.zeros(16, 1, 16, device=DEVICE)
+    given = (query, cache.key, cache.value, int32([[0]]), int32([0, 16]), int32([16]), None, None, None, None)
     planes = (cache.key_scale, cache.value_scale, "int8")
     made = kernel.launch(AttentionInputs(*given, query, None, 1.0, 1.0, (), 0.0, 16, 16, 0, False, *planes), TILE)
     assert made.k_scale_cache is not None
