@@ -15,8 +15,8 @@ import torch
 from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
+from pagedattn.kernels import hopper
 from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel, kernel, parts_kernel
-from pagedattn.kernels.prefill_sm90 import plan as sm90
 
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
 MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel, parts_kernel)
@@ -127,7 +127,7 @@ def way(query_lens: list[int], stored: str) -> dict[str, Any]:
 
 def main() -> None:
     fake_gpu.install()
-    sm90.why_not_here = lambda device: ""  # type: ignore[assignment]
+    hopper.why_not_here = lambda device: ""  # type: ignore[assignment]
     for module in MODULES:
         module.target_of = lambda device: fake_gpu.HOPPER
     with torch.no_grad():

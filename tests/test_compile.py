@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
-from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels import hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
@@ -69,7 +69,7 @@ def test_one_graph(backend: str, options: dict[str, object]) -> None:
 def test_few_graphs_for_steps_planned_inside(decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths decide which kernels run and how large their workspace is; the op does so, not the graph around it."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     torch.compiler.reset()
     draw, graphs, kind = random.Random(1), [], {"dtype": torch.float16, "device": DEVICE}
     layer = Attention(8, 64, 2, block_size=16, backend="TRITON", **kind)  # type: ignore[arg-type]

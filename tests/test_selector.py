@@ -14,7 +14,7 @@ from pagedattn.backends import registry, selector
 from pagedattn.backends.torch_native import TorchBackend
 from pagedattn.backends.triton import TritonBackend
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels import hopper
 from pagedattn.runtime import triton_versions
 from pagedattn.spec import Capabilities, ContextParallel, IntRange, Rejection
 from pagedattn.testing import interpreted
@@ -64,8 +64,8 @@ def test_who_leads_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=128)
-    monkeypatch.setattr(sm90, "interpreted", lambda: False)
-    monkeypatch.setattr(sm90, "why_not_on", sm90.why_not_on.__wrapped__)
+    monkeypatch.setattr(hopper, "interpreted", lambda: False)
+    monkeypatch.setattr(hopper, "why_not_on", hopper.why_not_on.__wrapped__)
     assert selector._order("prefill", spec) == ["TRITON", "FLASH_ATTN", "TORCH"]
     assert selector._order("prefill", spec.replace(head_dim=80))[0] == "TRITON"
     assert selector._order("prefill", spec.replace(capability=(8, 0)))[0] == "FLASH_ATTN"
@@ -87,10 +87,10 @@ def test_a_triton_that_was_not_tried_says_so_once(
     monkeypatch.setattr(triton_versions, "installed", lambda: found)
     uncached = vars(TritonBackend)["availability"].__func__.__wrapped__
     monkeypatch.setattr(TritonBackend, "availability", classmethod(uncached))
-    monkeypatch.setattr(sm90, "why_not_on", sm90.why_not_on.__wrapped__)
+    monkeypatch.setattr(hopper, "why_not_on", hopper.why_not_on.__wrapped__)
     selector._warn_once.cache_clear()
     spec = SPEC.replace(device_type="cuda", capability=(9, 0), dtype=torch.float16, head_dim=128)
-    assert not TritonBackend.is_fastest_for("prefill", spec) and found in sm90.why_not_on((9, 0))
+    assert not TritonBackend.is_fastest_for("prefill", spec) and found in hopper.why_not_on((9, 0))
     for _ in range(2):
         assert select_backend(spec, "TRITON").name == "TRITON"
     said = [record.getMessage() for record in caplog.records if "was not tried" in record.getMessage()]

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..kernels import hopper
 from ..kernels.decode import cascade
 from ..kernels.decode.plan import DECODE_ROWS, DecodeConfig, DecodeTuning, decode_config
 from ..kernels.decode_quantised import plan as quantised
@@ -160,7 +161,7 @@ def plan_attention(
             where it attends to a copy of the cache.
         has_words: whether the kernel for 8-bit caches can read this one.
     """
-    target, here = target_of(device), sm90.why_not_here(device)
+    target, here = target_of(device), hopper.why_not_here(device)
     turns = dequantise.copy_turns(shape, bounds) if bounds.max_query_len > DECODE_TOKENS else 0
     if turns and (_why_not_copied(shape, here) or not_copied):
         turns = 0

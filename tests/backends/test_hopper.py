@@ -12,13 +12,14 @@ from backends.triton_kinds import KINDS, PACKED, case_of_kind
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.backends.registry import get_backend
 from pagedattn.backends.triton.metadata import shape_of_spec
+from pagedattn.kernels import hopper
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.ops import attention_plan
 from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
 
-HERE = torch.cuda.is_available() and not sm90.why_not_here(torch.device("cuda", 0))
+HERE = torch.cuda.is_available() and not hopper.why_not_here(torch.device("cuda", 0))
 attention_op = import_module("pagedattn.ops.paged_attention")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")]
 DEVICE = torch.device("cuda", 0)

@@ -13,6 +13,7 @@ from pagedattn.backends.base import AttentionMetadata
 from pagedattn.backends.triton import TritonBackend
 from pagedattn.backends.triton import metadata as triton_metadata
 from pagedattn.backends.triton.metadata import TritonMetadataBuilder
+from pagedattn.kernels import hopper
 from pagedattn.kernels.decode import cascade
 from pagedattn.kernels.decode.plan import DecodeConfig
 from pagedattn.kernels.prefill_sm90 import plan as sm90
@@ -91,7 +92,7 @@ def test_what_a_plan_needs_is_there(
     lens: tuple[int, ...], shared: int, capture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured metadata know less than their step: not how many decode, unless all do."""
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     monkeypatch.setattr(cascade, "SAVED_BYTES", 0)
     for keys in (400, 3000):
         common = step(*lens, keys=keys, device=DEVICE).replace(shared_prefix_len=shared)
@@ -146,7 +147,7 @@ def test_prompts_on_long_contexts_without_the_kernel_for_hopper() -> None:
 
 
 def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     monkeypatch.setattr(cascade, "SAVED_BYTES", 0)
     builder = TritonMetadataBuilder(SPEC, DEVICE)
     many = step(*[8] * 80, device=DEVICE)
@@ -204,7 +205,7 @@ def listed(plan: LaunchPlan) -> list[list[int]]:
 
 
 def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
     spec = SPEC.replace(dtype=torch.float16, head_dim=64, block_size=None)
     builder = TritonMetadataBuilder(spec, DEVICE)
     metadata = builder.build(step(1, 1, 400, 33, keys=1500, device=DEVICE))

@@ -13,7 +13,7 @@ import torch
 from backends.triton_kinds import KINDS, PORTABLE, QUANTISED, case_of_kind
 
 from pagedattn.backends.registry import get_backend
-from pagedattn.kernels.prefill_sm90 import plan as sm90
+from pagedattn.kernels import hopper
 from pagedattn.ops.attention_plan import DECODE_TOKENS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
@@ -88,5 +88,5 @@ def test_random_problems(kind: str, seeds: range, record_property: Any) -> None:
         # Over quantised caches it depends on a prompt's length; the portable decode kernel may serve prompts too.
         prompts = "prefill kernel" if kind in QUANTISED else ""
         if kind in KINDS:
-            prompts = "the portable one" if sm90.why_not_here(DEVICE) else "for Hopper"
+            prompts = "the portable one" if hopper.why_not_here(DEVICE) else "for Hopper"
         assert "decode kernel" in kernels and prompts in kernels, "a kernel that no problem ran"

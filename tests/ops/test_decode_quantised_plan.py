@@ -8,8 +8,8 @@ import pytest
 import torch
 from ops.test_decode import inputs_of
 
+from pagedattn.kernels import hopper
 from pagedattn.kernels.decode_quantised.plan import has_words, quantised_decode_config, why_not
-from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
 from pagedattn.ops.attention_plan import _is_countable, plan_attention, plan_call
 from pagedattn.runtime.target import Target
@@ -24,7 +24,7 @@ H200 = Target(132, 232448, True)
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
 def kernels(shape: AttentionShape, bounds: BatchBounds, **facts: Any) -> list[str]:
@@ -64,7 +64,7 @@ def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
 
 @pytest.mark.parametrize("here", ["no Hopper GPU", "kernels are interpreted"])
 def test_elsewhere_it_is_not_used(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: here)
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: here)
     assert kernels(SHAPE, decodes()) == ["decode"] and why_not(SHAPE, 1, here) == here
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagedattn import Mask, PagedKVCache, ops
+from pagedattn.kernels import hopper
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams
@@ -23,7 +24,7 @@ HEADS, KV_HEADS, DIM, BLOCKS, SIZE = 8, 2, 128, 5, 16
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "why_not_here", lambda device: "")
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
 def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> TileSchedulerParams:

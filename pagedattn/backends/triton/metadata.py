@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...kernels import hopper
 from ...kernels.decode import cascade
 from ...kernels.mla_decode.plan import MLADecodePlan, plan_mla_decode
 from ...kernels.prefill_sm90 import plan as sm90
@@ -111,7 +112,7 @@ def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
 
 def why_not_hopper(spec: AttentionSpec) -> str:
     """Why the Hopper prefill kernel does not serve a layer; "" where it does."""
-    return sm90.why_not(shape_of_spec(spec), sm90.why_not_on(spec.capability))
+    return sm90.why_not(shape_of_spec(spec), hopper.why_not_on(spec.capability))
 
 
 def _is_being_captured(device: torch.device) -> bool:

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LN2, LOG2E
+from ..gluon_even_split import key_tiles, tiles_before, tiles_of
 from ..gluon_names import thread_barrier
 from ..inputs import VARYING, AttentionInputs
 from ..planes import plane_strides
@@ -30,39 +31,6 @@ from .operands import KEYS, in_order, key_element
 from .plan import QuantisedDecodeConfig
 from .rotation import rotate_back
 from .split_kv import publish_and_reduce
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _key_tiles(q_len, seq_len, max_keys, WINDOW: gl.constexpr, TILE: gl.constexpr, OVERHEAD: gl.constexpr):
-    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, OVERHEAD included: none
-    without queries, else one of keys at least, so that rows without keys are written too."""
-    low = seq_len * 0
-    if WINDOW > 0:
-        low = gl.maximum(seq_len - q_len + 1 - WINDOW, 0)
-    first = low // TILE
-    tiles = gl.maximum((gl.minimum(seq_len, max_keys) + TILE - 1) // TILE - first, 1)
-    return low, first, gl.where(q_len > 0, tiles + OVERHEAD, 0)
-
-
-@gluon.jit
-def _tiles_of(
-    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: gl.constexpr, WINDOW: gl.constexpr,
-    TILE: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
-    SEQS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    seq = first + gl.arange(0, CHUNK, SEQS)
-    live = seq < num_seqs
-    start = gl.load(query_start_loc + seq, mask=live, other=0)
-    q_len = gl.load(query_start_loc + seq + 1, mask=live, other=0) - start
-    seq_len = gl.load(seq_lens + seq, mask=live, other=0)
-    _, _, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
-    return tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
 
 
 @gluon.jit
@@ -142,15 +110,15 @@ def _decode_kernel(
 
     if CHUNK == 1:  # the only sequence: nothing to look for
         q_len = gl.load(query_start_loc + 1) - gl.load(query_start_loc)
-        _, _, tiles = _key_tiles(q_len, gl.load(seq_lens), max_keys, WINDOW, TILE, OVERHEAD)
+        _, _, tiles = key_tiles(q_len, gl.load(seq_lens), max_keys, WINDOW, TILE, OVERHEAD)
         here = tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
     else:
-        work = _tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W)
+        work = tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W)
         here = gl.sum(work, 0)
     total = here
     if MANY_SEQS:
         for more in range(CHUNK, num_seqs, CHUNK):
-            next = _tiles_of(
+            next = tiles_of(
                 more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W
             )
             total += gl.sum(next, 0)
@@ -165,15 +133,15 @@ def _decode_kernel(
                 if base + here <= at:
                     base += here
                     first += CHUNK
-                    work = _tiles_of(
+                    work = tiles_of(
                         first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W
                     )
                     here = gl.sum(work, 0)
         seq = first
         if CHUNK > 1:
-            before = gl.associative_scan(work, 0, _add) + base <= at
-            seq += gl.sum(before.to(gl.int32), 0)
-            base += gl.sum(gl.where(before, work, 0), 0)
+            passed, tiles_passed = tiles_before(work, base, at)
+            seq += passed
+            base += tiles_passed
 
         exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
         offs_q = gl.arange(0, R, along(2, QUERY))
@@ -185,7 +153,7 @@ def _decode_kernel(
             q_start = gl.load(query_start_loc + seq)
             q_len = gl.load(query_start_loc + seq + 1) - q_start
             seq_len = gl.load(seq_lens + seq)
-            low, first_tile, tiles = _key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
+            low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
             past = base + tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
             q_block = (at - base) // gl.maximum(tiles, 1)
             close = base + (q_block + 1) * tiles

@@ -12,6 +12,8 @@ Legend: as in `../decode/kernel.py`. L latent and R rotated elements of a row; `
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -251,24 +253,14 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
     splits, states = config.places(workspace)
-    strides = (*out.stride()[:2], 0 if lse is None else lse.stride(0))
     arguments = (
         *(query, key, out, lse, table, inputs.query_start_loc, inputs.seq_lens, splits, states),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], config.max_tokens, inputs.scale, inputs.softcap),
-        *(*query.stride()[:2], *key.stride()[:2], *strides, table.stride(0)),
+        *(*query.stride()[:2], *key.stride()[:2], *_result_strides(inputs), table.stride(0)),
     )
-    latent, rope = value.shape[3], key.shape[3] - value.shape[3]
-    shared = {
-        "G": config.heads,
-        "PARTS": config.parts,
-        "L": latent,
-        "BLOCK_L": max(16, triton.next_power_of_2(latent)),
-        "BLOCK_M": config.block_m,
-        "PDL": config.supports_pdl,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-    }
+    rope = key.shape[3] - value.shape[3]
     constants = {
-        **shared,
+        **_shared_constants(config, inputs),
         "S": key.shape[1],
         "HEADS": query.shape[1],
         "R": rope,
@@ -279,11 +271,42 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
     }
-    pdl = {"launch_pdl": True} if config.supports_pdl else {}  # else it is not named: the interpreter does not know it
     with on_device(query):
         stages = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-        _launch((config.programs,), arguments, constants, **stages, **pdl)
-        if splits is not None:
-            merged = (splits, states, out, lse, inputs.query_start_loc, num_seqs, config.max_tokens, *strides)
-            grid = (len(query), query.shape[1])
-            _launch_merge(grid, merged, {**shared, "UNROLL": tuning.merge_unroll}, num_warps=4, **pdl)
+        _launch((config.programs,), arguments, constants, **stages, **_pdl(config))
+        merge(config, inputs, splits, states)
+
+
+def merge(
+    config: MLADecodeConfig, inputs: AttentionInputs, splits: torch.Tensor | None, states: torch.Tensor | None
+) -> None:
+    """The launch that adds up the states of items that programs share, where they do."""
+    if splits is None:
+        return
+    query, lse, count = inputs.query, inputs.lse, len(inputs.seq_lens)
+    arguments = (splits, states, inputs.out, lse, inputs.query_start_loc, count, config.max_tokens)
+    constants = {**_shared_constants(config, inputs), "UNROLL": config.tuning.merge_unroll}
+    grid = (len(query), query.shape[1])
+    _launch_merge(grid, (*arguments, *_result_strides(inputs)), constants, num_warps=4, **_pdl(config))
+
+
+def _result_strides(inputs: AttentionInputs) -> tuple[int, int, int]:
+    return *inputs.out.stride()[:2], 0 if inputs.lse is None else inputs.lse.stride(0)
+
+
+def _shared_constants(config: MLADecodeConfig, inputs: AttentionInputs) -> dict[str, Any]:
+    latent = inputs.out.shape[2]
+    return {
+        "G": config.heads,
+        "PARTS": config.parts,
+        "L": latent,
+        "BLOCK_L": max(16, triton.next_power_of_2(latent)),
+        "BLOCK_M": config.block_m,
+        "PDL": config.supports_pdl,
+        "PRECISION": "ieee" if inputs.query.dtype == torch.float32 else "tf32",
+    }
+
+
+def _pdl(config: MLADecodeConfig) -> dict[str, bool]:
+    """Named only where it is there: the interpreter does not know it."""
+    return {"launch_pdl": True} if config.supports_pdl else {}

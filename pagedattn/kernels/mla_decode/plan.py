@@ -10,12 +10,17 @@ import torch
 
 from ...runtime.target import Target, target_of
 from ...runtime.workspace import COUNTERS, new_workspace
+from ...spec import Mask
+from .. import hopper as gpu
 from ..shape import AttentionShape, BatchBounds
 from ..tiles import next_power_of_2
 
 MAX_LATENT_DIM = 512  # the output of a query block stays in registers
 MAX_ROPE_DIM = 128
 MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
+HOPPER_DIMS = (512, 64)  # latent and rotated
+HOPPER_ROWS = 64  # of a query block of the kernel for Hopper, however many are in use
+HOPPER_KEYS = 64  # of its tiles
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
@@ -77,6 +82,9 @@ class MLADecodeConfig(NamedTuple):
         return workspace[self.splits_at : self.states_at], workspace[self.states_at :]
 
 
+HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=8, num_stages=2, per_sm=1)
+
+
 @dataclass(slots=True, eq=False)
 class MLADecodePlan:
     """The launches of a step: calls that share a plan must not run at the same time, as they share the workspace.
@@ -90,9 +98,10 @@ class MLADecodePlan:
     module: str = "kernel"
     workspace: torch.Tensor | None = None
 
-    def serves(self, shape: AttentionShape, num_seqs: int) -> bool:
-        """Whether a call of this shape and so many sequences can be made by this plan."""
-        return self.shape.covers(shape) and self.num_seqs == num_seqs
+    def serves(self, shape: AttentionShape, num_seqs: int, rows: torch.Tensor) -> bool:
+        """Whether a call of this shape, of so many sequences over this cache, can be made by this plan."""
+        fits = self.shape.covers(shape) and self.num_seqs == num_seqs
+        return fits and (self.module != "hopper" or is_aligned(rows))
 
     def take_workspace(self, workspace: torch.Tensor | None, device: torch.device) -> None:
         """Use this workspace, or a new one where it is too small or None."""
@@ -105,7 +114,8 @@ class MLADecodePlan:
         """Which kernel runs, by how many programs."""
         config = self.config
         tiles = f"{config.programs} programs, tiles of {config.block_m} rows and {config.tuning.block_n} keys"
-        return f"MLA decode kernel: {self.num_seqs} sequences ({tiles})"
+        where = " for Hopper" if self.module == "hopper" else ""
+        return f"MLA decode kernel{where}: {self.num_seqs} sequences ({tiles})"
 
 
 def why_not(shape: AttentionShape) -> str:
@@ -119,8 +129,34 @@ def why_not(shape: AttentionShape) -> str:
     return ""
 
 
-def plan_mla_decode(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> MLADecodePlan:
-    """The plan of a step, without its workspace."""
+def why_not_hopper(shape: AttentionShape, here: str) -> str:
+    """Why the kernel for Hopper does not serve calls of this shape, where `here` is what speaks against the GPU; ""
+    where it does."""
+    if here:
+        return here
+    if shape.dtype.itemsize != 2:
+        return f"rows of {shape.dtype}"
+    if (shape.head_dim_v, shape.head_dim - shape.head_dim_v) != HOPPER_DIMS:
+        return f"rows that are not {HOPPER_DIMS[0]} + {HOPPER_DIMS[1]} elements"
+    size = shape.block_size
+    if size is None or size < 8 or size & (size - 1):
+        return f"blocks of {size}, not of a power of two from 8 on"
+    unserved = Mask.of(shape.mask).unserved(("sliding_window",))
+    return f"masks with {', '.join(unserved)}" if unserved else ""
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether TMA can read a cache [P, S, 1, D]: 16-byte addresses, blocks and slots in either order."""
+    strides = rows.stride()
+    steps = all(step > 0 and step * rows.element_size() % 16 == 0 for step in strides[:2])
+    return bool(len(rows)) and rows.data_ptr() % 16 == 0 and steps and strides[3] == 1
+
+
+def plan_mla_decode(
+    shape: AttentionShape, bounds: BatchBounds, device: torch.device, aligned: bool = True
+) -> MLADecodePlan:
+    """The plan of a step, without its workspace. aligned: the cache is as `is_aligned` says."""
+    hopper = aligned and not why_not_hopper(shape, gpu.why_not_here(device))
     config = mla_decode_config(
         num_seqs=bounds.num_seqs,
         num_heads=shape.group,
@@ -131,8 +167,9 @@ def plan_mla_decode(shape: AttentionShape, bounds: BatchBounds, device: torch.de
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
         target=target_of(device),
+        hopper=hopper,
     )
-    return MLADecodePlan(shape, bounds.num_seqs, config)
+    return MLADecodePlan(shape, bounds.num_seqs, config, "hopper" if hopper else "kernel")
 
 
 @lru_cache(maxsize=4096)
@@ -148,18 +185,23 @@ def mla_decode_config(
     max_seq_len: int,
     target: Target,
     tuning: MLADecodeTuning | None = None,
+    hopper: bool = False,
 ) -> MLADecodeConfig:
     """The configuration of a launch over sequences of at most so many query tokens and keys.
 
-    `tuning` is taken as it is, but for what does not fit the device's shared memory.
+    `tuning` is taken as it is, but for what does not fit the device's shared memory; of the kernel for Hopper it says
+    nothing but tile_overhead and merge_unroll.
     """
     most = MAX_ROWS if itemsize < 4 else 16
     parts = -(-num_heads // most)
     heads = -(-num_heads // parts)  # of equal parts: 96 heads are two times 48
     longest = max(max_query_len, 1)
-    block_m = max(16, min(next_power_of_2(longest * heads), most))
+    if hopper:
+        block_m, tuning = HOPPER_ROWS, tuning or HOPPER_TUNING
+    else:
+        block_m = max(16, min(next_power_of_2(longest * heads), most))
+        tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, latent_dim, rope_dim, itemsize, target)
     tokens = max(1, block_m // heads)
-    tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, latent_dim, rope_dim, itemsize, target)
     tiles = num_seqs * -(-longest // tokens) * parts * max(1, -(-max_seq_len // tuning.block_n))
     programs = max(1, min(target.num_sms * tuning.per_sm, tiles) // parts) * parts
     state = 2 * block_m + block_m * max(16, next_power_of_2(latent_dim))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from ...runtime.op_registry import interpreted
-from ...runtime.triton_versions import why_untried
 from ...runtime.workspace import COUNTERS
 from ...spec import Mask
 from ..inputs import AttentionInputs
@@ -104,26 +101,6 @@ def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[in
     if splits_kv(params, bounds):
         return entries + params.max_partials // params.heads, SPLIT_FIELDS
     return entries, FIELDS
-
-
-def why_not_here(device: torch.device) -> str:
-    """Why the kernel cannot run on `device`; "" where it can."""
-    return why_not_on(_capability(device))
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-@cache
-def why_not_on(capability: tuple[int, int] | None) -> str:
-    """Why the kernel cannot run on a GPU of this compute capability (None: no GPU); "" where it can."""
-    if capability != (9, 0):
-        return "no Hopper GPU"
-    if reason := why_untried():
-        return reason
-    return "kernels are interpreted" if interpreted() else ""
 
 
 def why_not(shape: AttentionShape, here: str) -> str:

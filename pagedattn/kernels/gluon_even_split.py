@@ -1,0 +1,44 @@
+"""Gluon device code of kernels that split keys: `even_split.py`, and the item that a program's next tile belongs to."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def key_tiles(q_len, seq_len, max_keys, WINDOW: gl.constexpr, TILE: gl.constexpr, OVERHEAD: gl.constexpr):
+    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, OVERHEAD included: none
+    without queries, else one of keys at least, so that rows without keys are written too."""
+    low = seq_len * 0
+    if WINDOW > 0:
+        low = gl.maximum(seq_len - q_len + 1 - WINDOW, 0)
+    first = low // TILE
+    tiles = gl.maximum((gl.minimum(seq_len, max_keys) + TILE - 1) // TILE - first, 1)
+    return low, first, gl.where(q_len > 0, tiles + OVERHEAD, 0)
+
+
+@gluon.jit
+def tiles_of(
+    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: gl.constexpr, WINDOW: gl.constexpr,
+    TILE: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
+    SEQS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    seq = first + gl.arange(0, CHUNK, SEQS)
+    live = seq < num_seqs
+    start = gl.load(query_start_loc + seq, mask=live, other=0)
+    q_len = gl.load(query_start_loc + seq + 1, mask=live, other=0) - start
+    seq_len = gl.load(seq_lens + seq, mask=live, other=0)
+    _, _, tiles = key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
+    return tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
+
+
+@gluon.jit
+def tiles_before(work, base, at):
+    """Of sequences with so many tiles each, `base` before them: how many end by tile `at`, and their tiles."""
+    before = gl.associative_scan(work, 0, _add) + base <= at
+    return gl.sum(before.to(gl.int32), 0), gl.sum(gl.where(before, work, 0), 0)

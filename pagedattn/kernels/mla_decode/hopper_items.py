@@ -1,0 +1,152 @@
+"""Gluon: which tiles of which items a program of the Hopper kernel for latent attention has."""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from ..gluon_even_split import key_tiles, tiles_before, tiles_of
+from .plan import HOPPER_DIMS, HOPPER_KEYS, HOPPER_ROWS
+
+LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
+ROWS = gl.constexpr(HOPPER_ROWS)  # of a query block
+KEYS = gl.constexpr(HOPPER_KEYS)  # of a tile
+
+
+@aggregate
+class Shape:
+    """What the kernel is compiled for. G heads of each of PARTS groups; PAGE slots of a block, COPY of them a copy."""
+
+    G: gl.constexpr
+    HEADS: gl.constexpr
+    PARTS: gl.constexpr
+    PAGE: gl.constexpr
+    COPY: gl.constexpr
+    OVERHEAD: gl.constexpr
+    CHUNK: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    SOFTCAP: gl.constexpr
+    DTYPE: gl.constexpr
+    BLOCK_Q: gl.constexpr
+    LOGITS: gl.constexpr
+    OUTPUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+        self.G, self.HEADS, self.PARTS = gl.constexpr(G), gl.constexpr(HEADS), gl.constexpr(PARTS)
+        self.PAGE, self.COPY = gl.constexpr(PAGE), gl.constexpr(min(PAGE, KEYS.value))
+        self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
+        self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
+        self.DTYPE = gl.constexpr(DTYPE)
+        self.BLOCK_Q = gl.constexpr(ROWS.value // G)
+        self.LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS.value // 2, 16]))
+        self.OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT.value // 2, 16]))
+
+
+@aggregate
+class Step:
+    """The lengths of a step on the device."""
+
+    query_start_loc: gl.tensor
+    seq_lens: gl.tensor
+    num_seqs: gl.tensor
+    max_keys: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, query_start_loc, seq_lens, num_seqs, max_keys):
+        self.query_start_loc, self.seq_lens = query_start_loc, seq_lens
+        self.num_seqs, self.max_keys = num_seqs, max_keys
+
+    @gluon.jit
+    def tiles_of(self, first, shape, COUNT: gl.constexpr):
+        """Tiles of a part's items of each of CHUNK sequences from `first` on; COUNT warps look."""
+        return tiles_of(
+            first, self.query_start_loc, self.seq_lens, self.num_seqs, self.max_keys, shape.BLOCK_Q, shape.WINDOW,
+            KEYS, shape.OVERHEAD, shape.CHUNK, COUNT,
+        )  # fmt: skip
+
+    @gluon.jit
+    def range_of(self, program, programs, shape, COUNT: gl.constexpr):
+        """A program's tiles at..end, of `share` each program has at most, the sequence of the first one, and the number
+        of tiles before that sequence."""
+        work = self.tiles_of(0, shape, COUNT)
+        here = gl.sum(work, 0)
+        total = here
+        for more in range(shape.CHUNK, self.num_seqs, shape.CHUNK):
+            total += gl.sum(self.tiles_of(more, shape, COUNT), 0)
+        share = gl.maximum((total + programs - 1) // programs, 1)
+        at = program * share
+        end = gl.minimum(at + share, total)
+        first = 0
+        base = 0
+        for _ in range(shape.CHUNK, self.num_seqs, shape.CHUNK):
+            if base + here <= at:
+                base += here
+                first += shape.CHUNK
+                work = self.tiles_of(first, shape, COUNT)
+                here = gl.sum(work, 0)
+        passed, tiles = tiles_before(work, base, at)
+        return at, end, share, first + passed, base + tiles
+
+    @gluon.jit
+    def lengths(self, seq, shape):
+        """Of a sequence: its first new token, how many, its keys, the first that is seen, its tile, and tiles."""
+        q_start = gl.load(self.query_start_loc + seq)
+        q_len = gl.load(self.query_start_loc + seq + 1) - q_start
+        seq_len = gl.load(self.seq_lens + seq)
+        low, first, tiles = key_tiles(q_len, seq_len, self.max_keys, shape.WINDOW, KEYS, shape.OVERHEAD)
+        return q_start, q_len, seq_len, low, first, tiles
+
+    @gluon.jit
+    def item_of(self, at, seq, base, shape):
+        """The item that tile `at` belongs to, from sequence `seq` on, before which there are `base` tiles."""
+        q_start, q_len, seq_len, low, first, tiles = self.lengths(seq, shape)
+        past = base + tiles * ((q_len + shape.BLOCK_Q - 1) // shape.BLOCK_Q)
+        while at >= past:
+            base = past
+            seq += 1
+            q_start, q_len, seq_len, low, first, tiles = self.lengths(seq, shape)
+            past = base + tiles * ((q_len + shape.BLOCK_Q - 1) // shape.BLOCK_Q)
+        q_block = (at - base) // tiles
+        origin = base + q_block * tiles + shape.OVERHEAD
+        keys = gl.minimum(seq_len, self.max_keys)
+        return Item(seq, base, q_start, q_len, seq_len, keys, low, first, q_block, origin, base + (q_block + 1) * tiles)
+
+
+@aggregate
+class Item:
+    """A query block of a sequence: tiles origin..close, the first of which is the sequence's tile number `first`; keys
+    low..keys are seen by some row."""
+
+    seq: gl.tensor
+    base: gl.tensor
+    q_start: gl.tensor
+    q_len: gl.tensor
+    seq_len: gl.tensor
+    keys: gl.tensor
+    low: gl.tensor
+    first: gl.tensor
+    q_block: gl.tensor
+    origin: gl.tensor
+    close: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, seq, base, q_start, q_len, seq_len, keys, low, first, q_block, origin, close):
+        self.seq, self.base, self.q_start, self.q_len, self.seq_len = seq, base, q_start, q_len, seq_len
+        self.keys, self.low, self.first, self.q_block = keys, low, first, q_block
+        self.origin, self.close = origin, close
+
+    @gluon.jit
+    def key_range(self, at, stop):
+        """Keys of tiles at..stop, which begin with a tile's first."""
+        begin = (self.first + at - self.origin) * KEYS
+        return begin, gl.minimum((self.first + stop - self.origin) * KEYS, self.keys)
+
+    @gluon.jit
+    def rows(self, row, part, shape):
+        """Query token in the sequence, head, and whether there is one, of rows."""
+        q_row = self.q_block * shape.BLOCK_Q + row // shape.G
+        head = part * shape.G + row % shape.G
+        return q_row, head, (row < shape.BLOCK_Q * shape.G) & (q_row < self.q_len) & (head < shape.HEADS)
