@@ -20,7 +20,7 @@ from .measure import measure, release
 from .random_shapes import random_cases
 from .ratios import BEHIND, Row
 from .report import Progress, ResultFile, header, line, summary_lines
-from .table import NO_ATTENTION, RANDOM, SUITES, Case, case_of, cases
+from .table import LATENT, NO_ATTENTION, RANDOM, SUITES, Case, case_of, cases, latent_cases
 from .timing import ceilings
 
 _CASES = 20  # random ones, if no number is given
@@ -35,12 +35,14 @@ def run(
     kv_cache_dtypes: Sequence[str] = (),
     seed: int | None = None,
     count: int | None = None,
+    heads: Sequence[int] = (),
 ) -> int:
     """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
 
     Each case of attention or of the engine is measured over caches of each of the formats `kv_cache_dtypes`; without
     any, of "auto", and those of the engine as the table has them. seed, count: of the suite
     RANDOM, by default 0 and 20; what is behind a peer by 5 % there is measured three times, and the median counts.
+    heads: of the suite LATENT, which of its cases are measured, or a workload's heads; without any, all of them.
 
     Returns:
         0; 1 where kernels of this library computed something wrong, or nothing could be timed. A wrong result of
@@ -56,6 +58,8 @@ def run(
     formats = _formats(suite, kv_cache_dtypes)
     if suite != RANDOM and (seed, count) != (None, None):
         raise InvalidInputError("--seed and --cases", f"used with the suite {RANDOM}", f"the suite {suite}")
+    if heads and suite != LATENT:
+        raise InvalidInputError("--heads", f"used with the suite {LATENT}", f"the suite {suite}")
     if count is not None and count < 1:
         raise InvalidInputError("--cases", "a positive integer", str(count))
     if suite == "engine":
@@ -64,13 +68,13 @@ def run(
         return engine_bench.run(backends, workloads, json, formats)
     if suite in NO_ATTENTION and not workloads and {*formats} - {"auto"}:
         raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention or engine", f"the suite {suite}")
+    if suite == LATENT and {*formats} - {"auto"}:
+        raise InvalidInputError("--kv-cache-dtype", "auto over latent rows", ", ".join(formats))
     if plot and find_spec("matplotlib") is None:
         raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()
-    chosen = contenders(backends)
-    plain = [case_of(text, gpu) for text in workloads] or cases(suite, gpu)
-    if suite == RANDOM and not workloads:
-        plain = random_cases(seed or 0, _CASES if count is None else count, gpu)
+    chosen = contenders(backends, suite)
+    plain = _plain_cases(suite, workloads, gpu, seed or 0, _CASES if count is None else count, heads)
     todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats or ["auto"]]
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
@@ -78,7 +82,7 @@ def run(
     progress.tell("ceilings of this machine")
     limits = ceilings()
     result.meta |= limits | ({"seed": seed or 0} if suite == RANDOM else {})
-    progress.say(header())
+    progress.say(header(suite))
 
     def told(rows: list[Row]) -> None:
         progress.done += 1
@@ -105,6 +109,17 @@ def run(
     result.print_json()
     wrong = any(str(row["refused"]).startswith("wrong") and by_own_kernels(row) for row in result.rows)
     return int(wrong or not any(row["us"] for row in result.rows))
+
+
+def _plain_cases(
+    suite: str, workloads: Sequence[str], gpu: bool, seed: int, count: int, heads: Sequence[int]
+) -> list[Case]:
+    """What is measured, before formats."""
+    if suite == LATENT:
+        return latent_cases(workloads, heads, gpu)
+    if workloads:
+        return [case_of(text, gpu) for text in workloads]
+    return random_cases(seed, count, gpu) if suite == RANDOM else cases(suite, gpu)
 
 
 def _formats(suite: str, given: Sequence[str]) -> list[str]:

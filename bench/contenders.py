@@ -1,4 +1,7 @@
-"""Who is compared: each backend through our layer, the layer's own choice, and the other libraries called directly."""
+"""Who is compared: each backend through our layer, the layer's own choice, and the other libraries called directly.
+
+Of latent attention (MLA) the backends run as its layer calls them, between the projections.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,27 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
-from pagedattn import Attention, StepMetadata, plan_step
+from pagedattn import Attention, AttentionCall, AttentionSpec, StepMetadata, plan_step
 from pagedattn.backends.flash_attn.versions import VERSIONS
 from pagedattn.backends.registry import backend_names, get_backend
+from pagedattn.backends.selector import select_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
+from . import flash_mla_library
+from .latent_peers import fa3_qv, flash_mla, flashinfer_mla
 from .peers import FP8_TOLERANCE, fa3, flashinfer_persistent, flashinfer_wrappers
 from .problem import DEVICE, Problem
 from .ratios import TRITON_AUTO, Row
 from .run import Run
-from .table import Case
+from .table import LATENT, Case
 
 _VERSION, _USUAL_BLOCK_SIZE = "PAGEDATTN_FLASH_ATTN", 16
-_LIBRARIES = ("FLASH_ATTN", "FLASHINFER", "FA3", "FlashInfer")  # how contenders begin that call one of them
+# How contenders begin that call one of them.
+_LIBRARIES = ("FLASH_ATTN", "FLASH_MLA", "FLASHINFER", "FA3", "FlashMLA", "FlashInfer")
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Contender:
 
     `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
     PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`, `kv_cache_dtype`: of its caches, whatever the case
-    says (None: the case's).
+    says (None: the case's). `module`: what a peer is imported from that no backend of ours is over.
     """
 
     name: str
@@ -40,6 +48,7 @@ class Contender:
     block_size: int | None = None
     kv_cache_dtype: str | None = None
     peer: bool = False
+    module: str | None = None
 
     def run(self, problem: Problem) -> Run:
         """Ready to plan and attend; whatever it raises is the reason why it cannot take part."""
@@ -49,6 +58,8 @@ class Contender:
 
     def available(self) -> bool:
         """Whether its library is here."""
+        if self.module is not None:
+            return find_spec(self.module) is not None
         if self.version is not None:
             return any(one.module() is not None for one in VERSIONS if str(one.number) == self.version)
         return self.backend is None or get_backend(self.backend).availability().ok
@@ -107,6 +118,42 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
     return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size, form, tolerance)
 
 
+def through_backend(contender: Contender, problem: Problem) -> Run:
+    """Absorbed latent attention by a backend's kernels and metadata, without the projections around them."""
+    case, size = problem.case, contender.block_size or problem.case.block_size
+    spec = AttentionSpec(
+        num_heads=case.heads,
+        head_dim=case.dim,
+        latent_dim=case.latent,
+        dtype=case.torch_dtype,
+        device_type=DEVICE.type,
+        capability=torch.cuda.get_device_capability(DEVICE) if DEVICE.type == "cuda" else None,
+        block_size=size,
+        scale=case.scale,
+        mask=case.mask,
+        clean_cache=True,
+    )
+    with chosen(contender.version):
+        selection = select_backend(spec, contender.backend)
+        backend = selection.decode
+        builder, impl = backend.builder(selection.spec, DEVICE), backend.impl(selection.spec)
+    paged = problem.paged(size)
+    metadata = [builder.build(paged.common)]
+
+    def plan() -> None:
+        metadata[0] = builder.build(paged.common)
+
+    def step() -> None:
+        builder.device_update(metadata[0])
+
+    def attend(layer: int) -> torch.Tensor:
+        return impl.forward(AttentionCall(problem.queries[layer], paged.layer(layer)), metadata[0])
+
+    # What these build is made on the device, so that it belongs into the graph.
+    in_graph = plan if backend.name in ("FLASH_ATTN", "FLASH_MLA") else step
+    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size)
+
+
 def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]:
     return lambda _, problem: call(problem)
 
@@ -122,6 +169,14 @@ ALL = (
     Contender("FlashInfer (wrappers)", _peer(flashinfer_wrappers), "FLASHINFER", peer=True),
     Contender("FlashInfer (persistent)", _peer(flashinfer_persistent), "FLASHINFER", peer=True),
 )
+LATENT_ALL = (
+    Contender("TRITON", through_backend, "TRITON"),
+    Contender("auto", through_backend),
+    Contender("TORCH", through_backend, "TORCH"),
+    Contender("FlashMLA", _peer(flash_mla), peer=True, module="flash_mla"),
+    Contender("FA3 (qv)", _peer(fa3_qv), "FLASH_ATTN", "3", peer=True),
+    Contender("FlashInfer (MLA)", _peer(flashinfer_mla), "FLASHINFER", peer=True),
+)
 AUTO = Contender(TRITON_AUTO, through_layer, "TRITON", kv_cache_dtype="auto")
 
 
@@ -131,21 +186,26 @@ def beside_auto(chosen: Sequence[Contender], case: Case) -> Sequence[Contender]:
     return [*chosen, AUTO] if compared else chosen
 
 
-def contenders(names: str | None) -> list[Contender]:
+def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
     """Those that a comma-separated list names: FLASH_ATTN is both of its versions, FlashInfer both of its ways.
 
-    A backend that another package registered is named as it is there, and runs through our layer like ours.
+    A backend that another package registered is named as it is there, and runs through our layer like ours. `suite`:
+    whose they are; None for attention with keys and values.
     Without a list, all whose library is here: on a GPU without TORCH, which takes seconds, elsewhere TORCH alone.
 
     Raises:
         InvalidInputError: a name that no contender has.
     """
+    listed, prepare = (LATENT_ALL, through_backend) if suite == LATENT else (ALL, through_layer)
+    if suite == LATENT:
+        flash_mla_library.provide()
     if names is None:
         gpu = torch.cuda.is_available()
-        return [one for one in ALL if (one.name != "TORCH") == gpu and one.available()]
+        return [one for one in listed if (one.name != "TORCH") == gpu and one.available()]
     wanted = [name.strip() for name in names.split(",")]
-    others = [Contender(name, through_layer, name) for name in backend_names() if not _named(name)]
-    known = [*ALL, *others]
+    taken = {name for one in listed for name in _names(one)}
+    others = [Contender(name, prepare, name) for name in backend_names() if name not in taken]
+    known = [*listed, *others]
     for name in wanted:
         if not any(name in _names(one) for one in known):
             raise InvalidInputError("--backends", f"of {', '.join(one.name for one in known)}", repr(name))
@@ -156,10 +216,6 @@ def by_own_kernels(row: Row) -> bool:
     """Whether what a row measured is this library's or a registered backend's, and not that of FlashAttention or
     FlashInfer, called directly or through our layer."""
     return not row["backend"].startswith(_LIBRARIES)
-
-
-def _named(name: str) -> bool:
-    return any(name in _names(one) for one in ALL)
 
 
 def _names(one: Contender) -> set[str]:

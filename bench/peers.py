@@ -22,7 +22,7 @@ _FA3_STORED = "fp8_e4m3"  # all that its 8-bit kernels read, and so what every o
 # They round queries and probabilities to 3 bits of mantissa as well, which naive attention over that cache does not:
 # 4 % of the output, and accumulators of fewer bits add to it over a long context. Reading wrong rows makes it 100 %.
 FP8_TOLERANCE = 0.25
-_DECODE_SPLITS = 32  # what engines let FA3 use at most in a graph of decodes; the kernel balances up to that many
+DECODE_SPLITS = 32  # what engines let FA3 use at most in a graph of decodes; the kernel balances up to that many
 
 
 def fa3(problem: Problem) -> Run:
@@ -39,7 +39,7 @@ def fa3(problem: Problem) -> Run:
         one = torch.ones(common.num_seqs, case.kv_heads, device=DEVICE)
         descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)
     decodes_only = common.num_decodes == common.num_seqs
-    shared = {"cu_seqlens_q": common.query_start_loc, "causal": True, "num_splits": _DECODE_SPLITS * decodes_only}
+    shared = {"cu_seqlens_q": common.query_start_loc, "causal": True, "num_splits": DECODE_SPLITS * decodes_only}
     window = {"window_size": (case.window - 1, 0)} if case.window else {}
     cap = {"softcap": case.softcap} if case.softcap else {}
     schedule: list[torch.Tensor] = []
@@ -78,12 +78,12 @@ def flashinfer_wrappers(problem: Problem) -> Run:
     kinds |= {"window_left": case.window - 1, "logits_soft_cap": case.softcap}
     parts: list[tuple[slice, Any, Callable[[], object]]] = []  # rows, wrapper, its plan
     if split:
-        wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", use_tensor_cores=True)
+        wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
         some = _pages(problem, 0, split)
         lists = (some.starts, some.pages, some.last, *shape)
         parts.append((slice(0, split), wrapper, partial(wrapper.plan, *lists, seq_lens=some.lens, **kinds)))
     if split < common.num_seqs:
-        wrapper = _flashinfer().BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD")
+        wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD")
         some = _pages(problem, split, common.num_seqs)
         lists = (some.queries, some.starts, some.pages, some.last, *shape)
         planned = partial(wrapper.plan, *lists, causal=True, seq_lens=some.lens, **kinds)
@@ -154,7 +154,7 @@ def _unquantised(problem: Problem) -> Paged:
     return problem.paged()
 
 
-def _flashinfer() -> Any:
+def flashinfer() -> Any:
     try:
         return import_module("flashinfer")
     except ModuleNotFoundError as error:
@@ -163,7 +163,7 @@ def _flashinfer() -> Any:
 
 
 @cache
-def _workspace() -> torch.Tensor:
+def workspace() -> torch.Tensor:
     """Of all wrappers: calls of one stream never overlap."""
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
 
@@ -171,4 +171,4 @@ def _workspace() -> torch.Tensor:
 @cache
 def _persistent() -> Any:
     """It owns 400 MB of scratch: one for all cases, planned again by each."""
-    return _flashinfer().BatchAttention("NHD", DEVICE)
+    return flashinfer().BatchAttention("NHD", DEVICE)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from pagedattn import CommonAttentionMetadata, LayerCache, PagedKVCache
+from pagedattn import CommonAttentionMetadata, LayerCache, Mask, PagedKVCache
 from pagedattn.formats.registry import format_of
 from pagedattn.testing import attention_oracle
 from pagedattn.testing.stored import bits
@@ -71,7 +72,7 @@ class Problem:
         tolerance: float = 0.0,
     ) -> float:
         """Relative error of layer 0's output [T, Hq, D] against float64, on rows and heads all over the batch: both
-        attend to the rows that these caches stand for.
+        attend to the rows that these caches stand for. Of latent attention the output is [T, Hq, L].
 
         Raises:
             ArithmeticError: it is more than `tolerance` and than twice that of a naive implementation in the model's
@@ -108,8 +109,7 @@ def _paged(case: Case, layers: int, size: int) -> Paged:
     work, shared = case.work, case.work.shared // size
     counts = [shared, *(-(-keys // size) - shared for keys in work.seq_lens)]
     torch.manual_seed(size)
-    shape = (layers, sum(counts) + 1, size, case.kv_heads, case.dim)
-    caches = PagedKVCache(*shape, dtype=case.torch_dtype, device=DEVICE)
+    caches = PagedKVCache.from_specs([case.cache_spec(size)] * layers, sum(counts) + 1, device=DEVICE)
     caches.slabs.view(case.torch_dtype).normal_()
     prefix, *own = (torch.randperm(sum(counts), dtype=torch.int32) + 1).split(counts)
     table = torch.nn.utils.rnn.pad_sequence([torch.cat((prefix, ids)) for ids in own], batch_first=True).to(DEVICE)
@@ -141,8 +141,27 @@ def _samples(problem: Problem, paged: Paged) -> list[_Sample]:
         for first, end in {(0, min(rows, _ROWS)), (max(0, rows - _ROWS), rows)}:
             keys = work.seq_lens[seq] - rows + end  # what the last of these rows sees
             here = slice(starts[seq] + first, starts[seq] + end)
-            out.append(_sample(problem, paged, seq, keys, here, head))
+            sample = _latent_sample if case.latent else partial(_sample, head=head)
+            out.append(sample(problem, paged, seq, keys, here))
     return out
+
+
+def _latent_sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice) -> _Sample:
+    """Under all heads, as these share their keys: heads of a token are rows of one head that all see what it sees."""
+    case, cache = problem.case, paged.layer(0).key
+    table = paged.common.block_table[seq, : -(-keys // cache.shape[1])].long()
+    latent_rows = cache[table].flatten(0, 1)[:keys]  # [keys, 1, L + R]
+
+    def attended(dtype: torch.dtype) -> torch.Tensor:
+        every = []
+        for token in range(rows.start, rows.stop):
+            seen = latent_rows[: keys - (rows.stop - 1 - token)]
+            query = problem.queries[0, token][:, None]  # [Hq, 1, L + R]
+            options = {"scale": case.scale, "mask": Mask(causal=False), "dtype": dtype}
+            every.append(attention_oracle(query, seen, seen[..., : case.latent], **options)[0].squeeze(1))
+        return torch.stack(every)
+
+    return _Sample(rows, slice(None), attended(torch.float64), attended(case.torch_dtype).double())
 
 
 def _sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, head: int) -> _Sample:
@@ -157,7 +176,7 @@ def _sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, he
     heads = slice(head * group, (head + 1) * group)
     data = (problem.queries[0, rows, heads], key.flatten(0, 1)[:keys], value.flatten(0, 1)[:keys])
     sinks = None if problem.sinks is None else problem.sinks[heads]
-    options = {"scale": case.dim**-0.5, "mask": case.mask, "softcap": case.softcap or None, "sinks": sinks}
+    options = {"scale": case.scale, "mask": case.mask, "softcap": case.softcap or None, "sinks": sinks}
     want, _ = attention_oracle(*data, **options)
     naive, _ = attention_oracle(*data, **options, dtype=case.torch_dtype)
     return _Sample(rows, heads, want, naive.double())

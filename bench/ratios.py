@@ -12,6 +12,7 @@ PHASES = {
     "decode": ("decode",),
     "prefill+mixed": ("prefill", "mixed"),
     "append+speculative": ("append", "speculative"),
+    "mla": ("mla",),
 }
 BEHIND = 0.95  # a ratio below which a row is behind its peer, however much measurements vary
 TRITON_AUTO = "TRITON auto"  # over a cache in the model's dtype, beside the same rows in a format

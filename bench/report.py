@@ -20,12 +20,13 @@ from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
 from .ratios import BEHIND, PHASES, TRITON_AUTO, Row, library, summarise
+from .table import LATENT
 
-_COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "auto", "error", "plan us", "host us")
-_WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 7, 9, 8, 8)
+_COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "%s", "error", "plan us", "host us")
+_WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 9, 9, 8, 8)
 _CASE, _BACKEND = 47, 24
 STDOUT = Path("-")  # as a result file's name: what it would hold is printed at the end
-_DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python"}
+_DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python", "FlashMLA": "flash_mla"}
 
 
 class ResultFile:
@@ -122,10 +123,11 @@ def _commit(folder: Path) -> str:
         return "unknown"
 
 
-def header() -> str:
+def header(suite: str | None = None) -> str:
     """The columns' names: `copy`, `read`, `mma` are percent of ceilings, `FA3`, `FlashInfer` and `auto` (TRITON over a
-    cache in the model's dtype) ratios to those."""
-    cells = "".join(f"{name:>{width}}" for name, width in zip(_COLUMNS, _WIDTHS, strict=True))
+    cache in the model's dtype; of the suite LATENT, which has one format, FlashMLA) ratios to those."""
+    names = [name.replace("%s", "FlashMLA" if suite == LATENT else "auto") for name in _COLUMNS]
+    cells = "".join(f"{name:>{width}}" for name, width in zip(names, _WIDTHS, strict=True))
     return f"{'workload':{_CASE}}{'contender':{_BACKEND}}{cells}"
 
 
@@ -136,11 +138,11 @@ def line(row: Row) -> str:
     if row["us"] is None:
         why = str(row["refused"])
         return f"{start} {why if why.startswith('wrong: ') else f'refused: {why}'}"
-    ratios = row["ratios"] or {}
+    ratios, compared = row["ratios"] or {}, "FlashMLA" if row["suite"] == LATENT else TRITON_AUTO
     values = (
         *(f"{row['us']:.1f}", _number(row["gb_s"], ".0f"), _number(row["tflops"], ".1f")),
         *(_number(row[f"{name}_percent"], ".0f", "%") for name in ("copy", "read", "matmul")),
-        *(_number(ratios.get(name), ".3f") for name in ("FA3", "FlashInfer", TRITON_AUTO)),
+        *(_number(ratios.get(name), ".3f") for name in ("FA3", "FlashInfer", compared)),
         *(_number(row["error"], ".1e"), _number(row["plan_us"], ".0f"), _number(row["host_us"], ".0f")),
     )
     return start + "".join(f"{text:>{width}}" for text, width in zip(values, _WIDTHS, strict=True))

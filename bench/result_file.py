@@ -18,12 +18,15 @@ CEILINGS: dict[str, tuple[str, str, LineStyle]] = {  # what reaches it, its unit
 }
 BANDWIDTH, COMPUTE = ("copy_gb_s", "read_gb_s"), ("matmul_tflops",)
 # Okabe and Ito's colours differ under every kind of colour blindness; their black is left for lines and text.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#332288", "#882255", "#44AA99")
+PALETTE = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#332288", "#882255", "#44AA99"),
+    *("#DDCC77", "#AA4499", "#117733"),  # of Tol's, as the three before them
+)
 OWN = "pagedattn"  # cache operations are the library's, not a backend's
 COLOURS = {  # in the order of the bars
     **{OWN: PALETTE[0], "TRITON": PALETTE[0], "GLUON": PALETTE[2], "auto": PALETTE[5]},
     **{"FLASH_ATTN": PALETTE[1], "FLASHINFER": PALETTE[3], "TORCH": "#999999"},
-    **{"FA3": PALETTE[4], "FlashInfer": PALETTE[7]},
+    **{"FA3": PALETTE[4], "FlashInfer": PALETTE[7], "FLASH_MLA": PALETTE[8], "FlashMLA": PALETTE[9]},
 }
 SHAPE = ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_cache_dtype")
 Row = dict[str, Any]
@@ -43,6 +46,7 @@ FAMILIES = (
     Family("prefill", "tflops", "TFLOP/s", COMPUTE),
     Family("mixed", "tflops", "TFLOP/s", COMPUTE),
     Family("cache", "gb_s", "GB/s", BANDWIDTH),
+    Family("mla", "gb_s", "GB/s", BANDWIDTH),
 )
 SWEEP = "sweep"  # drawn as curves, not as bars
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from pagedattn import Mask
-from pagedattn.cache.specs import FullAttentionSpec
+from pagedattn.cache.specs import FullAttentionSpec, KVCacheSpec, MLASpec
 from pagedattn.errors import InvalidInputError
 
 from .workload import Workload, parse
@@ -15,6 +16,7 @@ from .workload import Workload, parse
 # Of a layer on a CPU: a minute in all by TORCH, which does some 7 GFLOP and reads 1 GB of keys and values a second.
 _CPU_GFLOP, _CPU_GB = 20.0, 2.0
 _MOST_DRAFTED = 16  # tokens of a sequence beyond which a step is a prompt's
+_NOPE_DIM = 128  # of an expanded head beside its rotated part, which a latent layer's scale depends on
 
 
 class Case(NamedTuple):
@@ -31,6 +33,7 @@ class Case(NamedTuple):
     window: int = 0  # keys that a query sees at most; 0: all
     softcap: float = 0.0
     sinks: bool = False
+    latent: int = 0  # of absorbed latent attention (MLA): how much of a row of `dim` is the value; 0: not latent
 
     @property
     def work(self) -> Workload:
@@ -44,14 +47,16 @@ class Case(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 int8 blocks of 64 window 1024`."""
+        """Heads, head dim, and what is unusual: `32/8/128`, `32/8/128 float16 int8 blocks of 64 window 1024`; of latent
+        attention heads and both parts of a row, `16/512+64`, in blocks of 64 unless it says otherwise."""
         unusual = [self.dtype] if self.dtype not in ("bfloat16", "float32") else []
         unusual += [self.kv_cache_dtype] if self.kv_cache_dtype != "auto" else []
-        unusual += [f"blocks of {self.block_size}"] if self.block_size != 16 else []
+        unusual += [f"blocks of {self.block_size}"] if self.block_size != (64 if self.latent else 16) else []
         unusual += [f"window {self.window}"] if self.window else []
         unusual += [f"soft cap {self.softcap:g}"] if self.softcap else []
         unusual += ["sinks"] if self.sinks else []
-        return " ".join([f"{self.heads}/{self.kv_heads}/{self.dim}", *unusual])
+        row = f"{self.latent}+{self.dim - self.latent}" if self.latent else f"{self.kv_heads}/{self.dim}"
+        return " ".join([f"{self.heads}/{row}", *unusual])
 
     @property
     def mask(self) -> Mask:
@@ -59,20 +64,27 @@ class Case(NamedTuple):
         return Mask(causal=True, sliding_window=self.window or None)
 
     @property
+    def scale(self) -> float:
+        """What a query-key product is multiplied with; of latent attention that of the expanded head."""
+        return ((_NOPE_DIM + self.dim - self.latent) if self.latent else self.dim) ** -0.5
+
+    @property
     def flops(self) -> float:
-        """Of its products."""
-        return self.work.flops(self.heads, self.dim, self.window)
+        """Of its products; a latent value is shorter than the key that it is part of."""
+        equal = self.work.flops(self.heads, self.dim, self.window)
+        return equal * (self.dim + self.latent) / (2 * self.dim) if self.latent else equal
 
     def bytes_read(self, kv_cache_dtype: str) -> int:
         """Bytes of keys and values, codes and scales, each read once from a cache of that format."""
-        spec = FullAttentionSpec(
-            num_kv_heads=self.kv_heads,
-            head_dim=self.dim,
-            dtype=self.torch_dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=self.block_size,
-        )
+        spec = self.cache_spec(self.block_size, kv_cache_dtype)
         return self.work.keys_read(self.window) * spec.bytes_per_block // self.block_size
+
+    def cache_spec(self, block_size: int, kv_cache_dtype: str = "auto") -> KVCacheSpec:
+        """What a layer caches, in blocks of that size."""
+        options = {"dtype": self.torch_dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+        if self.latent:
+            return MLASpec(head_dim=self.dim, latent_dim=self.latent, **options)
+        return FullAttentionSpec(num_kv_heads=self.kv_heads, head_dim=self.dim, **options)
 
 
 def _decode() -> list[Case]:
@@ -133,10 +145,28 @@ def _head_dims() -> list[Case]:
     return [*dims, Case("dims", "4q4k", 32, 32, 96), Case("dims", "2q100s16k", 32, 32, 96)]
 
 
+def _latent(text: str, heads: int, block_size: int = 64) -> Case:
+    """Absorbed latent attention over rows as DeepSeek-V2, V3 and R1 have them."""
+    return Case("mla", text, heads, 1, 576, block_size, latent=512)
+
+
+def _mla() -> list[Case]:
+    """Decodes of whole models and of what tensor parallelism leaves of their heads; then several new tokens of each
+    sequence, and blocks of other sizes."""
+    heads, ragged = (128, 64, 16, 8), "64q1s500*1.07"
+    equal = ("1q1s8k", "64q1s4k", "256q1s1k", "16q1s32k")
+    return [
+        *(_latent(text, n) for n in heads for text in (*equal, ragged)),
+        *(_latent(f"64q{tokens}s4k", n) for n in heads for tokens in (2, 4)),
+        *(_latent("64q1s4k", n, size) for n in heads for size in (16, 32)),
+        *(_latent(ragged, n, 16) for n in (128, 16)),
+    ]
+
+
 _GPU = {
     **{"decode": _decode(), "prefill": _prefill(), "mixed": _mixed()},
     **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative(), "append": _append()},
-    "dims": _head_dims(),
+    **{"dims": _head_dims(), "mla": _mla()},
 }
 _SMALL = {
     "decode": ["4q1s256", "3q1s40..120"],
@@ -146,12 +176,13 @@ _SMALL = {
     "speculative": ["3q4s100"],
     "append": ["1q20s3000"],
     "dims": ["2q64"],
+    "mla": ["3q1s40..120", "2q2s60"],
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
 ATTENTION = ("decode", "prefill", "mixed")
 NO_ATTENTION = ("cache", "engine")
-RANDOM = "random"
-SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "dims", RANDOM, "engine")
+RANDOM, LATENT = "random", "mla"
+SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "dims", LATENT, RANDOM, "engine")
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
@@ -165,20 +196,40 @@ def cases(suite: str, gpu: bool) -> list[Case]:
         return []
     if gpu:
         return _GPU[suite]
-    return [Case(suite, text, 8, 2, 64, dtype="float32") for text in _SMALL[suite]]
+    return [_small(suite, text) for text in _SMALL[suite]]
 
 
-def case_of(text: str, gpu: bool) -> Case:
-    """A workload of one's own, of the usual layer; without a GPU, of a small one.
+def latent_cases(texts: Sequence[str], heads: Sequence[int], gpu: bool) -> list[Case]:
+    """Those of the suite LATENT, or workloads of one's own, under each number of heads.
+
+    Without `heads` all of the suite's; of a workload the most heads that the suite has.
+
+    Raises:
+        InvalidInputError: heads that the suite has no case of; else as `case_of`.
+    """
+    table = cases(LATENT, gpu)
+    if texts:
+        asked = heads or [max(case.heads for case in table)]
+        return [case_of(text, gpu, LATENT)._replace(heads=n) for n in asked for text in texts]
+    known = list(dict.fromkeys(case.heads for case in table))
+    for n in heads:
+        if n not in known:
+            remedy = "name a --workload to measure another number"
+            raise InvalidInputError("--heads", f"one of {', '.join(map(str, known))}", str(n), remedy)
+    return [case for case in table if not heads or case.heads in heads]
+
+
+def case_of(text: str, gpu: bool, suite: str | None = None) -> Case:
+    """A workload of one's own, of the usual layer (of the suite LATENT, a latent one); without a GPU, of a small one.
 
     Raises:
         InvalidInputError: another grammar, or more than a CPU does in a minute.
     """
     work = parse(text)
-    suite = _suite(work)
+    suite = suite or _suite(work)
     if gpu:
-        return Case(suite, work.text)
-    case = Case(suite, work.text, 8, 2, 64, dtype="float32")
+        return _latent(work.text, 128) if suite == LATENT else Case(suite, work.text)
+    case = _small(suite, work.text)
     gflop = case.flops / 1e9
     gb = case.bytes_read("auto") / 1e9
     if gflop > _CPU_GFLOP or gb > _CPU_GB:
@@ -186,6 +237,12 @@ def case_of(text: str, gpu: bool) -> Case:
         remedy = "take fewer or shorter sequences, such as 16q1s4k or 2q1k, or a machine with a GPU"
         raise InvalidInputError("workload", expected, f"{work.text} with {gflop:.1f} GFLOP and {gb:.1f} GB", remedy)
     return case
+
+
+def _small(suite: str, text: str) -> Case:
+    if suite == LATENT:
+        return Case(suite, text, 4, 1, 40, 64, dtype="float32", latent=32)
+    return Case(suite, text, 8, 2, 64, dtype="float32")
 
 
 def _suite(work: Workload) -> str:

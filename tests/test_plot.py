@@ -12,7 +12,7 @@ from pagedattn.bench import result_file
 from pagedattn.bench.curves import Grid, grid, panels
 from pagedattn.bench.result_file import COLOURS, FAMILIES, PALETTE, colours, groups, host_table, load, series, title
 
-DECODE, PREFILL, MIXED, CACHE = FAMILIES
+DECODE, PREFILL, MIXED, CACHE, LATENT = FAMILIES
 COMMITTED = Path(__file__).parent.parent / "bench/results/h200/backends.json"
 META = {"gpu": "NVIDIA H200", "torch": "2.11", "commit": "aaaaaaa", "date": "2026-01-02", "copy_gb_s": 4000.0}
 
@@ -44,7 +44,7 @@ def test_the_committed_result_is_grouped_as_it_was_measured() -> None:
 def test_bandwidth_bounds_decode_and_cache_and_compute_the_others() -> None:
     judged = {family.suite: (family.value, family.unit, family.ceilings) for family in FAMILIES}
     bandwidth, compute = ("gb_s", "GB/s", ("copy_gb_s", "read_gb_s")), ("tflops", "TFLOP/s", ("matmul_tflops",))
-    assert judged == {"decode": bandwidth, "cache": bandwidth, "prefill": compute, "mixed": compute}
+    assert judged == {**dict.fromkeys(("decode", "cache", "mla"), bandwidth), "prefill": compute, "mixed": compute}
     assert {one for family in FAMILIES for one in family.ceilings} == set(result_file.CEILINGS)
 
 
@@ -185,6 +185,8 @@ def test_nothing_is_cut_or_printed_over_something_else(family: result_file.Famil
     from pagedattn.bench import plot
 
     result = load([COMMITTED])
+    if family is LATENT:
+        result = result._replace(rows=[{**one, "suite": "mla"} for one in result.rows if one["suite"] == "decode"])
     table = host_table(result.rows) if family is DECODE else []
     with rc_context(plot._LOOK):
         figure = plot.bar_figure(groups(result.rows, family), family, result, table)

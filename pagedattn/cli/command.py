@@ -144,6 +144,14 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", action="store_true", help="draw into the folder plots beside FILE; needs matplotlib")
     add("--seed", type=int, help="of the suite random; 0 where not given")
     add("--cases", type=int, help="how many the suite random has; 20 where not given")
+    add(
+        "--heads",
+        action="append",
+        type=int,
+        default=[],
+        metavar="N",
+        help="of the suite mla: measure its cases of N heads, or --workload under N; may be repeated",
+    )
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -151,6 +159,5 @@ def _bench(args: argparse.Namespace) -> int:
         raise UsageError(f"--json must be a file, got the suite {args.json}; put it first: bench {args.json} --json")
     run = import_module("pagedattn.bench.command").run
     formats = args.kv_cache_dtype or ()
-    return run(
-        args.suite, args.backends, args.workload, args.json, args.plot, formats, seed=args.seed, count=args.cases
-    )
+    given = (args.suite, args.backends, args.workload, args.json, args.plot, formats)
+    return run(*given, seed=args.seed, count=args.cases, heads=args.heads)

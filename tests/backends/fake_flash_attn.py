@@ -22,7 +22,8 @@ def _attend(q, k, v, lens_q, lens_k, scale, causal, window, softcap, slopes=None
     left, right = (None if side is None or side < 0 else side for side in window)
     assert not causal or right in (None, 0)
     assert left is None or causal or left == right, "the oracle knows symmetric windows only"
-    outs, lses = [q.new_empty(0, *q.shape[1:])], [torch.empty(0, q.shape[1])]
+    dim = v[0].shape[2] if len(v) else q.shape[2]
+    outs, lses = [q.new_empty(0, q.shape[1], dim)], [torch.empty(0, q.shape[1])]
     for rows, n, keys, values in zip(q[: sum(lens_q)].split(lens_q), lens_k, k, v, strict=True):
         options = {"alibi_slopes": slopes, "softcap": softcap or None, "scale": scale}
         mask = Mask(causal, None if left is None else left + 1)
@@ -109,18 +110,22 @@ def _fa3_kvcache(
     assert max(lens_q, default=0) <= max_seqlen_q
     if scheduler_metadata is not None:
         assert scheduler_metadata.dtype == torch.int32
-        assert scheduler_metadata.tolist()[:4] == [len(cache_seqlens), k_cache.shape[1], num_splits, q.itemsize]
-        assert scheduler_metadata.tolist()[4:] == cache_seqlens.tolist()
+        dims = [q.shape[2], v_cache.shape[3]]
+        made = [len(cache_seqlens), k_cache.shape[1], num_splits, q.itemsize, *dims]
+        assert scheduler_metadata.tolist() == [*made, *cache_seqlens.tolist()]
     assert k_cache.dtype == v_cache.dtype == q.dtype
     keys, values = (_pages(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
     args = (lens_q, cache_seqlens.tolist(), softmax_scale, causal, window_size, softcap)
+    if qv is not None:
+        assert softmax_scale is not None and q.shape[2] == 64 and qv.shape == (*q.shape[:2], 512) and qv.stride(2) == 1
+        q, keys = torch.cat((qv, q), -1), [torch.cat(pair, -1) for pair in zip(values, keys, strict=True)]
     if q.dtype == torch.float8_e4m3fn:
         q, keys, values = _descaled(q, keys, values, lens_q, q_descale, k_descale, v_descale)
         out, lse = _attend(q, keys, values, *args, oracle=fp8_oracle)
         out, q = out.bfloat16(), q.bfloat16()
     else:
         out, lse = _attend(q, keys, values, *args)
-    out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
+    out = torch.cat((out, q.new_zeros(len(q) - len(out), *out.shape[1:])))
     lse = torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1]))
     return (out, lse) if return_softmax_lse else out
 
@@ -163,7 +168,8 @@ def _fa3_schedule(
     num_splits=0, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
     """What it was made of, so that the attention call can tell a stale or foreign schedule."""
-    head = torch.tensor([batch_size, page_size, num_splits, qkv_dtype.itemsize], dtype=torch.int32)
+    dims = [headdim, headdim_v or headdim]
+    head = torch.tensor([batch_size, page_size, num_splits, qkv_dtype.itemsize, *dims], dtype=torch.int32)
     return torch.cat((head.to(cache_seqlens.device), cache_seqlens))
 
 

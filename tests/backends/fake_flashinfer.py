@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from pagedattn import Mask
+from pagedattn.testing import attention_oracle
+
 needs_bytes = 0
 plans = 0
 inf = 5e4
@@ -219,6 +222,52 @@ class BatchAttention(_Paged):
         # fmt: on
         options = {**locals(), "return_lse": True, "window_left": None, "q_scale": None}
         return self._run(q, self._pairs(q, self.starts, kv_cache), options)
+
+
+class BatchMLAPagedAttentionWrapper:
+    # fmt: off
+    def __init__(self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
+                 kv_len_arr=None, backend="auto") -> None:
+        # fmt: on
+        assert float_workspace_buffer.dtype == torch.uint8 and backend in ("auto", "fa2", "fa3")
+        self.workspace, self._backend = float_workspace_buffer, "fa2" if backend == "auto" else backend
+        self.graph, self.buffers = use_cuda_graph, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    # fmt: off
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size,
+             causal, sm_scale, q_data_type, kv_data_type, use_profiler=False) -> None:
+        # fmt: on
+        global plans
+        for one in (qo_indptr, kv_indptr, kv_len_arr):
+            assert one.device.type == "cpu" and one.dtype == torch.int32 and one.is_contiguous()
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64) and q_data_type == kv_data_type
+        assert kv_indices.dtype == torch.int32 and len(kv_indices) >= int(kv_indptr[-1])
+        assert torch.equal(kv_indptr.diff(), (kv_len_arr + page_size - 1) // page_size)
+        if self.graph:
+            assert len(qo_indptr) == len(self.buffers[0]), "the batch size of a graph is fixed"
+            assert len(kv_indices) <= len(self.buffers[2]), "more pages than the graph's buffer"
+        plans += 1
+        self.lists = tuple(one.clone() for one in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
+        self.values = (num_heads, page_size, causal, sm_scale, q_data_type)
+
+    # fmt: off
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None,
+            kv_len=None, page_table=None, return_lse_base_on_e=False, o_scale=None) -> Any:
+        # fmt: on
+        (starts, indptr, indices, lens), (heads, size, causal, scale, dtype) = self.lists, self.values
+        assert q_nope.dtype == ckv_cache.dtype == dtype and q_nope.shape == (int(starts[-1]), heads, 512)
+        assert ckv_cache.shape[1:] == (size, 512) and kpe_cache.shape[1:] == (size, 64)
+        out = torch.empty_like(q_nope) if out is None else out
+        assert out.shape == q_nope.shape and out.dtype == dtype
+        lse = torch.empty(q_nope.shape[:2]) if lse is None else lse
+        query, cache = torch.cat((q_nope, q_pe), -1), torch.cat((ckv_cache, kpe_cache), -1)
+        for b, rows in enumerate(_slices(starts)):
+            pages = indices[int(indptr[b]) : int(indptr[b + 1])].long()
+            keys = cache[pages].flatten(0, 1)[: int(lens[b])][:, None]
+            result, sums = attention_oracle(query[rows], keys, keys[..., :512], scale=scale, mask=Mask(causal=causal))
+            out[rows] = result.to(dtype)
+            lse[rows] = sums.float() * (1.0 if return_lse_base_on_e else math.log2(math.e))
+        return (out, lse) if return_lse else out
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):

@@ -44,7 +44,7 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_FEWEST", 1)
     monkeypatch.setattr(timing, "_SECONDS", 0)
     monkeypatch.setattr(measuring, "host_us", lambda call: (call(), 1.5)[1])
-    for cached in (versions.library, peers._workspace, peers._persistent):
+    for cached in (versions.library, peers.workspace, peers._persistent):
         cached.cache_clear()
     CALLS.clear()
 

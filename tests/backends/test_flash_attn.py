@@ -215,7 +215,7 @@ def test_captured_schedules_are_rewritten_in_place(install: Install) -> None:
     schedule = captured.schedule
     where = schedule.data_ptr()
     assert builder.build(step([5, 17, 0]), into=captured) is captured
-    assert schedule.data_ptr() == where and schedule.tolist() == [3, 16, 32, 2, 5, 17, 0]
+    assert schedule.data_ptr() == where and schedule.tolist() == [3, 16, 32, 2, 64, 64, 5, 17, 0]
     with pytest.raises(CapacityError, match="num_seqs is 4"):
         builder.build(step([5, 17, 1, 1]), into=captured)
 
