@@ -41,6 +41,7 @@ class MLAAttention(nn.Module):
         max_absorbed_len: new tokens of a sequence up to which it is absorbed; None takes what arithmetic says, 171 for
             DeepSeek's sizes (`LatentDims.break_even`).
         workspace_bytes: of the keys and values that are expanded at once; one token's at least.
+        clean_cache: unused slots never hold NaN or Inf, see `PagedKVCache.zero_blocks`; some backends need that.
         graph_level: what a CUDA graph is to capture; captured steps are absorbed.
         backend: the name of one for both forms, or `prefill=A,decode=B`: A attends expanded, B absorbed.
         kv_group: whose block table this layer uses, see `PagedKVCache.group_of`.
@@ -69,6 +70,7 @@ class MLAAttention(nn.Module):
         cache_layout: str = "NHD",
         max_absorbed_len: int | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
+        clean_cache: bool = False,
         graph_level: GraphLevel = GraphLevel.NEVER,
         backend: str | None = None,
         kv_group: int = 0,
@@ -92,6 +94,7 @@ class MLAAttention(nn.Module):
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             cache_layout=cache_layout,
+            clean_cache=clean_cache,
             graph_level=graph_level,
         )
         usual = self.dims.break_even if sliding_window is None else 1 << 30
