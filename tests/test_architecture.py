@@ -68,6 +68,7 @@ ONLY_IN = {
     "triton": ("formats", "kernels", "runtime.launcher", "runtime.launch_abi", "runtime.interpreter"),
     "transformers": ("integrations",),
     "flashinfer": ("backends.flashinfer.metadata",),
+    "flash_mla": ("backends.flash_mla.metadata",),
     "vllm": ("integrations.vllm",),
     "rich": ("cli.terminal",),
 }

@@ -170,7 +170,8 @@ def test_an_unknown_name_suggests_the_nearest(name: str, near: str, monkeypatch:
 
 
 def test_a_name_near_to_none_lists_them_all() -> None:
-    with pytest.raises(InvalidInputError, match="one of FLASH_ATTN, FLASHINFER, TRITON, TORCH, SMALL, LARGE") as error:
+    names = "FLASH_ATTN, FLASHINFER, FLASH_MLA, TRITON, TORCH, SMALL, LARGE"
+    with pytest.raises(InvalidInputError, match=f"one of {names}") as error:
         select_backend(SPEC, "QQQQQQ")
     assert "did you mean" not in str(error.value)
     with pytest.raises(InvalidInputError) as error:
@@ -203,7 +204,7 @@ def test_where_nobody_can_everybody_says_why() -> None:
 
 def test_every_loser_is_listed_with_its_reasons() -> None:
     chosen = select_backend(SPEC.replace(block_size=64))
-    assert sorted(chosen.rejections) == ["FLASHINFER", "FLASH_ATTN", "LARGE", "SMALL", "TRITON"]
+    assert sorted(chosen.rejections) == ["FLASHINFER", "FLASH_ATTN", "FLASH_MLA", "LARGE", "SMALL", "TRITON"]
     assert str(chosen.rejections["SMALL"][0]).startswith("block_size=64 (serves 1..32)")
     assert "not LARGE: block_size=64" in chosen.describe()
     assert "TORCH (chosen by measured priority, block size 64)" in chosen.describe()

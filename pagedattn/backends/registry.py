@@ -14,6 +14,7 @@ from .base import AttentionBackend
 _backends = {
     "FLASH_ATTN": "pagedattn.backends.flash_attn:FlashAttnBackend",
     "FLASHINFER": "pagedattn.backends.flashinfer:FlashInferBackend",
+    "FLASH_MLA": "pagedattn.backends.flash_mla:FlashMLABackend",
     "TRITON": "pagedattn.backends.triton:TritonBackend",
     "TORCH": "pagedattn.backends.torch_native:TorchBackend",
 }

@@ -27,6 +27,8 @@ PRIORITY = {
     "cuda": {"prefill": ("FLASH_ATTN", "TRITON", "TORCH"), "decode": ("TRITON", "FLASH_ATTN", "TORCH")},
     "cpu": {"prefill": ("TORCH",), "decode": ("TORCH",)},
 }
+# Of absorbed latent attention, in both phases. No GPU has measured these against each other yet (`bench mla`).
+LATENT_PRIORITY = {"cuda": ("TRITON", "FLASH_MLA", "FLASH_ATTN", "TORCH"), "cpu": ("TORCH",)}
 # Taken for the block size where none is given: a backend that cannot serve it is chosen by name only.
 _USUAL_BLOCK_SIZE = 16
 
@@ -177,7 +179,10 @@ def _order(phase: str, spec: AttentionSpec) -> list[str]:
     """Backends in the order of a phase's priority. One that was measured to be the fastest at this spec comes first;
     one that rounds queries to fp8 comes last: precision is given up only where that backend is asked for by name, or
     where no other serves."""
-    names = PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]
+    if spec.latent_dim is None:
+        names = PRIORITY.get(spec.device_type, PRIORITY["cpu"])[phase]
+    else:
+        names = LATENT_PRIORITY.get(spec.device_type, LATENT_PRIORITY["cpu"])
     return sorted(names, key=lambda name: (_rounds_queries(name, spec), not _is_fastest(name, phase, spec)))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ...call import AttentionCall
 from ...errors import InvalidInputError, UnsupportedError
+from ...formats.mla_rows.format import split
 from ...spec import AttentionSpec
 from .metadata import FlashAttnMetadata, window_size
 from .queries import fp8_queries
@@ -46,8 +47,14 @@ def fa2(lib: ModuleType, call: AttentionCall, spec: AttentionSpec, metadata: Fla
 def fa3(lib: ModuleType, call: AttentionCall, spec: AttentionSpec, metadata: FlashAttnMetadata) -> Result:
     """FlashAttention 3: `flash_attn_interface`. Over fp8 caches its queries are fp8 too, and its output is bfloat16."""
     common, asked = metadata.common, call.lse is not None
+    if call.kv_cache is None and spec.latent_dim is not None:
+        raise InvalidInputError("kv_cache", "a cache of latent rows", "None", "attend to expanded keys and values")
     if call.kv_cache is not None:
         query, descales = fp8_queries(call, spec, common) if metadata.fp8_queries else (call.query, {})
+        keys_and_values = call.keys_and_values
+        if spec.latent_dim is not None:  # it takes the rotated part for query and key, and the latent one beside them
+            (qv, query), (value, key) = split(query, spec.latent_dim), split(call.kv_cache.key, spec.latent_dim)
+            keys_and_values, descales = (key, value), {"qv": qv}
         options = _options(
             spec,
             cache_seqlens=common.seq_lens,
@@ -59,7 +66,7 @@ def fa3(lib: ModuleType, call: AttentionCall, spec: AttentionSpec, metadata: Fla
             return_softmax_lse=asked,
             **descales,
         )
-        got = lib.flash_attn_with_kvcache(query, *call.keys_and_values, **options)
+        got = lib.flash_attn_with_kvcache(query, *keys_and_values, **options)
     else:
         # Older builds take no such argument, and return LSE always or never.
         function = lib.flash_attn_varlen_func

@@ -95,6 +95,10 @@ class FlashAttnVersion:
             out.append(Rejection("needs_lse", True, "no LSE with ALiBi", reason))
         if self.number == 3 and spec.kv_cache_dtype == "fp8_e4m3" and spec.head_dim % 16:
             out.append(Rejection("head_dim", spec.head_dim, "multiples of 16 over fp8 caches", "use another backend"))
+        if self.capabilities.serves_mla and spec.latent_dim is not None:
+            hint = "its kernels of latent rows (qv) were not tried so; use TRITON or TORCH"
+            asked = (("sliding_window", spec.sliding_window), ("softcap", spec.softcap))
+            out += [Rejection(name, value, "none with latent_dim", hint) for name, value in asked if value is not None]
         return [replace(r, hint=self.hints.get(r.feature, r.hint)) for r in out]
 
 
@@ -125,6 +129,8 @@ FA3 = FlashAttnVersion(
         max_capability=(9, 0),
         kv_cache_dtypes=("auto", "fp8_e4m3"),
         kv_scales=("none", "float", "tensor", "head"),
+        latent_dims=IntRange(values=(512,)),
+        rope_dims=IntRange(values=(64,)),
         fp8_products=True,
         fp8_queries=True,
         needs_clean_cache=True,

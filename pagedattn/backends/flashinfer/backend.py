@@ -12,6 +12,7 @@ import torch
 
 from ...call import AttentionCall
 from ...errors import InvalidInputError, UnsupportedError
+from ...formats.mla_rows.format import split
 from ...runtime.distributions import release_of
 from ...spec import AttentionSpec, AttentionType, GraphLevel, Scale
 from ...spec.capabilities import Capabilities, IntRange, Rejection
@@ -49,7 +50,7 @@ class FlashInferImpl(AttentionImpl):
         query, out, scales = call.query, call.out, self._scales(call.k_scale, call.v_scale)
         parts = metadata.parts(None if call.kv_cache is None else call.kv_cache.block_size)
         direct = out is not None and _is_direct(out, query)
-        target = out if out is not None and direct else torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        target = out if out is not None and direct else query.new_empty(*query.shape[:2], self.spec.value_dim)
         for part in parts:
             self._run(part, call, target, scales)
         if call.lse is not None:
@@ -68,11 +69,15 @@ class FlashInferImpl(AttentionImpl):
                 lse[rows].fill_(-math.inf)
             return
         given = {} if lse is None else {"lse": lse[rows], "return_lse": True}
-        part.wrapper().run(_aligned(query[rows]), *self._attended(part, call), out=out[rows], **scales, **given)
+        query = _aligned(query[rows])
+        queries = (query,) if self.spec.latent_dim is None else split(query, self.spec.latent_dim)
+        part.wrapper().run(*queries, *self._attended(part, call), out=out[rows], **scales, **given)
 
     def _attended(self, part: Part, call: AttentionCall) -> tuple[Any, ...]:
         """What `run` takes after the query: a pair of caches, or packed keys and values without their padding."""
         key, value = call.keys_and_values
+        if call.kv_cache is not None and self.spec.latent_dim is not None:
+            return split(key.squeeze(2), self.spec.latent_dim)
         if call.kv_cache is None:
             return _aligned(key[: part.num_keys]), _aligned(value[: part.num_keys])
         if key.stride() != value.stride():
@@ -134,6 +139,8 @@ class FlashInferBackend(AttentionBackend):
             kv_cache_dtypes=("auto", "fp8_e4m3", "fp8_e5m2"),
             kv_scales=("none", "float"),
             head_dims=IntRange(values=(64, 128, 256)),
+            latent_dims=IntRange(values=(512,)),
+            rope_dims=IntRange(values=(64,)),
             block_sizes=IntRange(),
             default_block_size=DEFAULT_BLOCK_SIZE,
             cache_layouts=("NHD", "HND"),
@@ -158,7 +165,22 @@ class FlashInferBackend(AttentionBackend):
         if spec.kv_cache_dtype.startswith("fp8") and spec.head_dim == 64:
             hint = "its fp8 loads do not work for rows of 64 bytes; use kv_cache_dtype='auto'"
             out.append(Rejection("kv_cache_dtype", spec.kv_cache_dtype, "auto with head_dim=64", hint))
-        return out
+        return out if spec.latent_dim is None else [*out, *_latent_rejections(spec)]
+
+
+def _latent_rejections(spec: AttentionSpec) -> list[Rejection]:
+    """What its wrapper of latent rows has no argument for, or plans on the host for one step."""
+    captured = spec.graph_level.name if spec.graph_level > GraphLevel.NEVER else None
+    asked = (
+        ("sliding_window", spec.sliding_window, "none", "its latent kernels have no windows"),
+        ("softcap", spec.softcap, "none", "its latent kernels have no soft cap"),
+        ("graph_level", captured, GraphLevel.NEVER.name, "its latent schedule is made on the host, of exact lengths"),
+    )
+    return [
+        Rejection(name, got, f"{has} with latent_dim", f"{why}; use TRITON")
+        for name, got, has, why in asked
+        if got is not None
+    ]
 
 
 @cache

@@ -101,9 +101,14 @@ class FlashInferBuilder(AttentionMetadataBuilder):
         return metadata
 
     def paged_parts(self, common: CommonAttentionMetadata, lengths: Lengths, block_size: int) -> tuple[Part, ...]:
-        """Decodes in front and the rest, each planned; neither where it has no rows."""
+        """Decodes in front and the rest, each planned; neither where it has no rows. Of latent rows, all as one."""
         queries, keys = lengths
         total = int(queries.sum())
+        if self.spec.latent_dim is not None:
+            if not total:
+                return ()
+            plan = self._latent_plan(self.spec.latent_dim, lengths, common.block_table, block_size)
+            return (self._part("latent", 0, total, plan["kv_len_arr"], plan),)
         split = leading_single_tokens(queries[: common.num_decodes])
         parts = []
         if split:
@@ -144,6 +149,8 @@ class FlashInferBuilder(AttentionMetadataBuilder):
         library, layout = import_module("flashinfer"), self.spec.cache_layout
         if kind == "decode":
             return library.BatchDecodeWithPagedKVCacheWrapper(buffer, layout, use_tensor_cores=self.tensor_cores)
+        if kind == "latent":
+            return library.BatchMLAPagedAttentionWrapper(buffer)
         if kind == "prefill":
             return library.BatchPrefillWithPagedKVCacheWrapper(buffer, layout)
         # Its fa3 kernel loads a neighbour's values into a sequence's last tile, and 0 * NaN is NaN; fa2 loads zeros.
@@ -178,7 +185,29 @@ class FlashInferBuilder(AttentionMetadataBuilder):
             **self._shared,
         }
 
+    def _latent_plan(self, latent_dim: int, lengths: Lengths, table: torch.Tensor, block_size: int) -> dict[str, Any]:
+        causal = bool(self.spec.causal)
+        pages = page_lists(lengths, table, block_size, cut_surplus=causal, window=None)
+        return {
+            "qo_indptr": pages.query_start_loc,
+            "kv_indptr": pages.indptr,
+            "kv_indices": pages.indices,
+            "kv_len_arr": pages.seq_lens,
+            "num_heads": self.spec.num_heads,
+            "head_dim_ckv": latent_dim,
+            "head_dim_kpe": self.spec.rope_dim,
+            "page_size": block_size,
+            "causal": causal,
+            "sm_scale": self.spec.softmax_scale,
+            "q_data_type": self.spec.dtype,
+            "kv_data_type": self.spec.dtype,
+        }
+
     def _capture(self, common: CommonAttentionMetadata, lengths: Lengths) -> FlashInferMetadata:
+        if self.spec.latent_dim is not None:
+            raise UnsupportedError(
+                "FLASHINFER captures no latent attention: its schedule is of exact lengths; use TRITON"
+            )
         _check_single_tokens(lengths)
         size, table = common.num_seqs, common.block_table
         block_size = self.spec.block_size or DEFAULT_BLOCK_SIZE

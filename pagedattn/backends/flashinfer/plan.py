@@ -105,6 +105,8 @@ class Slot:
     def _bind(self, buffer: torch.Tensor) -> None:
         if self.wrapper is None:
             self.wrapper = self._make(buffer)
+        elif buffer is not self._buffer and not hasattr(self.wrapper, "reset_workspace_buffer"):
+            self.wrapper = self._make(buffer)  # the one of latent rows
         elif buffer is not self._buffer:
             integers = torch.empty(INT_BYTES, dtype=torch.uint8, device=buffer.device)
             self.wrapper.reset_workspace_buffer(buffer, integers)
@@ -116,7 +118,7 @@ class Slot:
         if found is None or self._buffer is None:
             raise error
         name, size, left = found[1], int(found[2]), int(found[3])
-        if "_tmp_" not in name:
+        if "_tmp_" not in name and "_partial_o" not in name and "_partial_lse" not in name:
             reason = f"FlashInfer's {INT_BYTES} bytes for schedules cannot hold {name} ({size} bytes)"
             raise CapacityError(f"{reason}; use fewer sequences or tokens per step") from error
         need = self._buffer.numel() - left + size + _ALIGNMENT
