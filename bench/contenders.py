@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
@@ -38,7 +37,7 @@ class Contender:
 
     `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
     PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`, `kv_cache_dtype`: of its caches, whatever the case
-    says (None: the case's). `module`: what a peer is imported from that no backend of ours is over.
+    says (None: the case's).
     """
 
     name: str
@@ -48,18 +47,16 @@ class Contender:
     block_size: int | None = None
     kv_cache_dtype: str | None = None
     peer: bool = False
-    module: str | None = None
 
     def run(self, problem: Problem) -> Run:
         """Ready to plan and attend; whatever it raises is the reason why it cannot take part."""
-        if self.block_size not in (None, problem.case.block_size) and problem.case.block_size != _USUAL_BLOCK_SIZE:
+        usual = problem.case.latent or problem.case.block_size == _USUAL_BLOCK_SIZE
+        if self.block_size not in (None, problem.case.block_size) and not usual:
             raise UnsupportedError(f"it is measured with blocks of {self.block_size} only")
         return self.prepare(self, problem)
 
     def available(self) -> bool:
         """Whether its library is here."""
-        if self.module is not None:
-            return find_spec(self.module) is not None
         if self.version is not None:
             return any(one.module() is not None for one in VERSIONS if str(one.number) == self.version)
         return self.backend is None or get_backend(self.backend).availability().ok
@@ -172,8 +169,11 @@ ALL = (
 LATENT_ALL = (
     Contender("TRITON", through_backend, "TRITON"),
     Contender("auto", through_backend),
+    Contender("FLASH_MLA", through_backend, "FLASH_MLA", block_size=64),
+    Contender("FLASH_ATTN (FA3)", through_backend, "FLASH_ATTN", "3"),
+    Contender("FLASHINFER", through_backend, "FLASHINFER"),
     Contender("TORCH", through_backend, "TORCH"),
-    Contender("FlashMLA", _peer(flash_mla), peer=True, module="flash_mla"),
+    Contender("FlashMLA", _peer(flash_mla), "FLASH_MLA", peer=True),
     Contender("FA3 (qv)", _peer(fa3_qv), "FLASH_ATTN", "3", peer=True),
     Contender("FlashInfer (MLA)", _peer(flashinfer_mla), "FLASHINFER", peer=True),
 )

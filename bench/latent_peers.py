@@ -3,13 +3,12 @@ call them."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from pagedattn.backends.flash_attn.versions import FA3, library
+from pagedattn.backends.flash_mla import metadata as flash_mla_backend
 from pagedattn.errors import UnsupportedError
 from pagedattn.kernels.packing import offsets
 
@@ -17,14 +16,12 @@ from .peers import DECODE_SPLITS, flashinfer, workspace
 from .problem import DEVICE, Problem
 from .run import Run
 
-FLASH_MLA_PAGE = 64  # all that its kernel over 16-bit rows reads
-
 
 def flash_mla(problem: Problem) -> Run:
     """`flash_mla_with_kvcache` over blocks of 64, whatever the case's are. Its schedule is made by the step's first
     call and is good for these lengths only, so that each step begins without one."""
-    case, calls = problem.case, _flash_mla()
-    paged, tokens = problem.paged(FLASH_MLA_PAGE), _tokens_of_each(problem)
+    case, calls = problem.case, flash_mla_backend.library()
+    paged, tokens = problem.paged(flash_mla_backend.BLOCK_SIZE), _tokens_of_each(problem)
     common = paged.common
     schedule: list[Any] = []
 
@@ -38,7 +35,7 @@ def flash_mla(problem: Problem) -> Run:
         out, _ = calls.flash_mla_with_kvcache(query, rows, *lengths, case.latent, *schedule, **options)
         return out.flatten(0, 1)
 
-    return Run(plan, plan, attend, lambda: "flash_mla_with_kvcache", FLASH_MLA_PAGE)
+    return Run(plan, plan, attend, lambda: "flash_mla_with_kvcache", flash_mla_backend.BLOCK_SIZE)
 
 
 def fa3_qv(problem: Problem) -> Run:
@@ -101,11 +98,3 @@ def _tokens_of_each(problem: Problem) -> int:
     if len(counts) > 1:
         raise UnsupportedError(f"it is measured where all sequences have as many new tokens, got {sorted(counts)}")
     return counts.pop()
-
-
-def _flash_mla() -> ModuleType:
-    try:
-        return import_module("flash_mla")
-    except ModuleNotFoundError as error:
-        hint = "build it: pip install git+https://github.com/deepseek-ai/FlashMLA"
-        raise UnsupportedError(f"FlashMLA needs the module {error.name}, which is not installed; {hint}") from error

@@ -16,6 +16,8 @@ from flashinfer_on_cpu import install
 
 from pagedattn.backends import selector
 from pagedattn.backends.flash_attn import versions as versions
+from pagedattn.backends.flash_mla import backend as flash_mla_backend
+from pagedattn.backends.flash_mla import metadata as flash_mla_metadata
 from pagedattn.bench import contenders as listed
 from pagedattn.bench import flash_mla_library, peers, problem, timing
 from pagedattn.bench import measure as measuring
@@ -44,12 +46,14 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in {**MODULES[3], "flash_mla": fake_flash_mla.MODULE}.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(versions, "_installed", lambda name: sys.modules.get(name) is not None)
+    monkeypatch.setattr(versions.Capabilities, "rejections", lambda self, spec: [])
     monkeypatch.setattr(peers, "_WORKSPACE_BYTES", 1 << 16)
     monkeypatch.setattr(problem, "_TOTAL_BYTES", 1)  # two layers
     monkeypatch.setattr(timing, "_FEWEST", 1)
     monkeypatch.setattr(timing, "_SECONDS", 0)
     monkeypatch.setattr(measuring, "host_us", lambda call: (call(), 1.5)[1])
-    for cached in (versions.library, peers.workspace):
+    found = (flash_mla_backend._availability, flash_mla_metadata.library)
+    for cached in (versions.library, peers.workspace, *found):
         cached.cache_clear()
     CALLS.clear()
 
@@ -93,11 +97,11 @@ def test_heads_choose_rows_and_name_a_workloads() -> None:
 def test_all_are_checked_timed_and_compared(case: Case) -> None:
     rows = measure(case, LATENT_ALL, {"copy_gb_s": 4000.0})
     found = {row["backend"]: row for row in rows}
-    assert [*found] == ["TRITON", "auto", "TORCH", "FlashMLA", "FA3 (qv)", "FlashInfer (MLA)"]
+    assert [*found] == [one.name for one in LATENT_ALL] and {"FLASH_MLA", "FlashMLA", "FA3 (qv)"} <= {*found}
     for name, row in found.items():
         assert set(row) == set(FIELDS) and row["refused"] is None, (name, row["refused"])
         assert row["us"] > 0 and row["plan_us"] >= 0 and row["host_us"] > 0 and 0 < row["error"] < 2e-3
-        assert row["cache_block_size"] == (64 if name == "FlashMLA" else 16) and row["layers"] == 2
+        assert row["cache_block_size"] == (64 if name in ("FlashMLA", "FLASH_MLA") else 16) and row["layers"] == 2
         assert (row["num_heads"], row["num_kv_heads"], row["head_dim"], row["block_size"]) == (4, 1, 576, 16)
     ratios = found["TRITON"]["ratios"]
     assert {*ratios} == {"FlashMLA", "FA3", "FlashInfer"} and found["TRITON"]["ratio"] == min(ratios.values())
@@ -113,9 +117,10 @@ def test_all_are_checked_timed_and_compared(case: Case) -> None:
 @pytest.mark.usefixtures("_libraries")
 def test_each_step_plans_for_its_own_lengths() -> None:
     by_name, made = {one.name: one for one in LATENT_ALL}, problem.make_problem(CASE)
-    for name, planned_on_device in {"FlashMLA": True, "FA3 (qv)": True, "FlashInfer (MLA)": False}.items():
+    on_device = ("FlashMLA", "FLASH_MLA", "FA3 (qv)", "FLASH_ATTN (FA3)")
+    for name in (*on_device, "FlashInfer (MLA)", "FLASHINFER", "TRITON"):
         run = by_name[name].run(made)
-        assert (run.step is run.plan) == planned_on_device, name
+        assert (run.step is run.plan) == (name in on_device), name
     run = by_name["FlashMLA"].run(made)
     before = fake_flash_mla.schedules
     run.plan()
@@ -150,21 +155,24 @@ def test_a_wrong_output_of_one_head_is_seen() -> None:
 @pytest.mark.usefixtures("_libraries")
 def test_who_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_mla", None)
-    monkeypatch.setitem(selector.PRIORITY, "cpu", {"prefill": ("TORCH",), "decode": ("TORCH",)})
+    flash_mla_metadata.library.cache_clear()
+    monkeypatch.setitem(selector.LATENT_PRIORITY, "cpu", ("TRITON", "TORCH"))
     rows = {row["backend"]: row for row in measure(CASE, contenders("auto,FlashMLA", "mla"), {})}
-    assert rows["FlashMLA"]["refused"].startswith("FlashMLA needs the module flash_mla, which is not installed; build")
-    assert rows["auto"]["us"] is not None
+    assert rows["FlashMLA"]["refused"].startswith("FlashMLA (flash_mla) cannot be loaded: ")
+    assert rows["auto"]["us"] is not None and "MLA decode kernel" in rows["auto"]["kernel"]
     ragged = measure(CASE._replace(text="1q1s40+1q2s50"), contenders("FA3", "mla"), {})
     assert "as many new tokens, got [1, 2]" in ragged[0]["refused"]
 
 
 @CPU_ONLY
-def test_contenders_are_those_of_the_suite() -> None:
+def test_contenders_are_those_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.name for one in contenders(None, "mla")] == ["TORCH"]
     assert [one.name for one in contenders("FA3,TRITON,FlashMLA", "mla")] == ["TRITON", "FlashMLA", "FA3 (qv)"]
-    (other,) = contenders("FLASHINFER", "mla")
+    assert [one.name for one in contenders("FLASHINFER,FLASH_ATTN", "mla")] == ["FLASH_ATTN (FA3)", "FLASHINFER"]
+    monkeypatch.setattr(listed, "backend_names", lambda: ["TRITON", "MINE"])
+    (other,) = contenders("MINE", "mla")
     assert other.prepare is listed.through_backend
-    with pytest.raises(InvalidInputError, match=r"--backends must be of TRITON, auto, TORCH, FlashMLA, FA3 \(qv\)"):
+    with pytest.raises(InvalidInputError, match=r"--backends must be of TRITON, auto, FLASH_MLA, FLASH_ATTN \(FA3\)"):
         contenders("FLASHMLA", "mla")
 
 
