@@ -8,6 +8,7 @@ TRITON = "test_conformance.py test_triton latent"
 OP = "test_mla_decode.py"
 LAYER = "test_mla_layer.py"
 FORM = f"{LAYER} every_form"
+PEERS = "test_latent_peers.py"
 PARITY = "test_mla_parity.py every_form"
 
 FAULTS = (
@@ -67,4 +68,40 @@ FAULTS = (
           "usual if max_absorbed_len is None else max_absorbed_len", f"{LAYER} cap_and_window"),
     Fault("latent rows of several heads", "MLASpec.__post_init__", "if self.num_kv_heads != 1:", "if False:",
           "test_cache_spec.py refused_by_name"),
+    Fault("a schedule of before the capture in the graph", "FlashMLAMetadata.schedule",
+          "self._schedule is None or self._made_in_capture != in_capture", "self._schedule is None",
+          f"{PEERS} graph_records"),
+    Fault("a schedule of other lengths", "FlashMLABuilder.device_update", "metadata.forget_schedule()", "pass",
+          f"{PEERS} captured_step"),
+    Fault("lengths of the captured step", "FlashMLABuilder.device_update", "metadata.seq_lens.copy_(lens)", "pass",
+          f"{PEERS} captured_step"),
+    Fault("tables of the captured step", "FlashMLABuilder.device_update", "metadata.block_table.copy_(table)", "pass",
+          f"{PEERS} captured_step"),
+    Fault("FlashMLA's LSE of a row without keys", "FlashMLAImpl.forward",
+          "natural.masked_fill(natural == torch.inf, -torch.inf)", "natural", f"{PEERS} first_key FLASH_MLA"),
+    Fault("a token that does not see itself", "sequences_of_tokens", "row - (end - 1)", "row - end",
+          f"{PEERS} each_token"),
+    Fault("padding rows that see keys", "sequences_of_tokens", "row < end", "row <= end", f"{PEERS} each_token"),
+    Fault("rows of another sequence's blocks", "sequences_of_tokens", "right=True", "right=False",
+          f"{PEERS} each_token"),
+    Fault("rows without keys by one call", "_tokens_of_each", "and bool((lens >= tokens).all())", "",
+          f"{PEERS} as_they_are"),
+    Fault("unlike numbers of tokens by one call", "_tokens_of_each", "bool((counts == tokens).all())", "True",
+          f"{PEERS} as_they_are"),
+    Fault("blocks of another size for FlashMLA", "FlashMLAImpl.forward", "if rows.shape[1] != BLOCK_SIZE:", "if False:",
+          f"{PEERS} wrong_calls"),
+    Fault("FA3 scheduled for values as long as keys", "flash_attn:_schedule", "headdim_v=spec.latent_dim",
+          "headdim_v=None", f"{PEERS} conforms FLASH_ATTN"),
+    Fault("FA3 without the latent part of queries", "fa3", '{"qv": qv}', "{}", f"{PEERS} conforms FLASH_ATTN"),
+    Fault("windows by FA3 over latent rows", "FlashAttnVersion.rejections",
+          "if self.capabilities.serves_mla and spec.latent_dim is not None:", "if False:", f"{PEERS} not_served"),
+    Fault("rows before the first key in FlashInfer's latent plan", "FlashInferBuilder._latent_plan",
+          "cut_surplus=causal", "cut_surplus=False", f"{PEERS} first_key FLASHINFER"),
+    Fault("a latent wrapper over the old workspace", "Slot._bind",
+          "elif buffer is not self._buffer and not hasattr(self.wrapper, \"reset_workspace_buffer\"):", "elif False:",
+          f"{PEERS} follows_its_workspace"),
+    Fault("latent layers in the order of others", "_order", "if spec.latent_dim is None:", "if True:",
+          f"{PEERS} order_of_latent"),
+    Fault("a graph of FlashInfer's latent plan", "_latent_rejections",
+          "if spec.graph_level > GraphLevel.NEVER else None", "if False else None", f"{PEERS} not_served"),
 )  # fmt: skip

@@ -243,6 +243,8 @@ class BatchMLAPagedAttentionWrapper:
         assert (head_dim_ckv, head_dim_kpe) == (512, 64) and q_data_type == kv_data_type
         assert kv_indices.dtype == torch.int32 and len(kv_indices) >= int(kv_indptr[-1])
         assert torch.equal(kv_indptr.diff(), (kv_len_arr + page_size - 1) // page_size)
+        surplus = (kv_len_arr > 0) & (qo_indptr.diff() > kv_len_arr)
+        assert not causal or not bool(surplus.any()), "positions of rows before the first key are unsigned"
         if self.graph:
             assert len(qo_indptr) == len(self.buffers[0]), "the batch size of a graph is fixed"
             assert len(kv_indices) <= len(self.buffers[2]), "more pages than the graph's buffer"

@@ -60,6 +60,15 @@ def test_conforms(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+def test_rows_before_the_first_key_see_none(name: str) -> None:
+    if not get_backend(name).availability().ok:
+        pytest.skip(f"{name} is not installed")
+    size = {"block_size": 64} if name == "FLASH_MLA" else {}
+    case = Case(**ROW, **size, heads=(4, 1), query_lens=(3, 3), seq_lens=(2, 9), write=False, clean_cache=True)
+    check(get_backend(name), make_problem(case, DEVICE), name)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_serves_all_it_must(name: str) -> None:
     if not get_backend(name).availability().ok:
         pytest.skip(f"{name} is not installed")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from pagedattn import CommonAttentionMetadata, MLAAttention, MLASpec, PagedKVCache, plan_step
+from pagedattn.backends.registry import get_backend
+from pagedattn.bench import flash_mla_library
 from pagedattn.spec import GraphLevel
 from pagedattn.testing import mla_expanded_oracle
 
@@ -22,10 +25,11 @@ SCALE = (N + R) ** -0.5
 class Latent:
     """A layer of the sizes that models have, and tensors for steps of at most so many sequences and tokens."""
 
-    def __init__(self, heads: int, seqs: int, tokens: int, **options: object) -> None:
-        self.layer = MLAAttention(heads, L, R, N, V, SCALE, block_size=S, **KIND, **options)  # type: ignore[arg-type]
-        self.columns = KEYS // S
-        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=S, dtype=torch.bfloat16)
+    def __init__(self, heads: int, seqs: int, tokens: int, block_size: int = S, **options: object) -> None:
+        size = self.block_size = block_size
+        self.layer = MLAAttention(heads, L, R, N, V, SCALE, block_size=size, **KIND, **options)  # type: ignore[arg-type]
+        self.columns = KEYS // size
+        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=size, dtype=torch.bfloat16)
         self.cache = PagedKVCache.from_specs([spec], seqs * self.columns + 1, device="cuda")
         self.weight = torch.randn(heads * (N + V), L, **KIND) * L**-0.5
         self.queries = torch.randn(tokens, heads, N, **KIND), torch.randn(tokens, heads, R, **KIND)
@@ -49,16 +53,22 @@ class Latent:
 
 @pytest.mark.parametrize(("batch", "query_len"), [(1, 1), (7, 1), (64, 1), (5, 4), (2, 40)])
 @pytest.mark.parametrize("heads", [8, 16, 128])
-def test_replays_equal_eager(heads: int, batch: int, query_len: int) -> None:
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH_MLA", "FLASH_ATTN"])
+def test_replays_equal_eager(backend: str, heads: int, batch: int, query_len: int) -> None:
     torch.manual_seed(0)
+    flash_mla_library.provide()
+    if not get_backend(backend).availability().ok:
+        pytest.skip(f"{backend} is not installed")
     tokens = batch * query_len
-    latent = Latent(heads, batch, tokens, graph_level=GraphLevel.ALWAYS)
+    options: dict[str, Any] = {"block_size": 64 if backend == "FLASH_MLA" else S, "clean_cache": True}
+    options |= {"graph_level": GraphLevel.ALWAYS, "backend": f"prefill=TRITON,decode={backend}"}
+    latent = Latent(heads, batch, tokens, **options)
 
     def step(seq_lens: list[int]) -> CommonAttentionMetadata:
         live = len(seq_lens)
         table = torch.cat((latent.table(live), torch.zeros(batch - live, latent.columns, dtype=torch.int32).cuda()))
         lens = [query_len] * live + [0] * (batch - live), seq_lens + [0] * (batch - live)
-        made = CommonAttentionMetadata.from_lengths(*lens, table, block_size=S, num_decodes=0)
+        made = CommonAttentionMetadata.from_lengths(*lens, table, block_size=latent.block_size, num_decodes=0)
         slots = torch.full((tokens,), -1, dtype=torch.int64, device="cuda")
         slots[: len(made.slot_mapping)] = made.slot_mapping
         bounds = {"num_tokens": tokens, "max_query_len": query_len, "max_seq_len": KEYS}
