@@ -22,15 +22,25 @@ from pagedattn.backends.releases import Releases
 
 
 class Peer(NamedTuple):
-    """A library: its releases, the files that are kept, and what pip needs to know of it."""
+    """A library: its releases, the files that are kept, and what pip needs to know of it. `moved`: files that are at
+    one place in the oldest release and at another in the newest."""
 
     releases: Releases
     files: tuple[str, ...]
     options: tuple[str, ...] = ()
+    moved: tuple[tuple[str, str], ...] = ()
+
+    def files_of(self, release: str) -> tuple[str, ...]:
+        """What is kept of one end of the releases."""
+        return (*self.files, *(pair[release == self.releases.newest] for pair in self.moved))
 
 
 PEERS = (
-    Peer(RELEASES, ("flashinfer/decode.py", "flashinfer/prefill.py", "flashinfer/attention/_core.py")),
+    Peer(
+        RELEASES,
+        ("flashinfer/decode.py", "flashinfer/prefill.py", "flashinfer/attention/_core.py"),
+        moved=(("flashinfer/mla/_core.py", "flashinfer/mla/_batch_mla/_wrapper.py"),),
+    ),
     # Published as sources: for metadata pip runs setup.py, which wants the torch that is here and compiles nothing.
     Peer(
         versions.FA2.releases,
@@ -47,16 +57,16 @@ def folder_of(root: Path, distribution: str, release: str) -> Path:
 
 def fetch(peer: Peer, release: str, root: Path) -> str:
     """Download one release and keep its files; what went wrong, or nothing."""
-    target = folder_of(root, peer.releases.distribution, release)
-    if all((target / name).exists() for name in peer.files):
+    target, files = folder_of(root, peer.releases.distribution, release), peer.files_of(release)
+    if all((target / name).exists() for name in files):
         return ""
     wanted = f"{peer.releases.distribution}=={release}"
     with tempfile.TemporaryDirectory() as where:
         archive = download(wanted, where, *peer.options)
         if archive is None:
             return f"pip could not download {wanted}, see above: is the package index reachable?"
-        found = dict(members(archive, peer.files))
-    if missing := [name for name in peer.files if name not in found]:
+        found = dict(members(archive, files))
+    if missing := [name for name in files if name not in found]:
         return f"{wanted} has no {', '.join(missing)}: name the files that it has in {__file__}"
     for name, content in found.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)

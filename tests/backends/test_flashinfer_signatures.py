@@ -24,6 +24,8 @@ FILES = {
     RAGGED: "flashinfer/prefill.py",
     PERSISTENT: "flashinfer/attention/_core.py",
 }
+LATENT = "BatchMLAPagedAttentionWrapper"
+LATENT_FILES = dict(zip(ENDS, ("flashinfer/mla/_core.py", "flashinfer/mla/_batch_mla/_wrapper.py"), strict=True))
 METHODS = [(name, method) for name in FILES for method in ("__init__", "plan", "run")]
 # What the newest release has more, which nothing here passes: its defaults are what 0.6.13 does.
 ADDED = {
@@ -56,6 +58,38 @@ def test_the_stand_in_has_the_librarys_signatures(release: str, name: str, metho
     added = {} if release == RELEASES.oldest else ADDED.get((name, method), {})
     assert {parameter: theirs.pop(parameter, "not there") for parameter in added} == added
     assert [*ours.items()] == [*theirs.items()]
+
+
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+@pytest.mark.parametrize("release", ENDS)
+def test_the_wrapper_of_latent_rows_has_the_librarys_signatures(release: str, method: str) -> None:
+    """The newest release has other ways to say the same, and so defaults for all of it; what is passed by position and
+    by name here stands where it stood."""
+    ours = stand_ins(getattr(getattr(fake_flashinfer, LATENT), method))
+    theirs = defaults_of(
+        signature_of(source_of(RELEASES.distribution, release, LATENT_FILES[release]), f"{LATENT}.{method}")
+    )
+    if release == RELEASES.oldest:
+        assert [*ours.items()] == [*theirs.items()]
+    else:
+        assert [*theirs][: len(ours)] == [*ours]
+        assert all(default is not None for name, default in theirs.items() if name not in ours)
+
+
+@pytest.mark.parametrize("release", ENDS)
+def test_every_call_over_latent_rows_fits_the_librarys_signatures(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = install(monkeypatch, release)
+    passed: dict[str, set[str]] = {}
+    for method in ("__init__", "plan", "run"):
+        path = source_of(RELEASES.distribution, release, LATENT_FILES[release])
+        seen, whole = passed.setdefault(method, set()), getattr(getattr(fake, LATENT), method)
+        held = held_to(signature_of(path, f"{LATENT}.{method}"), whole, seen.update)
+        monkeypatch.setattr(getattr(fake, LATENT), method, held)
+    row: dict[str, Any] = {"latent_dim": 512, "head_dim": 576, "scale": 0.05, "heads": (2, 1), "dtype": torch.float16}
+    check(OnCpu, make_problem(Case(**row)), "latent rows")
+    assert {"kv_len_arr", "sm_scale", "causal"} <= passed["plan"] and {"lse", "return_lse", "out"} <= passed["run"]
 
 
 @pytest.mark.parametrize("release", ENDS)
