@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +105,35 @@ def test_what_is_not_served_is_refused_with_a_remedy(name: str) -> None:
     assert [reason.feature for reason in unclean] == (["clean_cache"] if name == "FLASH_ATTN" else [])
     older = base.replace(capability=(8, 0))
     assert bool(backend.rejections(older)) == (name != "FLASHINFER") or not GPU
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_random_problems(name: str) -> None:
+    if not get_backend(name).availability().ok:
+        pytest.skip(f"{name} is not installed")
+    drawn: Counter[str] = Counter()
+    for seed in range(60 if GPU else 6):
+        draw = random.Random(seed)
+        queries = [draw.choice((0, 1, 1, 1, 2, 3, 17)) for _ in range(draw.randint(1, 6))] + [1]
+        keys = [n + draw.choice((0, 1, 31, 63, 64, 65, 150, *((900, 3000) if GPU else ()))) for n in queries]
+        case = Case(
+            **{**ROW, "dtype": DTYPES[seed % len(DTYPES)]},
+            heads=(draw.choice((1, 5, 16, 64, 128) if GPU else (1, 5)), 1),
+            block_size=64 if name == "FLASH_MLA" else draw.choice((16, 64, 100)),
+            query_lens=tuple(queries),
+            seq_lens=tuple(keys),
+            layout=draw.choice(("NHD", "HND")),
+            padding_rows=draw.choice((0, 0, 3)),
+            share_blocks=draw.random() < 0.3,
+            clean_cache=name == "FLASH_ATTN",
+        )
+        problem = make_problem(case, DEVICE, seed)
+        assert not get_backend(name).rejections(problem.spec)
+        check(get_backend(name), problem, f"{name}, seed {seed}: {case.query_lens}, {case.seq_lens}")
+        drawn["several tokens"] += max(queries) > 1
+        drawn["no tokens"] += min(queries) == 0
+        drawn["padding"] += case.padding_rows > 0
+    assert all(drawn[kind] for kind in ("several tokens", "no tokens", "padding")), drawn
 
 
 def test_flash_mla_serves_latent_attention_alone() -> None:
