@@ -229,9 +229,8 @@ class BatchMLAPagedAttentionWrapper:
     def __init__(self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None,
                  kv_len_arr=None, backend="auto") -> None:
         # fmt: on
-        assert float_workspace_buffer.dtype == torch.uint8 and backend in ("auto", "fa2", "fa3")
+        assert float_workspace_buffer.dtype == torch.uint8 and backend in ("auto", "fa2", "fa3") and not use_cuda_graph
         self.workspace, self._backend = float_workspace_buffer, "fa2" if backend == "auto" else backend
-        self.graph, self.buffers = use_cuda_graph, (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
     # fmt: off
     def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size,
@@ -245,9 +244,6 @@ class BatchMLAPagedAttentionWrapper:
         assert torch.equal(kv_indptr.diff(), (kv_len_arr + page_size - 1) // page_size)
         surplus = (kv_len_arr > 0) & (qo_indptr.diff() > kv_len_arr)
         assert not causal or not bool(surplus.any()), "positions of rows before the first key are unsigned"
-        if self.graph:
-            assert len(qo_indptr) == len(self.buffers[0]), "the batch size of a graph is fixed"
-            assert len(kv_indices) <= len(self.buffers[2]), "more pages than the graph's buffer"
         plans += 1
         self.lists = tuple(one.clone() for one in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
         self.values = (num_heads, page_size, causal, sm_scale, q_data_type)

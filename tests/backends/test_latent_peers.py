@@ -12,7 +12,16 @@ import torch
 from backends import fake_flash_mla
 from backends.latent_peers import BACKENDS, DEVICE, DTYPES, GPU, ROW, cases, forget, install
 
-from pagedattn import AttentionCall, AttentionSpec, CommonAttentionMetadata, LayerCache, MLAAttention, select_backend
+from pagedattn import (
+    AttentionCall,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    LayerCache,
+    MLAAttention,
+    MLASpec,
+    PagedKVCache,
+    select_backend,
+)
 from pagedattn.backends import selector
 from pagedattn.backends.flash_mla import FlashMLABackend, metadata
 from pagedattn.backends.flash_mla.metadata import FlashMLAMetadata, sequences_of_tokens
@@ -65,7 +74,7 @@ def test_conforms(name: str, case: Case) -> None:
 def test_rows_before_the_first_key_see_none(name: str) -> None:
     if not get_backend(name).availability().ok:
         pytest.skip(f"{name} is not installed")
-    size = {"block_size": 64} if name == "FLASH_MLA" else {}
+    size: dict[str, Any] = {"block_size": 64} if name == "FLASH_MLA" else {}
     case = Case(**ROW, **size, heads=(4, 1), query_lens=(3, 3), seq_lens=(2, 9), write=False, clean_cache=True)
     check(get_backend(name), make_problem(case, DEVICE), name)
 
@@ -134,6 +143,29 @@ def test_random_problems(name: str) -> None:
         drawn["no tokens"] += min(queries) == 0
         drawn["padding"] += case.padding_rows > 0
     assert all(drawn[kind] for kind in ("several tokens", "no tokens", "padding")), drawn
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_layer_decodes_by_it_and_expands_by_another(name: str) -> None:
+    if not get_backend(name).availability().ok:
+        pytest.skip(f"{name} is not installed")
+    torch.manual_seed(0)
+    sizes, kind = (4, 512, 64, 16, 16), {"dtype": DTYPES[0], "device": DEVICE}
+    options: dict[str, Any] = {"block_size": 64, "clean_cache": True, "max_absorbed_len": 3, **kind}
+    layers = [MLAAttention(*sizes, 0.1, backend=f"prefill=TORCH,decode={one}", **options) for one in (name, "TORCH")]
+    spec = MLASpec(head_dim=576, latent_dim=512, block_size=64, dtype=DTYPES[0])
+    cache = PagedKVCache.from_specs([spec], 16, device=DEVICE)
+    cache.layer(0).key.normal_()
+    table = torch.randperm(15)[:12].view(4, 3).add(1).int().to(DEVICE)
+    common = CommonAttentionMetadata.from_lengths([1, 3, 2, 20], [90, 3, 150, 130], table, block_size=64)
+    rows = (torch.randn(26, 4, 16), torch.randn(26, 4, 64), torch.randn(26, 512), torch.randn(26, 64))
+    weights = layers[0].split_kv_b(torch.randn(4 * 32, 512, **kind) * 512**-0.5)
+    given = [part.to(**kind) for part in rows]
+    got, want = (layer(*given, *weights, cache.layer(0), common) for layer in layers)
+    assert float((got - want).float().norm() / want.float().norm()) < 1e-2 and bool(torch.isfinite(got).all())
+    described = layers[0].build(common).describe()
+    assert described.startswith("absorbed: Flash" if name != "FLASH_ATTN" else "absorbed: FA3"), described
+    assert "expanded: 20 tokens" in described
 
 
 def test_flash_mla_serves_latent_attention_alone() -> None:
