@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 from assembler import Compiled
 from triton.compiler import ASTSource
+from uniform_registers import unwritten_reads
 
 from pagedattn.formats.registry import FORMATS
 from pagedattn.kernels.cache_write import kernel as reshape_and_cache
@@ -26,6 +26,7 @@ from pagedattn.kernels.mla_decode.plan import mla_decode_config
 from pagedattn.kernels.prefill import kernel as attention
 from pagedattn.kernels.prefill.plan import attention_config
 from pagedattn.kernels.quantise_queries import kernel as quantise_queries
+from pagedattn.kernels.tiles import block_dims
 from pagedattn.runtime.target import Target
 
 TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, supports_pdl=True)}
@@ -46,15 +47,16 @@ _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
 
 
 def attention_case(
-    arch: int, kind: str, dim: int, group: int, window: int, softcap: bool, stored: str = "auto"
+    arch: int, kind: str, dim: int, group: int, window: int, softcap: bool, stored: str = "auto", dim_v: int = 0
 ) -> None:
-    shape = {"group": group, "head_dim": dim, "head_dim_v": dim, "itemsize": 2}
-    config = attention_config(**shape, target=TARGETS[arch])
+    shape = {"group": group, "head_dim": dim, "head_dim_v": dim_v or dim, "itemsize": 2}
+    packed = CODES[stored][:1] == ("*u8",)
+    config = attention_config(**shape, target=TARGETS[arch], packed_keys=packed)
     codes = _codes(stored, kind)
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **_planes(stored), "lse_out": "*fp32"}
     constants = {
         **ABSENT,
-        **_shape(dim, group),
+        **_shape(dim, group, dim_v or dim),
         **_format(stored),
         "key_start_loc": None,
         "G": config.heads,
@@ -65,7 +67,7 @@ def attention_case(
         "ONE_LOOP": False,
         "PRECISION": "tf32",
     }
-    name = f"attention-sm{arch}-{kind if stored == 'auto' else stored}-D{dim}-G{group}"
+    name = f"attention-sm{arch}-{kind if stored == 'auto' else stored}-D{dim}{f'-{dim_v}' if dim_v else ''}-G{group}"
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     report(name, attention._paged_attention_kernel, types, constants, arch, **options)
 
@@ -96,7 +98,7 @@ def decode_case(
     constants = {
         **ABSENT,
         **dict.fromkeys(() if initial_state else PRIOR),
-        **_shape(dim, group),
+        **_shape(dim, group, dim),
         **_format(stored),
         "ROTATE_OUT": FORMATS[stored].value.kernels.rotate,
         "lse_out": None,
@@ -157,13 +159,13 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int) -> No
     name, options = f"sm{arch}-{kind}-H{heads}-{num_seqs}x{tokens}", {"num_stages": tuning.num_stages}
     kernel = mla_decode._mla_decode_kernel
     report(f"mla_decode-{name}", kernel, types, constants, arch, num_warps=tuning.num_warps, **options)
-    merging = {**shared, "UNROLL": tuning.merge_unroll}
+    merging = {**shared, "UNROLL": config.merge_unroll, "DIMS": config.merge_dims}
     report(f"mla_decode-{name}-merge", mla_decode._merge_kernel, types, merging, arch, num_warps=4)
 
 
-def _shape(dim: int, group: int) -> dict[str, Any]:
-    block = triton.next_power_of_2(dim)
-    return {"S": 16, "GROUP": group, "D": dim, "DV": dim, "BLOCK_D": block, "BLOCK_DV": block}
+def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:
+    block_d, block_dv = block_dims(dim, dim_v)
+    return {"S": 16, "GROUP": group, "D": dim, "DV": dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
 
 
 def _codes(stored: str, kind: str) -> dict[str, str]:
@@ -204,7 +206,8 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     shared = {"shared": made.shared, "limit": TARGETS[arch].shared_bytes}
     # Disassembling takes a second, and where nothing is spilled nothing is to be found.
     inside = spills_among_products(made.sass) if any(made.spills) else 0
-    facts = {"waits": made.ptx.count("griddepcontrol.wait"), "inside": inside}
+    unwritten = unwritten_addresses(made.sass) if kernel is attention._paged_attention_kernel and arch == 90 else []
+    facts = {"waits": made.ptx.count("griddepcontrol.wait"), "inside": inside, "unwritten": unwritten}
     print(json.dumps({**line, **shared, **facts, "spills": made.spills, "registers": made.registers}))
 
 
@@ -221,8 +224,16 @@ def spills_among_products(sass: str) -> int:
     return sum(" LDL" in line or " STL" in line for loop in inner for line in loop)
 
 
+def unwritten_addresses(sass: str) -> list[str]:
+    """Where an address is advanced in uniform registers that nothing wrote. Other reads are of halves of wide results,
+    whose writing `uniform_registers` does not know."""
+    begin = next(line.split("*/")[1].split(";")[0].strip() for line in sass.splitlines() if "/*0000*/" in line)
+    return [one for one in unwritten_reads(sass, begin) if re.search(r"UIADD3 UR(\d+), UP\d, UR\1,", one)]
+
+
 def main() -> None:
     attention_case(80, "bf16", 128, 4, 0, False)
+    attention_case(90, "bf16", 64, 2, 0, False, "int8", dim_v=16)
     attention_case(80, "fp16", 64, 8, 128, True)
     attention_case(90, "bf16", 128, 4, 0, False, "int8")
     attention_case(90, "bf16", 128, 4, 0, False, "turboquant4")

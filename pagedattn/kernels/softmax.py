@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .inputs import AttentionInputs
 from .planes import plane_strides
+from .tiles import block_dims
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -54,12 +55,13 @@ def features(inputs: AttentionInputs) -> dict[str, Any]:
     """Constants of both attention kernels: what a call's heads are, how it masks, and how its cache stores."""
     query, kv_heads, dim_v, form = inputs.query, inputs.key.shape[-2], inputs.out.shape[2], inputs.format
     dim = query.shape[2]
+    block_d, block_dv = block_dims(dim, dim_v)
     return {
         "GROUP": query.shape[1] // kv_heads,
         "D": dim,
         "DV": dim_v,
-        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
-        "BLOCK_DV": max(16, 1 << (dim_v - 1).bit_length()),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
         "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",

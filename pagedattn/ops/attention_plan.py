@@ -373,7 +373,8 @@ def _launch(
         if _is_countable(config) and (first is None or _is_countable(first)):
             return KernelLaunch(span, config, first)
     heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
-    config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target)
+    packed = shape.stored_dtype == torch.uint8
+    config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target, packed_keys=packed)
     return KernelLaunch(Span("prefill", *span[1:]), config)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...runtime.target import Target
 from ...runtime.workspace import COUNTERS
-from ..tiles import next_power_of_2, shared_memory
+from ..tiles import block_dims, next_power_of_2, shared_memory
 
 DECODE_ROWS = 64  # packed rows of a decode's query block at most
 
@@ -98,7 +98,7 @@ def decode_config(
     memory.
     """
     block_m = max(16, min(next_power_of_2(max(max_query_len, 1) * group), DECODE_ROWS))
-    width, shape = max(16, next_power_of_2(head_dim_v)), (head_dim, head_dim_v, itemsize)
+    width, shape = block_dims(head_dim, head_dim_v)[1], (head_dim, head_dim_v, itemsize)
     # The output of a query block stays in registers, its queries in shared memory.
     while block_m > 16 and (block_m * width > 16384 or shared_memory(block_m, 16, 1, *shape) > target.shared_bytes):
         block_m //= 2
