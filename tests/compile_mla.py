@@ -51,9 +51,17 @@ def compile_one(
         {(names.index(one),): value for one, value in constants.items()},
         {(at,): [["tt.divisibility", 16]] for at in divisible},
     )
-    made = Compiled(source, 90, {"num_warps": 8})
+    made = Compiled(source, 90, {"num_warps": 4})
     name = f"{kind}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{'-cap' if softcap else ''}"
-    facts = {"name": name, "shared": made.shared, "spills": made.spills, "registers": made.registers}
+    facts = {
+        "name": name,
+        "shared": made.shared,
+        "spills": made.spills,
+        "registers": made.registers,
+        "serialized": "wgmma.mma_async instructions are serialized" in made.said,
+        "wgmma": made.ptx.count("wgmma.mma_async"),
+        "tma": made.ptx.count("cp.async.bulk.tensor"),
+    }
     print(json.dumps(facts), flush=True)
 
 

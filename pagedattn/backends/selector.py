@@ -27,8 +27,8 @@ PRIORITY = {
     "cuda": {"prefill": ("FLASH_ATTN", "TRITON", "TORCH"), "decode": ("TRITON", "FLASH_ATTN", "TORCH")},
     "cpu": {"prefill": ("TORCH",), "decode": ("TORCH",)},
 }
-# Of absorbed latent attention, in both phases. No GPU has measured these against each other yet (`bench mla`).
-LATENT_PRIORITY = {"cuda": ("TRITON", "FLASH_MLA", "FLASH_ATTN", "TORCH"), "cpu": ("TORCH",)}
+# Of absorbed latent attention, in both phases; TRITON leads with few heads (`is_fastest_for`).
+LATENT_PRIORITY = {"cuda": ("FLASH_MLA", "FLASH_ATTN", "TRITON", "TORCH"), "cpu": ("TORCH",)}
 # Taken for the block size where none is given: a backend that cannot serve it is chosen by name only.
 _USUAL_BLOCK_SIZE = 16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from pagedattn import Mask, ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.kernels import hopper
 from pagedattn.kernels.mla_decode import plan as mla_plan
-from pagedattn.kernels.mla_decode.plan import mla_decode_config, plan_mla_decode
+from pagedattn.kernels.mla_decode.plan import is_aligned, mla_decode_config, plan_mla_decode, why_not_hopper
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.runtime.target import Target
 from pagedattn.runtime.workspace import COUNTERS
@@ -174,3 +176,47 @@ def test_what_the_kernels_do_not_serve_is_said() -> None:
     assert mla_plan.why_not(shape) == ""
     assert "query's dtype" in mla_plan.why_not(shape._replace(stored_dtype=torch.float8_e4m3fn))
     assert "float32" in mla_plan.why_not(shape._replace(dtype=torch.float64, stored_dtype=torch.float64))
+
+
+def shape_of_rows(**changes: Any) -> AttentionShape:
+    whole = AttentionShape(
+        torch.bfloat16, torch.bfloat16, 1, 16, 576, 512, (1, 0), False, True, False, 64, (None, None)
+    )
+    return whole._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"block_size": 8, "mask": (1, 100)}, ""),
+        ({"dtype": torch.float16, "stored_dtype": torch.float16, "group": 128}, ""),
+        ({"dtype": torch.float32, "stored_dtype": torch.float32}, "rows of torch.float32"),
+        ({"head_dim": 512}, "rows that are not 512 . 64"),
+        ({"head_dim": 320, "head_dim_v": 256}, "rows that are not 512 . 64"),
+        ({"block_size": 4}, "blocks of 4"),
+        ({"block_size": 48}, "blocks of 48"),
+        ({"block_size": None}, "blocks of None"),
+    ],
+)
+def test_what_the_kernel_for_hopper_serves(changes: dict[str, Any], reason: str) -> None:
+    assert re.match(reason or "$", why_not_hopper(shape_of_rows(**changes), ""))
+    assert why_not_hopper(shape_of_rows(**changes), "no Hopper GPU") == "no Hopper GPU"
+
+
+def test_a_plan_names_the_kernel_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    bounds, device = BatchBounds(64, 64, 64, 1, 4096, 4096), torch.device("cpu")
+    plan = plan_mla_decode(shape_of_rows(), bounds, device)
+    assert plan.module == "hopper" and "for Hopper" in plan.describe() and plan.config.block_m == 16
+    rows = torch.zeros(10, 64, 1, 576, dtype=torch.bfloat16)
+    odd = torch.zeros(10, 64, 1, 577, dtype=torch.bfloat16)[..., 1:]
+    assert is_aligned(rows) and not is_aligned(odd) and not is_aligned(rows[:0])
+    assert plan.serves(shape_of_rows(), 64, rows) and not plan.serves(shape_of_rows(), 64, odd)
+    assert plan_mla_decode(shape_of_rows(), bounds, device, is_aligned(odd)).module == "kernel"
+    assert plan_mla_decode(shape_of_rows(group=48), bounds, device).config.block_m == 64
+
+
+def test_many_states_are_added_up_at_a_time_where_many_programs_share_a_sequence() -> None:
+    alone, many = config(16, seqs=1, keys=8192), config(16)
+    assert (alone.merge_unroll, alone.merge_dims) == (64, 128) and (many.merge_unroll, many.merge_dims) == (8, 512)

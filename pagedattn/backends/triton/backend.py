@@ -15,7 +15,7 @@ from ...spec.capabilities import Capabilities, IntRange, Rejection
 from ...spec.mask import KERNEL_FEATURES
 from ..base import AttentionBackend, Availability
 from ..op_backend import OpAttentionImpl
-from .metadata import TritonMetadataBuilder, why_not_hopper
+from .metadata import TritonMetadataBuilder, why_not_hopper, why_not_hopper_latent
 
 
 class TritonImpl(OpAttentionImpl):
@@ -23,6 +23,7 @@ class TritonImpl(OpAttentionImpl):
 
 
 _LEADING_HEAD_DIMS = (64, 80, 112, 128, 160, 256)  # of prompts on Hopper: bench/results/h200/dims.json
+_LEADING_LATENT_HEADS = 16  # of absorbed latent attention on Hopper: kernels/mla_decode/README.md
 
 
 class TritonBackend(AttentionBackend):
@@ -73,6 +74,8 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:
+        if spec.latent_dim is not None:
+            return spec.num_heads <= _LEADING_LATENT_HEADS and not why_not_hopper_latent(spec)
         # Of other head dims, and of packed keys, FlashAttention's kernels are as fast or faster, or were not measured.
         leads = spec.uses_cache and spec.head_dim in _LEADING_HEAD_DIMS
         return phase == "prefill" and leads and not why_not_hopper(spec)

@@ -8,6 +8,7 @@ import torch
 
 from ...kernels import hopper
 from ...kernels.decode import cascade
+from ...kernels.mla_decode import plan as mla
 from ...kernels.mla_decode.plan import MLADecodePlan, plan_mla_decode
 from ...kernels.prefill_sm90 import plan as sm90
 from ...kernels.shape import AttentionShape, BatchBounds
@@ -113,6 +114,14 @@ def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
 def why_not_hopper(spec: AttentionSpec) -> str:
     """Why the Hopper prefill kernel does not serve a layer; "" where it does."""
     return sm90.why_not(shape_of_spec(spec), hopper.why_not_on(spec.capability))
+
+
+def why_not_hopper_latent(spec: AttentionSpec) -> str:
+    """The same of the Hopper kernel for absorbed latent attention; of a block size that the spec leaves open, as if it
+    were served."""
+    shape = shape_of_spec(spec)
+    size = shape.block_size or 64
+    return mla.why_not_hopper(shape._replace(block_size=size), hopper.why_not_on(spec.capability))
 
 
 def _is_being_captured(device: torch.device) -> bool:

@@ -7,17 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_even_split import key_tiles, tiles_before, tiles_of
-from .plan import HOPPER_DIMS, HOPPER_KEYS, HOPPER_ROWS
+from .plan import HOPPER_DIMS, HOPPER_KEYS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
-ROWS = gl.constexpr(HOPPER_ROWS)  # of a query block
+HALF = gl.constexpr(LATENT.value // 2)  # of the latent elements: what each computing warpgroup has of outputs
 KEYS = gl.constexpr(HOPPER_KEYS)  # of a tile
 
 
 @aggregate
 class Shape:
-    """What the kernel is compiled for. G heads of each of PARTS groups; PAGE slots of a block, COPY of them a copy."""
+    """What the kernel is compiled for. ROWS of a query block, G heads of each of PARTS groups; PAGE slots of a block,
+    COPY of them a copy."""
 
+    ROWS: gl.constexpr
     G: gl.constexpr
     HEADS: gl.constexpr
     PARTS: gl.constexpr
@@ -30,19 +32,18 @@ class Shape:
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
     BLOCK_Q: gl.constexpr
-    LOGITS: gl.constexpr
-    OUTPUT: gl.constexpr
+    PRODUCT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+    def __init__(self, ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+        self.ROWS = gl.constexpr(ROWS)
         self.G, self.HEADS, self.PARTS = gl.constexpr(G), gl.constexpr(HEADS), gl.constexpr(PARTS)
         self.PAGE, self.COPY = gl.constexpr(PAGE), gl.constexpr(min(PAGE, KEYS.value))
         self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
         self.DTYPE = gl.constexpr(DTYPE)
-        self.BLOCK_Q = gl.constexpr(ROWS.value // G)
-        self.LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS.value // 2, 16]))
-        self.OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT.value // 2, 16]))
+        self.BLOCK_Q = gl.constexpr(ROWS // G)
+        self.PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
 
 
 @aggregate

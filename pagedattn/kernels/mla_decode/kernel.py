@@ -90,6 +90,7 @@ def _mla_decode_kernel(
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS  # among those of its part
@@ -193,9 +194,9 @@ def _mla_decode_kernel(
 def _merge_kernel(
     splits, states, out, lse_out, query_start_loc, num_seqs, max_tokens, so_t, so_h, sl_t,
     G: tl.constexpr, PARTS: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
-    UNROLL: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    DIMS: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial states of one output row, UNROLL at a time, in the programs' order."""
+    """Add up DIMS elements of the partial states of one output row, UNROLL at a time, in the programs' order."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     POST: tl.constexpr = LOG2E / log_base(PRECISION)
@@ -213,10 +214,10 @@ def _merge_kernel(
         row = tl.load(field + 2) + head % G
     if first < last:
         nth = tl.arange(0, UNROLL)
-        dim = tl.arange(0, BLOCK_L)
+        dim = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
         m_i = -float("inf")
         l_i = 0.0
-        acc = tl.zeros([BLOCK_L], tl.float32)
+        acc = tl.zeros([DIMS], tl.float32)
         for done in range(first, last + 1, UNROLL):
             program = done + nth  # [UNROLL]
             live = program <= last
@@ -224,7 +225,7 @@ def _merge_kernel(
             state = states + place.to(tl.int64) * SIZE
             m = tl.load(state + row, mask=live, other=-(1 << 23)).to(tl.float32, bitcast=True)  # the bits of -inf
             l_s = tl.load(state + BLOCK_M + row, mask=live, other=0).to(tl.float32, bitcast=True)
-            outputs = (state + 2 * BLOCK_M + row * BLOCK_L)[:, None] + dim[None, :]  # [UNROLL, BLOCK_L]
+            outputs = (state + 2 * BLOCK_M + row * BLOCK_L)[:, None] + dim[None, :]  # [UNROLL, DIMS]
             a = tl.load(outputs, mask=inside(live, dim, L, BLOCK_L), other=0).to(tl.float32, bitcast=True)
             m_new = tl.maximum(m_i, tl.max(m, 0))
             shift = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -237,7 +238,7 @@ def _merge_kernel(
         tl.store(out + token * so_t + head * so_h + dim, acc.to(out.dtype.element_ty), mask=dim < L)
         if lse_out is not None:
             lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
-            tl.store(lse_out + token * sl_t + head, lse)
+            tl.store(lse_out + token * sl_t + head, lse, mask=tl.program_id(2) == 0)
 
 
 _launch = Launcher(_mla_decode_kernel, VARYING)
@@ -285,8 +286,8 @@ def merge(
         return
     query, lse, count = inputs.query, inputs.lse, len(inputs.seq_lens)
     arguments = (splits, states, inputs.out, lse, inputs.query_start_loc, count, config.max_tokens)
-    constants = {**_shared_constants(config, inputs), "UNROLL": config.tuning.merge_unroll}
-    grid = (len(query), query.shape[1])
+    constants = _shared_constants(config, inputs) | {"DIMS": config.merge_dims, "UNROLL": config.merge_unroll}
+    grid = (len(query), query.shape[1], constants["BLOCK_L"] // config.merge_dims)
     _launch_merge(grid, (*arguments, *_result_strides(inputs)), constants, num_warps=4, **_pdl(config))
 
 

@@ -19,28 +19,27 @@ MAX_LATENT_DIM = 512  # the output of a query block stays in registers
 MAX_ROPE_DIM = 128
 MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
 HOPPER_DIMS = (512, 64)  # latent and rotated
-HOPPER_ROWS = 64  # of a query block of the kernel for Hopper, however many are in use
-HOPPER_KEYS = 64  # of its tiles
+HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
 class MLADecodeTuning(NamedTuple):
-    """What is chosen by measurement: keys per tile, warps, pipeline stages, programs per SM, how many partial states
-    a thread block of the second launch loads at once; tile_overhead: tiles that an item counts for beyond its keys'."""
+    """What is chosen by measurement: keys per tile, warps, pipeline stages, programs per SM; tile_overhead: tiles that
+    an item counts for beyond its keys'."""
 
     block_n: int
     num_warps: int
     num_stages: int
     per_sm: int
-    merge_unroll: int = 8
     tile_overhead: int = 1
 
 
 class MLADecodeConfig(NamedTuple):
     """A launch of `programs` programs, `parts` of them over each range of keys, one for each group of `heads` heads.
 
-    block_m: rows of a query block, of which tokens x heads are in use. max_tokens: query tokens at most.
+    block_m: rows of a query block, of which tokens x heads are in use. max_tokens: query tokens at most. merge_unroll:
+    partial states that a thread block of the second launch loads at once, merge_dims elements of each.
     """
 
     block_m: int
@@ -51,6 +50,8 @@ class MLADecodeConfig(NamedTuple):
     max_tokens: int
     supports_pdl: bool
     tuning: MLADecodeTuning
+    merge_unroll: int
+    merge_dims: int
 
     @property
     def splits_keys(self) -> bool:
@@ -82,7 +83,7 @@ class MLADecodeConfig(NamedTuple):
         return workspace[self.splits_at : self.states_at], workspace[self.states_at :]
 
 
-HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=8, num_stages=2, per_sm=1)
+HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=4, num_stages=2, per_sm=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -190,22 +191,31 @@ def mla_decode_config(
     """The configuration of a launch over sequences of at most so many query tokens and keys.
 
     `tuning` is taken as it is, but for what does not fit the device's shared memory; of the kernel for Hopper it says
-    nothing but tile_overhead and merge_unroll.
+    nothing but tile_overhead.
     """
     most = MAX_ROWS if itemsize < 4 else 16
     parts = -(-num_heads // most)
     heads = -(-num_heads // parts)  # of equal parts: 96 heads are two times 48
     longest = max(max_query_len, 1)
+    block_m = max(16, min(next_power_of_2(longest * heads), most))
     if hopper:
-        block_m, tuning = HOPPER_ROWS, tuning or HOPPER_TUNING
+        tuning = tuning or HOPPER_TUNING
     else:
-        block_m = max(16, min(next_power_of_2(longest * heads), most))
         tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, latent_dim, rope_dim, itemsize, target)
     tokens = max(1, block_m // heads)
-    tiles = num_seqs * -(-longest // tokens) * parts * max(1, -(-max_seq_len // tuning.block_n))
+    items = num_seqs * -(-longest // tokens)
+    tiles = items * parts * max(1, -(-max_seq_len // tuning.block_n))
     programs = max(1, min(target.num_sms * tuning.per_sm, tiles) // parts) * parts
-    state = 2 * block_m + block_m * max(16, next_power_of_2(latent_dim))
-    return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning)
+    width = max(16, next_power_of_2(latent_dim))
+    state = 2 * block_m + block_m * width
+    merge = _merging(programs // parts // items, width)
+    return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, *merge)
+
+
+def _merging(sharing: int, width: int) -> tuple[int, int]:
+    """merge_unroll and merge_dims where about so many programs share an item: where they are many, there are few rows
+    to add up, and what takes time is how often a thread block waits for loads."""
+    return (64, min(width, 128)) if sharing > 12 else (16 if sharing > 4 else 8, width)
 
 
 def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:

@@ -1,0 +1,340 @@
+"""Gluon: the two computing warpgroups of latent attention on Hopper.
+
+The first one computes logits and weights, and both multiply the weights by their half of the latent elements: while the
+second one does, the first is at the logits of the next tile.
+"""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..gluon_device import LN2, LOG2E, tanh
+from ..gluon_names import thread_barrier
+from .hopper_items import HALF, KEYS, LATENT, ROPE
+
+STAGES = gl.constexpr(2)  # of tiles
+WARPS = gl.constexpr(4)  # of a group
+SOME = gl.constexpr(8)  # rows that a group copies at a time, so that registers hold them beside outputs
+
+
+@aggregate
+class Rooms:
+    """Shared memory: the parts of tiles and of queries, weights [KEYS, ROWS] and a factor of each row, and barriers.
+
+    full, empty: of tiles, of which both groups say that they are done. given, taken: of weights and factors, of each
+    tile and at the end of an item once more, with what outputs are divided by.
+    """
+
+    latent: gl.shared_memory_descriptor
+    rope: gl.shared_memory_descriptor
+    q_latent: gl.shared_memory_descriptor
+    q_rope: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    given: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, latent, rope, q_latent, q_rope, weights, factors, full, empty, given, taken):
+        self.latent, self.rope, self.q_latent, self.q_rope = latent, rope, q_latent, q_rope
+        self.weights, self.factors = weights, factors
+        self.full, self.empty, self.given, self.taken = full, empty, given, taken
+
+    @gluon.jit
+    def wait_full(self, c):
+        mbarrier.wait(self.full.index(c % STAGES), (c // STAGES) & 1)
+
+    @gluon.jit
+    def wait_empty(self, c):
+        mbarrier.wait(self.empty.index(c % STAGES), ((c // STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, c):
+        mbarrier.arrive(self.empty.index(c % STAGES), count=1)
+
+    @gluon.jit
+    def tile(self, c):
+        return self.latent.index(c % STAGES).reshape([KEYS, LATENT])
+
+    @gluon.jit
+    def values(self, c, w: gl.constexpr):
+        """A group's latent elements of a tile, [HALF, KEYS]."""
+        return self.tile(c).slice(w * HALF, HALF, 1).permute((1, 0))
+
+    @gluon.jit
+    def wait_taken(self, t):
+        """Until what was given before turn t has been taken."""
+        mbarrier.wait(self.taken, (t & 1) ^ 1)
+
+    @gluon.jit
+    def wait_given(self, t):
+        mbarrier.wait(self.given, t & 1)
+
+
+@aggregate
+class Results:
+    """Where outputs go: out [T, Hq, L], lse [T, Hq] or None, and where programs share items, notes and states."""
+
+    out: gl.tensor
+    so_t: gl.tensor
+    so_h: gl.tensor
+    sl_t: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, out, so_t, so_h, sl_t):
+        self.out, self.so_t, self.so_h, self.sl_t = out, so_t, so_h, sl_t
+
+
+@gluon.jit
+def _load_queries(query, sq_t, sq_h, item, part, rooms, shape):
+    """An item's rows into shared memory, zeros where there are none."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    for i in gl.static_range(shape.ROWS // SOME):
+        row = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
+        q_row, head, exists = item.rows(row, part, shape)
+        start = query + gl.expand_dims((item.q_start + q_row).to(gl.int64) * sq_t + head.to(gl.int64) * sq_h, 1)
+        mask = gl.expand_dims(exists, 1)
+        dim = gl.expand_dims(gl.arange(0, LATENT, gl.SliceLayout(0, WIDE)), 0)
+        rooms.q_latent.slice(i * SOME, SOME).store(gl.load(start + dim, mask=mask, other=0.0))
+        dim = gl.expand_dims(gl.arange(0, ROPE, gl.SliceLayout(0, WIDE)), 0)
+        rooms.q_rope.slice(i * SOME, SOME).store(gl.load(start + LATENT + dim, mask=mask, other=0.0))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _zero_rows(latent, begin, end):
+    """Rows outside begin..end of a tile become 0: their weights are 0, but 0 * NaN would reach the output."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    for i in gl.static_range(KEYS // SOME):
+        if (i * SOME + SOME > end) | (i * SOME < begin):
+            rows = latent.slice(i * SOME, SOME)
+            index = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
+            values = rows.load(WIDE)
+            kept = gl.expand_dims((index >= begin) & (index < end), 1)
+            rows.store(gl.where(kept, values, gl.zeros_like(values)))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _weights(s, m_i, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, shape):
+    """Weights of a tile's keys from its logits, the rows' new maximum, and what states so far are multiplied with."""
+    if shape.SOFTCAP:
+        s = tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
+    else:
+        s = s * scale
+    if MASKED:
+        offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1, shape.PRODUCT)), 1)
+        last = q_pos  # the last key that a row sees
+        if not shape.CAUSAL:
+            last = q_pos * 0 + past
+            if shape.WINDOW > 0:
+                last = q_pos + (shape.WINDOW - 1)
+        visible = offs_n <= gl.expand_dims(gl.minimum(last, past - 1), 0)
+        if shape.WINDOW > 0:
+            visible = visible & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, 0))
+        s = gl.where(visible, s, -float("inf"))
+    top = gl.maximum(m_i, gl.max(s, 0))
+    shift = gl.where(top == -float("inf"), 0.0, top)
+    return gl.exp2(s - gl.expand_dims(shift, 0)), top, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def _lead_tiles(item, begin, past, c, t, q_pos, scale, softcap, rooms, shape):
+    """The first group's state after keys begin..past, and the numbers of tiles and turns until then."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, shape.PRODUCT)
+    m_i = gl.full([shape.ROWS], -float("inf"), gl.float32, COLUMNS)
+    l_i = gl.zeros([shape.ROWS], gl.float32, COLUMNS)
+    acc = gl.zeros([HALF, shape.ROWS], gl.float32, shape.PRODUCT)
+    whole = past  # keys that every row sees end there
+    if shape.CAUSAL:
+        whole = gl.minimum(past, item.seq_len - item.q_len + item.q_block * shape.BLOCK_Q + 1)
+    for key in range(begin, past, KEYS):
+        rope = rooms.rope.index(c % STAGES).reshape([KEYS, ROPE])
+        rooms.wait_full(c)
+        if (key + KEYS > past) | (key < item.low):
+            _zero_rows(rooms.tile(c), item.low - key, past - key)
+        s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.PRODUCT)
+        s = warpgroup_mma(rooms.tile(c), rooms.q_latent.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(rope, rooms.q_rope.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if (key + KEYS <= whole) & (shape.WINDOW == 0):
+            p, m_i, alpha = _weights(s, m_i, q_pos, key, past, scale, softcap, False, shape)
+        else:
+            p, m_i, alpha = _weights(s, m_i, q_pos, key, past, scale, softcap, True, shape)
+        rooms.wait_taken(t)
+        rooms.weights.store(p.to(shape.DTYPE))
+        rooms.factors.store(alpha)
+        fence_async_shared()
+        mbarrier.arrive(rooms.given, count=1)
+        acc = acc * gl.expand_dims(alpha, 0)
+        acc = warpgroup_mma(rooms.values(c, 0), rooms.weights, acc, is_async=True)
+        l_i = l_i * alpha + gl.sum(p, 0)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        rooms.release(c)
+        c += 1
+        t += 1
+    return acc, m_i, l_i, c, t
+
+
+@gluon.jit
+def _follow_tiles(begin, past, c, t, rooms, shape):
+    """The same of the second group, which has outputs alone."""
+    acc = gl.zeros([HALF, shape.ROWS], gl.float32, shape.PRODUCT)
+    for _ in range(begin, past, KEYS):
+        rooms.wait_full(c)
+        rooms.wait_given(t)
+        alpha = rooms.factors.load(gl.SliceLayout(0, shape.PRODUCT))
+        acc = acc * gl.expand_dims(alpha, 0)
+        acc = warpgroup_mma(rooms.values(c, 1), rooms.weights, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(rooms.taken, count=1)
+        rooms.release(c)
+        c += 1
+        t += 1
+    return acc, c, t
+
+
+@gluon.jit
+def _finish(acc, w: gl.constexpr, item, part, results, rooms, shape):
+    """Write a group's half of an item's output, by way of the queries' memory, to have 16 bytes a thread."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    half = rooms.q_latent.slice(w * HALF, HALF, 1)
+    half.permute((1, 0)).store(acc.to(shape.DTYPE))
+    thread_barrier()
+    for i in gl.static_range(shape.ROWS // SOME):
+        row = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
+        q_row, head, exists = item.rows(row, part, shape)
+        place = (item.q_start + q_row).to(gl.int64) * results.so_t + head.to(gl.int64) * results.so_h
+        dim = gl.expand_dims(w * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE)), 0)
+        rows = half.slice(i * SOME, SOME).load(WIDE)
+        gl.store(results.out + gl.expand_dims(place, 1) + dim, rows, mask=gl.expand_dims(exists, 1))
+
+
+@gluon.jit
+def _state(item, at, states, shape):
+    """The place of an item's partial state. A program may end inside one item and start inside another: it has two."""
+    place = 2 * gl.program_id(0) + gl.where(item.origin == at, 1, 0)
+    return states + place.to(gl.int64) * (2 * shape.ROWS + shape.ROWS * LATENT)
+
+
+@gluon.jit
+def _publish(acc, w: gl.constexpr, item, part, state, shape):
+    """Leave a group's half of a partial state."""
+    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.PRODUCT))
+    _, _, exists = item.rows(row, part, shape)
+    dim = w * HALF + gl.arange(0, HALF, gl.SliceLayout(1, shape.PRODUCT))
+    to = state + 2 * shape.ROWS + gl.expand_dims(row * LATENT, 0) + gl.expand_dims(dim, 1)
+    gl.store(to, acc.to(gl.int32, bitcast=True), mask=gl.expand_dims(exists, 0))
+
+
+@gluon.jit
+def _write_sums(m_i, l_i, item, part, whole, state, lse_out, results, shape):
+    """The LSE of an item that is `whole`, or a partial state's maximum and sum."""
+    row = gl.arange(0, shape.ROWS, m_i.type.layout)
+    q_row, head, exists = item.rows(row, part, shape)
+    if whole:
+        if lse_out is not None:
+            lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
+            gl.store(lse_out + (item.q_start + q_row).to(gl.int64) * results.sl_t + head, lse, mask=exists)
+    else:
+        if state is not None:
+            gl.store(state + row, m_i.to(gl.int32, bitcast=True), mask=exists)
+            gl.store(state + shape.ROWS + row, l_i.to(gl.int32, bitcast=True), mask=exists)
+
+
+@gluon.jit
+def _note_splits(item, part, share, splits, max_tokens, shape):
+    """Say of all rows of an item which programs have parts of it."""
+    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.PRODUCT))
+    q_row, _, exists = item.rows(row, part, shape)
+    token = (item.q_start + q_row).to(gl.int64)
+    field = splits + (token * shape.PARTS + part) * 3
+    told = exists & (row % shape.G == 0) & (token < max_tokens)
+    gl.store(field, item.origin // share, mask=told)
+    gl.store(field + 1, (item.close - 1) // share, mask=told)
+    gl.store(field + 2, row, mask=told)
+
+
+@gluon.jit
+def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens, results, rooms, step, shape):
+    """The first group: the program's items, their logits, weights and first half of latent elements."""
+    gdc_wait()  # nothing is read, and no place of the workspace written, before what came before is done
+    gdc_launch_dependents()
+    part = gl.program_id(0) % shape.PARTS
+    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
+    at, end, share, seq, base = step.range_of(program, programs, shape, WARPS)
+    c = 0
+    t = 0
+    while at < end:
+        item = step.item_of(at, seq, base, shape)
+        seq, base = item.seq, item.base
+        stop = gl.minimum(item.close, end)
+        if end > item.origin:  # else nothing is left but an item's overhead
+            at = gl.maximum(at, item.origin)
+            rooms.wait_taken(t)  # the second group has left the queries' memory
+            _load_queries(query, sq_t, sq_h, item, part, rooms, shape)
+            q_row, _, _ = item.rows(gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.PRODUCT)), part, shape)
+            begin, past = item.key_range(at, stop)
+            q_pos = item.seq_len - item.q_len + q_row
+            acc, m_i, l_i, c, t = _lead_tiles(item, begin, past, c, t, q_pos, scale, softcap, rooms, shape)
+            whole = (item.origin == at) & (stop == item.close)
+            factor = 1.0 / gl.where(l_i == 0, 1.0, l_i)
+            rooms.wait_taken(t)
+            rooms.factors.store(factor)
+            mbarrier.arrive(rooms.given, count=1)
+            t += 1
+            state = None
+            if splits is not None:
+                state = _state(item, at, states, shape)
+                if item.origin == at:
+                    _note_splits(item, part, share, splits, max_tokens, shape)
+            _write_sums(m_i, l_i, item, part, whole, state, lse_out, results, shape)
+            if whole:
+                _finish(acc * gl.expand_dims(factor, 0), 0, item, part, results, rooms, shape)
+            else:
+                if splits is not None:
+                    _publish(acc, 0, item, part, state, shape)
+            thread_barrier()  # the next item's queries are not stored before
+        at = stop
+
+
+@gluon.jit
+def follow(states, results, rooms, step, shape):
+    """The second group: the other half of latent elements."""
+    gdc_wait()
+    part = gl.program_id(0) % shape.PARTS
+    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
+    at, end, _, seq, base = step.range_of(program, programs, shape, WARPS)
+    c = 0
+    t = 0
+    while at < end:
+        item = step.item_of(at, seq, base, shape)
+        seq, base = item.seq, item.base
+        stop = gl.minimum(item.close, end)
+        if end > item.origin:
+            at = gl.maximum(at, item.origin)
+            begin, past = item.key_range(at, stop)
+            acc, c, t = _follow_tiles(begin, past, c, t, rooms, shape)
+            rooms.wait_given(t)
+            if (item.origin == at) & (stop == item.close):
+                factor = rooms.factors.load(gl.SliceLayout(0, shape.PRODUCT))
+                _finish(acc * gl.expand_dims(factor, 0), 1, item, part, results, rooms, shape)
+            else:
+                if states is not None:
+                    _publish(acc, 1, item, part, _state(item, at, states, shape), shape)
+            mbarrier.arrive(rooms.taken, count=1)
+            t += 1
+        at = stop

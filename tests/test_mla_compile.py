@@ -1,0 +1,43 @@
+"""The Gluon kernel for latent attention compiles for Hopper without one: all in room, products not waited for alone."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import random_work
+from uninterpreted import output_of
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+# Products of logits and of both halves of outputs, by rows of a query block; bytes of addresses spilled, at most.
+EXPECTED = {
+    "bf16-H128-64x1-page64-(1, 0)": (36 + 2 * 16, 320),
+    "fp16-H16-8x2-page16-(1, 100)-cap": (36 + 2 * 16, 120),
+}
+MORE = {
+    "bf16-H16-300x1-page8-(1, 0)": (36 + 2 * 16, 200),
+    "bf16-H64-64x4-page128-(1, 0)": (36 + 2 * 16, 320),
+    "bf16-H96-64x1-page64-(0, 0)": (36 + 2 * 16, 320),
+}
+EXPECTED |= MORE if random_work.everything else {}
+
+
+@cache
+def compiled() -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in output_of("compile_mla.py", *random_work.option())]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_compiles_as_it_was_measured(name: str) -> None:
+    found, (products, spilled) = compiled()[name], EXPECTED[name]
+    assert found["shared"] <= 232448
+    assert found["wgmma"] == products and found["tma"]
+    assert not found["serialized"], "ptxas waits for each product"
+    assert found["spills"] and max(found["spills"]) <= spilled
+
+
+def test_all_that_should_be_compiled_is() -> None:
+    assert set(compiled()) == set(EXPECTED)
