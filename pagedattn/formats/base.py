@@ -43,6 +43,13 @@ def check_scales(name: str, planes: Sequence[Plane], scales: torch.Tensor | None
     raise InvalidInputError(name, expected, got, "pass all planes of one LayerCache, as PagedKVCache.layer(i) has them")
 
 
+def plane_strides(plane: torch.Tensor | None) -> tuple[int, int, int] | None:
+    """By block, slot and head, of a plane [P, S or 1, Hkv, n]; one of blocks has the same for all slots."""
+    if plane is None:
+        return None
+    return plane.stride(0), plane.stride(1) if plane.shape[1] > 1 else 0, plane.stride(2)
+
+
 class RowKernels(str):
     """The device half of a RowFormat, a constant of the kernels that call it: jitted functions.
 
@@ -160,6 +167,20 @@ class LayerCache:
         """The format and its second planes, as ops take them beside `key` and `value`."""
         scales = {"k_scale_cache": self.key_scale, "v_scale_cache": self.value_scale}
         return {"kv_cache_dtype": self.format or "auto", **scales}
+
+    @property
+    def row_kernels(self) -> tuple[RowKernels, RowKernels]:
+        """The device halves of the formats of K and of V, for kernels that encode; imports triton. Rows in the codes'
+        own dtype are stored as they are instead."""
+        from .registry import stored_as
+
+        form = stored_as(self.format, self.key.dtype)
+        return form.key.kernels, form.value.kernels
+
+    @property
+    def scale_strides(self) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
+        """By block, slot and head, of `key_scale` and of `value_scale`; None where there is none."""
+        return plane_strides(self.key_scale), plane_strides(self.value_scale)
 
     @property
     def layout(self) -> object:

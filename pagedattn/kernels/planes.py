@@ -1,17 +1,9 @@
-"""Second planes of a cache, the scales that some formats keep: their strides, and where in them a slot's scales are."""
+"""Second planes of a cache, the scales that some formats keep: where in them a slot's scales are."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-
-
-def plane_strides(plane: torch.Tensor | None) -> tuple[int, int, int] | None:
-    """By block, slot and head, of a plane [P, S or 1, Hkv, n]; one of blocks has the same for all slots."""
-    if plane is None:
-        return None
-    return plane.stride(0), plane.stride(1) if plane.shape[1] > 1 else 0, plane.stride(2)
 
 
 @triton.jit

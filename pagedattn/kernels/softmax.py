@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats.base import plane_strides
 from .inputs import AttentionInputs
-from .planes import plane_strides
 from .tiles import block_dims
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -6,11 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats.base import CacheFormat, RowFormat
+from ...formats.base import CacheFormat, RowFormat, plane_strides
 from ...formats.native.format import ROWS as NATIVE_ROWS
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..planes import plane_strides
 
 
 @triton.jit(do_not_specialize=["num_slots"])

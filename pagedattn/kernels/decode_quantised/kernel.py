@@ -17,13 +17,13 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LN2, LOG2E
 from ..gluon_even_split import key_tiles, tiles_before, tiles_of
 from ..gluon_names import thread_barrier
 from ..inputs import VARYING, AttentionInputs
-from ..planes import plane_strides
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
 from .key_loop import attend

@@ -6,10 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import AttentionInputs
-from ..planes import plane_strides, scale_rows
+from ..planes import scale_rows
 
 
 @triton.jit(do_not_specialize=["num_blocks", "columns"])
