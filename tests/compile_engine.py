@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_kernels import report
+import triton
+from compile_kernels import CODES, format_of_kernels, plane_types, report
 
 from pagedattn.engine.models.kernels import fused, row_product
 from pagedattn.engine.sampling.kernels import cutoff, draw, penalize
@@ -13,7 +14,7 @@ from pagedattn.engine.sampling.packed_params import PARAMS
 VOCAB = 151_936
 
 
-def compile_fused(arch: int, kind: str, dim: int, heads: int, kv_heads: int) -> None:
+def compile_fused(arch: int, kind: str) -> None:
     def types(*names: str) -> dict[str, str]:
         return dict.fromkeys(names, f"*{kind}") | {"eps": "fp32"}
 
@@ -22,22 +23,33 @@ def compile_fused(arch: int, kind: str, dim: int, heads: int, kv_heads: int) -> 
     report(f"rms_norm-sm{arch}-{kind}", fused._rms_norm_kernel, pointers, size, arch, num_warps=16)
     silu: dict[str, Any] = {"SIZE": 3072, "BLOCK": 1024, "PDL": arch >= 90}
     report(f"silu_mul-sm{arch}-{kind}", fused._silu_mul_kernel, pointers, silu, arch, num_warps=4)
+
+
+def compile_qkv(arch: int, kind: str, dim: int, heads: int, kv_heads: int, stored: str = "auto") -> None:
+    """`stored`: the format of the cache that is written to."""
+    encodes, format_constants = stored != "auto", format_of_kernels(stored)
     shape = {
         "S": 16,
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "D": dim,
-        "HALF": dim // 2,
-        "AT_ONCE": 8,
+        "HALF": triton.next_power_of_2(dim // 2),
+        "AT_ONCE": min(8, triton.next_power_of_2(kv_heads)),
         "NORM": True,
-        "WRITE": True,
+        "ENCODE": min(8, kv_heads) if encodes else 0,
+        **(format_constants if encodes else dict.fromkeys(format_constants)),
+        "k_scale": None,
+        "v_scale": None,
+        "K_SCALES": 0,
+        "V_SCALES": 0,
         "PDL": arch >= 90,
     }
-    rows = types("qkv", "q_weight", "k_weight", "cos_sin", "key_cache", "value_cache")
-    rows |= {"positions": "*i32", "slots": "*i64"}
-    report(f"turn_and_write-sm{arch}-{kind}-D{dim}", fused._qkv_kernel, rows, shape, arch, num_warps=4)
-    shape["WRITE"] = False
-    report(f"turn-sm{arch}-{kind}-D{dim}", fused._qkv_kernel, rows, shape, arch, num_warps=4)
+    types: dict[str, str] = dict.fromkeys(("qkv", "q_weight", "k_weight", "cos_sin"), f"*{kind}")
+    types |= {"positions": "*i32", "slots": "*i64", "eps": "fp32", "k_scale_value": "fp32", "v_scale_value": "fp32"}
+    codes = [code.replace("fp8e4nv", "u8") for code in CODES[stored]] or [f"*{kind}"] * 2
+    types |= dict(zip(("key_cache", "value_cache"), codes, strict=True)) | plane_types(stored)
+    name = f"turn_and_write-sm{arch}-{stored if encodes else kind}-D{dim}"
+    report(name, fused._qkv_kernel, types, shape, arch, num_warps=4)
 
 
 def compile_row_product(arch: int, kind: str) -> None:
@@ -68,8 +80,14 @@ def compile_draw(arch: int, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    compile_fused(90, "bf16", 128, 16, 8)
-    compile_fused(80, "fp16", 64, 32, 8)
+    compile_fused(90, "bf16")
+    compile_fused(80, "fp16")
+    compile_qkv(90, "bf16", 128, 16, 8)
+    compile_qkv(80, "fp16", 64, 32, 8)
+    for stored in ("fp8_e4m3", "int8", "k8v4", "turboquant4", "turboquant_k3v4", "turboquant2"):
+        compile_qkv(90, "bf16", 128, 16, 8, stored)
+    compile_qkv(90, "bf16", 256, 16, 8, "turboquant_k3v4")
+    compile_qkv(80, "fp16", 64, 9, 3, "k8v4")
     compile_row_product(90, "bf16")
     compile_row_product(80, "fp16")
     compile_draw(90, "bf16")

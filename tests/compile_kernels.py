@@ -53,11 +53,11 @@ def attention_case(
     packed = CODES[stored][:1] == ("*u8",)
     config = attention_config(**shape, target=TARGETS[arch], packed_keys=packed)
     codes = _codes(stored, kind)
-    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **_planes(stored), "lse_out": "*fp32"}
+    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **plane_types(stored), "lse_out": "*fp32"}
     constants = {
         **ABSENT,
         **_shape(dim, group, dim_v or dim),
-        **_format(stored),
+        **format_of_kernels(stored),
         "key_start_loc": None,
         "G": config.heads,
         "BLOCK_M": config.block_m,
@@ -92,14 +92,14 @@ def decode_case(
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
     config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state)
     tuning = config.tuning
-    types = {**TYPES, **_planes(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
+    types = {**TYPES, **plane_types(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
     types |= _codes(stored, kind)
     types |= dict.fromkeys(PRIOR if initial_state else (), "*fp32")
     constants = {
         **ABSENT,
         **dict.fromkeys(() if initial_state else PRIOR),
         **_shape(dim, group, dim),
-        **_format(stored),
+        **format_of_kernels(stored),
         "ROTATE_OUT": FORMATS[stored].value.kernels.rotate,
         "lse_out": None,
         "KV_HEADS": 8,
@@ -172,15 +172,15 @@ def _codes(stored: str, kind: str) -> dict[str, str]:
     return dict(zip(("key", "value"), CODES[stored] or (f"*{kind}",) * 2, strict=True))
 
 
-def _planes(stored: str) -> dict[str, str]:
+def plane_types(stored: str) -> dict[str, str]:
     given = zip(PLANES, (FORMATS[stored].key, FORMATS[stored].value), strict=True)
     planes = {name: rows.planes(128, torch.bfloat16)[1:] for name, rows in given}
     return {name: _SCALES[scales[0].dtype] for name, scales in planes.items() if scales}
 
 
-def _format(stored: str) -> dict[str, Any]:
-    form, strides = FORMATS[stored], (3072, 8, 1) if _planes(stored) else None
-    absent = {} if _planes(stored) else dict.fromkeys(PLANES)
+def format_of_kernels(stored: str) -> dict[str, Any]:
+    form, strides = FORMATS[stored], (3072, 8, 1) if plane_types(stored) else None
+    absent = {} if plane_types(stored) else dict.fromkeys(PLANES)
     kernels = {"K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
     return {**absent, **kernels, "K_SCALE_STRIDES": strides, "V_SCALE_STRIDES": strides}
 
@@ -275,11 +275,13 @@ def main() -> None:
         ("turboquant_k3v4", 80, "*u8", copied),
         ("turboquant2", 80, "*u8", copied),
     ):
-        types = {**rows, **dict.fromkeys(("key_cache", "value_cache"), codes), **_planes(name)}
+        types = {**rows, **dict.fromkeys(("key_cache", "value_cache"), codes), **plane_types(name)}
         types["value_cache"] = "*u8" if name == "k8v4" else codes
         types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32")
         kernel = reshape_and_cache._reshape_and_cache_kernel
-        report(f"reshape_and_cache-sm{arch}-{name}", kernel, types, {**given, **_format(name)}, arch, num_warps=4)
+        report(
+            f"reshape_and_cache-sm{arch}-{name}", kernel, types, {**given, **format_of_kernels(name)}, arch, num_warps=4
+        )
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

@@ -6,6 +6,9 @@ All are bound by memory. Bytes for T tokens of e bytes an element, and the floor
 rms_norm        T x hidden x 2e (4e with a residual): 2.1 MB, 0.5 us
 turn_and_write  T x D x e x (2 Hq + 4 Hkv + 1):       4.2 MB, 1.0 us
 silu_mul        T x intermediate x 3e:                4.7 MB, 1.1 us
+
+Keys for a cache whose format encodes them are turned in place first, and read again by the same program: to an int8
+cache 4.3 MB.
 """
 
 from __future__ import annotations
@@ -94,13 +97,9 @@ def turn_and_write(
     if fuses(qkv):
         from .kernels import fused
 
-        exact = cache.key.dtype == qkv.dtype
-        fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache.key, cache.value, slots, write=exact)
-        query, key, value = _heads(qkv, kv_heads, dim)
-        if exact:
-            return query
-    else:
-        query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)
+        fused.turn_and_write(qkv, weights, eps, cos_sin, positions, cache, slots, scales)
+        return _heads(qkv, kv_heads, dim)[0]
+    query, key, value = turned(qkv, kv_heads, dim, weights, eps, cos_sin, positions)
     ops.reshape_and_cache(
         key, value, cache.key, cache.value, slots, k_scale=scales[0], v_scale=scales[1], **cache.stored
     )

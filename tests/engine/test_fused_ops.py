@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import hf_model, save
 
-from pagedattn import PagedKVCache, ops
+from pagedattn import LayerCache, PagedKVCache, ops
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.models import fused_ops
 from pagedattn.engine.models.kernels import fused
 from pagedattn.engine.models.kernels.row_product import row_product
+from pagedattn.formats.registry import FORMATS
 from pagedattn.testing import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(not interpreted() and DEVICE == "cpu", reason="kernels need a GPU or the interpreter")
 # The interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+QUANTISED = sorted(set(FORMATS) - {"auto"})
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -33,6 +37,17 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=room * step, atol=room * step)
     if got.dtype != torch.float32:
         assert (got != wanted).float().mean() < 0.01, "roundings are those of torch"
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels run; names of formats that are written by a launch of their own until the list is looked at."""
+    written: list[str] = []
+    plain = ops.reshape_and_cache
+    monkeypatch.setattr(fused_ops, "fuses", lambda x: True)
+    separate = SimpleNamespace(reshape_and_cache=lambda *a, **k: written.append(k["kv_cache_dtype"]) or plain(*a, **k))
+    monkeypatch.setattr(fused_ops, "ops", separate)
+    return written
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +100,7 @@ def test_turn_and_write(
             wanted = fused_ops.turn_and_write(qkv, weights, 1e-6, cos_sin, positions, cache, slots)
         else:
             given = qkv.clone()
-            fused.turn_and_write(given, weights, 1e-6, cos_sin, positions, cache.key, cache.value, slots)
+            fused.turn_and_write(given, weights, 1e-6, cos_sin, positions, cache, slots)
             close(given[:, : heads * dim].unflatten(1, (heads, dim)), wanted)
             assert torch.equal(given[:, heads * dim :], qkv[:, heads * dim :])
     close(caches[1].key, caches[0].key)
@@ -94,32 +109,65 @@ def test_turn_and_write(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "turboquant_k4v3", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", QUANTISED)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 3, 32), (12, 12, 24), (4, 1, 64)])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_turn_and_write_to_a_quantised_cache(
-    dtype: torch.dtype, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, kv_cache_dtype: str, heads: int, kv_heads: int, dim: int, layout: str, as_on_a_gpu: list[str]
 ) -> None:
-    heads, kv_heads, dim, tokens = 6, 3, 32, 5
-    qkv, angles = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), draw(40, dim // 2, dtype=dtype, seed=3)
-    cos_sin = torch.cat((angles.float().cos(), angles.float().sin()), 1).to(dtype)
-    positions = torch.tensor([0, 39, 7, 8, 8], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([13, -1, 0, 27, 999], device=DEVICE)
+    """One launch stores the bits that a write of the turned keys stores."""
+    qkv = draw(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
     weights = (draw(dim, dtype=dtype, seed=1), draw(dim, dtype=dtype, seed=2))
-    by_torch(monkeypatch)
-    options: dict[str, Any] = {"dtype": dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype}
-    cache, wanted = (PagedKVCache(1, 7, 4, kv_heads, dim, **options).layer(0) for _ in range(2))
-    query, key, value = fused_ops.turned(qkv, kv_heads, dim, weights, 1e-6, cos_sin, positions)
-    monkeypatch.setattr(fused_ops, "fuses", lambda x: True)
-    given = qkv.clone()
-    close(fused_ops.turn_and_write(given, weights, 1e-6, cos_sin, positions, cache, slots), query)
-    heads_of = given.unflatten(1, (-1, dim))
-    close(heads_of[:, heads : heads + kv_heads], key)
-    assert torch.equal(heads_of[:, heads + kv_heads :], value)
-    ops.reshape_and_cache(
-        heads_of[:, heads : heads + kv_heads], value, wanted.key, wanted.value, slots, **wanted.stored
-    )
+    given, place, slots = qkv.clone(), turns(dim, dtype), torch.tensor([13, -1, 0, 27, 999], device=DEVICE)
+    cache, wanted = (quantised_cache(kv_cache_dtype, dtype, kv_heads, dim, layout) for _ in range(2))
+    query, key, value = fused_ops.turned(qkv, kv_heads, dim, weights, 1e-6, *place)
+    close(fused_ops.turn_and_write(given, weights, 1e-6, *place, cache, slots), query)
+    assert as_on_a_gpu == [], "no second launch writes"
+    turned = given.unflatten(1, (-1, dim))[:, heads : heads + kv_heads]
+    close(turned[[0, 2, 3]], key[[0, 2, 3]])
+    ops.reshape_and_cache(turned, value, wanted.key, wanted.value, slots, **wanted.stored)
+    assert_same_bits(cache, wanted)
+    blank = quantised_cache(kv_cache_dtype, dtype, kv_heads, dim, layout)
+    for plane, other in zip(cache.planes, blank.planes, strict=True):
+        differs = (plane.view(torch.uint8) != other.view(torch.uint8)).flatten(2).any(-1).flatten()
+        assert differs.nonzero().flatten().tolist() == [0, 13, 27], "three tokens are written, and nothing else"
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_heads", [3, 12])
+@pytest.mark.parametrize("kind", ["float", "tensor", "head"])
+def test_turn_and_write_with_scales(kv_cache_dtype: str, kv_heads: int, kind: str, as_on_a_gpu: list[str]) -> None:
+    dim, dtype, slots = 8, torch.float32, torch.tensor([13, -1, 0, 27, 2], device=DEVICE)
+    qkv, place = draw(5, 3 * kv_heads * dim, dtype=dtype), turns(dim, dtype)
+    cache, wanted = (quantised_cache(kv_cache_dtype, dtype, kv_heads, dim, "NHD") for _ in range(2))
+    every = torch.arange(1, 2 * kv_heads + 1, device=DEVICE) / 7
+    scales: Any = {"float": (0.25, None), "tensor": (every[2:3], every[4:5]), "head": every.split(kv_heads)}[kind]
+    fused_ops.turn_and_write(qkv, None, 1e-6, *place, cache, slots, scales)
+    assert as_on_a_gpu == []
+    _, key, value = qkv.unflatten(1, (-1, dim)).split(kv_heads, 1)
+    given = {"k_scale": scales[0], "v_scale": scales[1]}
+    ops.reshape_and_cache(key, value, wanted.key, wanted.value, slots, **given, **wanted.stored)
+    assert_same_bits(cache, wanted)
+
+
+def turns(dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of 40 positions, and positions of five tokens."""
+    angles = draw(40, dim // 2, dtype=torch.float32, seed=3)
+    positions = torch.tensor([0, 39, 7, 8, 8], dtype=torch.int32, device=DEVICE)
+    return torch.cat((angles.cos(), angles.sin()), 1).to(dtype), positions
+
+
+def quantised_cache(kv_cache_dtype: str, dtype: torch.dtype, kv_heads: int, dim: int, layout: Any) -> LayerCache:
+    options: dict[str, Any] = {"dtype": dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype, "layout": layout}
+    cache = PagedKVCache(1, 7, 4, kv_heads, dim, **options).layer(0)
+    for plane in cache.planes:
+        plane.view(torch.uint8).fill_(0x55)
+    return cache
+
+
+def assert_same_bits(cache: LayerCache, wanted: LayerCache) -> None:
     for plane, other in zip(cache.planes, wanted.planes, strict=True):
         assert torch.equal(plane.view(torch.uint8), other.view(torch.uint8))
-    assert cache.key.view(torch.uint8).any() and cache.value.view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,11 +6,17 @@ operation that torch would round after, so that both paths draw the same tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from pagedattn import LayerCache
+
 from ...pdl import PDLKernel, pdl_wait
+
+Scale = float | torch.Tensor | None
 
 _SILU_BLOCK = 1024
 
@@ -109,6 +115,12 @@ def _qkv_kernel(
     slots,
     key_cache,
     value_cache,
+    k_scale_cache,
+    v_scale_cache,
+    k_scale,
+    v_scale,
+    k_scale_value,
+    v_scale_value,
     num_slots,
     num_written,
     eps,
@@ -127,11 +139,17 @@ def _qkv_kernel(
     HALF: tl.constexpr,
     AT_ONCE: tl.constexpr,
     NORM: tl.constexpr,
-    WRITE: tl.constexpr,
+    ENCODE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr,
+    V_SCALE_STRIDES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache; where
-    it does not WRITE, keys are turned in place too."""
+    """Program (token, part): AT_ONCE query heads, turned in place, or as many key and value heads, to the cache. To a
+    cache that does ENCODE, as its formats write rows, ENCODE key heads, or as many value heads."""
     pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -140,28 +158,62 @@ def _qkv_kernel(
     cos = cos_sin + tl.load(positions + token).to(tl.int64) * stride_angle
     dim = tl.arange(0, HALF)  # [HALF]
     row = qkv + token * stride_row
+    keys = row + HEADS * D
     if part < QUERY_PARTS:
         head = part * AT_ONCE + tl.arange(0, AT_ONCE)  # [heads]
         _turn_in_place(row + head * D, q_weight, cos, head < HEADS, eps, D, HALF, NORM)
-    elif not WRITE:
-        head = (part - QUERY_PARTS) * AT_ONCE + tl.arange(0, AT_ONCE)
-        _turn_in_place(row + (HEADS + head) * D, k_weight, cos, head < KV_HEADS, eps, D, HALF, NORM)
     else:
         slot = tl.load(slots + token, mask=token < num_written, other=-1)
         if (slot >= 0) & (slot < num_slots):
-            head = (part - QUERY_PARTS) * AT_ONCE + tl.arange(0, AT_ONCE)
-            live = head < KV_HEADS
-            mask = live[:, None] & (dim < D // 2)[None, :]
-            keys = row + HEADS * D
-            first, second = _turned(keys + head * D, k_weight, cos, cos + D // 2, live, eps, D, HALF, NORM)
-            block, offset, wide = slot // S, slot % S, head.to(tl.int64)  # a stride may be past 2**31 elements
-            target = key_cache + block * sk_b + offset * sk_s + (wide * sk_h)[:, None] + dim[None, :]
-            tl.store(target, first.to(KIND), mask=mask)
-            tl.store(target + D // 2, second.to(KIND), mask=mask)
-            values = keys + KV_HEADS * D + (head * D)[:, None] + dim[None, :]
-            target = value_cache + block * sv_b + offset * sv_s + (wide * sv_h)[:, None] + dim[None, :]
-            tl.store(target, tl.load(values, mask=mask), mask=mask)
-            tl.store(target + D // 2, tl.load(values + D // 2, mask=mask), mask=mask)
+            block, offset = slot // S, slot % S
+            if ENCODE:
+                KEY_PARTS: tl.constexpr = KV_HEADS // ENCODE
+                if part < QUERY_PARTS + KEY_PARTS:
+                    first = (part - QUERY_PARTS) * ENCODE
+                    index = tl.arange(0, triton.next_power_of_2(ENCODE))  # [heads]
+                    own = keys + first * D
+                    _turn_in_place(own + index * D, k_weight, cos, index < ENCODE, eps, D, HALF, NORM)
+                    tl.debug_barrier()  # what one thread has turned, others encode
+                    _write_heads(
+                        own, key_cache, k_scale_cache, k_scale, k_scale_value, sk_b, sk_s, sk_h, first, block, offset,
+                        K_FORMAT, K_SCALE_STRIDES, ENCODE, D, K_SCALES,
+                    )  # fmt: skip
+                else:
+                    first = (part - QUERY_PARTS - KEY_PARTS) * ENCODE
+                    _write_heads(
+                        keys + (KV_HEADS + first) * D, value_cache, v_scale_cache, v_scale, v_scale_value,
+                        sv_b, sv_s, sv_h, first, block, offset, V_FORMAT, V_SCALE_STRIDES, ENCODE, D, V_SCALES,
+                    )  # fmt: skip
+            else:
+                head = (part - QUERY_PARTS) * AT_ONCE + tl.arange(0, AT_ONCE)
+                live = head < KV_HEADS
+                mask = live[:, None] & (dim < D // 2)[None, :]
+                one, two = _turned(keys + head * D, k_weight, cos, cos + D // 2, live, eps, D, HALF, NORM)
+                wide = head.to(tl.int64)  # a stride may be past 2**31 elements
+                target = key_cache + block * sk_b + offset * sk_s + (wide * sk_h)[:, None] + dim[None, :]
+                tl.store(target, one.to(KIND), mask=mask)
+                tl.store(target + D // 2, two.to(KIND), mask=mask)
+                values = keys + KV_HEADS * D + (head * D)[:, None] + dim[None, :]
+                target = value_cache + block * sv_b + offset * sv_s + (wide * sv_h)[:, None] + dim[None, :]
+                tl.store(target, tl.load(values, mask=mask), mask=mask)
+                tl.store(target + D // 2, tl.load(values + D // 2, mask=mask), mask=mask)
+
+
+@triton.jit
+def _write_heads(
+    rows, codes, scales, scale, scale_value, s_b, s_s, s_h, first, block, offset, FORMAT: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Store rows [H, D] of one token and the KV heads from `first` on, as FORMAT does those of all heads."""
+    wide = first.to(tl.int64)
+    if SCALE_STRIDES is not None:
+        scales += wide * SCALE_STRIDES[2]
+    if SCALES > 1:
+        scale += first
+    FORMAT.write_row(
+        rows, codes + wide * s_h, scales, scale, scale_value, 0, D, s_b, s_s, s_h, 0, block, offset,
+        SCALE_STRIDES, H, D, SCALES,
+    )  # fmt: skip
 
 
 _rms_norm, _silu_mul, _qkv = map(PDLKernel, (_rms_norm_kernel, _silu_mul_kernel, _qkv_kernel))
@@ -193,22 +245,23 @@ def turn_and_write(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: LayerCache,
     slots: torch.Tensor,
-    write: bool = True,
+    scales: tuple[Scale, Scale] = (None, None),
 ) -> None:
-    """As `fused_ops.turn_and_write`, a few heads of a token per program. Unless it is to `write`, the cache is left as
-    it is, and keys are turned in place as queries are."""
-    (num_blocks, size, kv_heads, _), dim = key_cache.shape, cos_sin.shape[1]
+    """As `fused_ops.turn_and_write`, a few heads of a token per program."""
+    size, kv_heads, dim = *cache.key.shape[1:3], cos_sin.shape[1]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     at_once = min(8, triton.next_power_of_2(kv_heads))
-    parts = triton.cdiv(heads, at_once) + triton.cdiv(kv_heads, at_once)
+    encode = 0 if cache.key.dtype == qkv.dtype else _largest_divisor(kv_heads, at_once)
+    parts = triton.cdiv(heads, at_once) + (2 * kv_heads // encode if encode else triton.cdiv(kv_heads, at_once))
     q_weight, k_weight = (qkv, qkv) if weights is None else weights
+    (k_scale, k_number), (v_scale, v_number) = map(_scale, scales)
     arguments = (
-        *(qkv, q_weight, k_weight, cos_sin, positions, slots, key_cache, value_cache),
-        *(num_blocks * size, len(slots), eps, qkv.stride(0), cos_sin.stride(0)),
-        *(*key_cache.stride()[:3], *value_cache.stride()[:3]),
+        *(qkv, q_weight, k_weight, cos_sin, positions, slots, _bits(cache.key), _bits(cache.value)),
+        *(cache.key_scale, cache.value_scale, k_scale, v_scale, k_number, v_number),
+        *(cache.num_blocks * size, len(slots), eps, qkv.stride(0), cos_sin.stride(0)),
+        *(*cache.key.stride()[:3], *cache.value.stride()[:3]),
     )
     constants = {
         "S": size,
@@ -218,11 +271,35 @@ def turn_and_write(
         "HALF": triton.next_power_of_2(dim // 2),
         "AT_ONCE": at_once,
         "NORM": weights is not None,
-        "WRITE": write,
+        "ENCODE": encode,
+        **_stored_as(cache if encode else None, k_scale, v_scale),
     }
     num_warps = 4 if at_once * dim >= 512 else 1
     # A fused multiply-add of halves skips a rounding that torch makes.
     _qkv((len(qkv), parts), arguments, constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def _stored_as(cache: LayerCache | None, *scales: torch.Tensor | None) -> dict[str, Any]:
+    """What the kernel is compiled for where it encodes rows for a cache; None: it does not."""
+    of_k, of_v = (None, None) if cache is None else cache.row_kernels
+    k_strides, v_strides = (None, None) if cache is None else cache.scale_strides
+    k_scales, v_scales = (0 if scale is None else len(scale) for scale in scales)
+    named = {"K_FORMAT": of_k, "V_FORMAT": of_v, "K_SCALES": k_scales, "V_SCALES": v_scales}
+    return {**named, "K_SCALE_STRIDES": k_strides, "V_SCALE_STRIDES": v_strides}
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(one for one in range(most, 0, -1) if number % one == 0)
+
+
+def _scale(scale: Scale) -> tuple[torch.Tensor | None, float]:
+    """As a tensor float32 [1] or [Hkv], or where that is None as a number."""
+    return (scale.contiguous(), 1.0) if isinstance(scale, torch.Tensor) else (None, 1.0 if scale is None else scale)
+
+
+def _bits(codes: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as the bytes that are stored."""
+    return codes.view(torch.uint8) if codes.is_floating_point() and codes.dtype.itemsize == 1 else codes
 
 
 def _warps(block: int) -> int:
