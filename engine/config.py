@@ -49,7 +49,8 @@ class EngineConfig:
             each token and head, "k8v4" the same of keys and half a byte of values, "turboquant4" half a byte per
             element ("turboquant_k4v3", "turboquant_k3v4", "turboquant3" and "turboquant2" less), "fp8" ("fp8_e4m3") and
             "fp8_e5m2" a byte per element, with the scales of kv_scales, else the checkpoint's, else 1.
-            "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype.
+            "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
+            "key=int8,value=rotated_int4" names what K and V are stored as.
         kv_scales: a file of `pagedattn calibrate`, from which an fp8 cache gets a scale for each layer and KV head.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.

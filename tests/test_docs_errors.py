@@ -239,6 +239,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "the device failed": lambda here: failing_device(here),
     "pip could not download": lambda here: no_index(here.monkeypatch, here.folder),
     "option must be": lambda here: load(here.folder, max_seqs=1),
+    "key and value must be a pair": lambda here: KVCacheDtype.of("key=fp8_e4m3,value=int8"),
     "skip_layers must be layers in [-4, 4)": lambda here: KVCacheDtype("int8", (4,)).of_layers(4),
     "kv_cache_dtype must be the format of one layer": lambda here: Attention(8, 64, kv_cache_dtype="int8:skip=0"),
     "blocks of ... hold": lambda here: mixed_beside_windows(),

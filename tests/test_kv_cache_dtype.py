@@ -19,7 +19,7 @@ from pagedattn import (
 )
 from pagedattn.cache.specs import KVCacheSpec, group_layers
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.formats.registry import format_of
+from pagedattn.formats.registry import FORMATS, format_of
 
 
 def test_what_it_says_of_each_layer() -> None:
@@ -29,6 +29,27 @@ def test_what_it_says_of_each_layer() -> None:
     assert KVCacheDtype.of("fp8").of_layers(2) == ["fp8", "fp8"] and str(KVCacheDtype()) == "auto"
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_a_pair_of_its_own(name: str) -> None:
+    stored = KVCacheDtype(name, () if name == "auto" else (0, 2))
+    assert KVCacheDtype(key=stored.key, value=stored.value, skip_layers=stored.skip_layers) == stored
+    given = str(stored).replace(name, f"key={stored.key},value={stored.value}")
+    assert KVCacheDtype.of(given) == stored and hash(KVCacheDtype.of(given)) == hash(stored)
+    assert FORMATS[name].key is format_of(stored.name).key and FORMATS[name].value is format_of(stored.name).value
+
+
+def test_keys_and_values_apart() -> None:
+    assert KVCacheDtype(key="int8", value="rotated_int4").name == "k8v4"
+    assert KVCacheDtype(key="turboquant3", value="turboquant4").name == "turboquant_k3v4"
+    assert KVCacheDtype(key="fp8", value="fp8_e4m3") == KVCacheDtype("fp8_e4m3")
+    assert (KVCacheDtype("fp8").key, KVCacheDtype().value) == ("fp8_e4m3", "auto")
+    some = KVCacheDtype(key="int8", value="rotated_int4", skip_layers=[1])
+    assert str(some) == "k8v4:skip=1" and replace(some, skip_layers=()) == KVCacheDtype("k8v4")
+    cache = PagedKVCache(2, 3, 4, 2, 8, kv_cache_dtype="key=int8,value=rotated_int4:skip=0")
+    assert [cache.layer(index).format or "auto" for index in range(2)] == ["auto", "k8v4"]
+    assert Attention(4, 8, 2, kv_cache_dtype=KVCacheDtype(key="int8", value="int8")).spec.kv_cache_dtype == "int8"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -36,6 +57,18 @@ def test_what_it_says_of_each_layer() -> None:
         (lambda: KVCacheDtype.of("int8:0,1"), "kv_cache_dtype must be the name of a format, or NAME:skip=LAYERS"),
         (lambda: KVCacheDtype.of("int8:skip=first"), "NAME:skip=LAYERS such as int8:skip=0,-1, got 'int8:skip=first'"),
         (lambda: KVCacheDtype.of(cast(Any, 8)), "kv_cache_dtype must be the name of a format, .* got 8"),
+        (
+            lambda: KVCacheDtype(key="rotated_int4", value="int8"),
+            "key and value must be a pair that a format has: 'auto' and 'auto'; .*'int8' and 'rotated_int4'; .*, got "
+            "'rotated_int4' and 'int8'; docs/formats.md",
+        ),
+        (lambda: KVCacheDtype.of("key=int8,value=int9"), "key and value must be a pair .* got 'int8' and 'int9'"),
+        (lambda: KVCacheDtype(key=cast(Any, [8]), value="int8"), r"key and value must be a pair .* got \[8\]"),
+        (lambda: KVCacheDtype(key="int8"), "kv_cache_dtype must be a name, or both a key and a value, got key='int8'"),
+        (lambda: KVCacheDtype("int8", value="int8"), "both a key and a value, got name='int8', value='int8'"),
+        (lambda: KVCacheDtype("k8v4", key="int8", value="rotated_int4"), "a name, or both a key and a value, got name"),
+        (lambda: KVCacheDtype.of("value=int8,key=int8"), "got 'value=int8,key=int8'; for NAME key=NAME,value=NAME"),
+        (lambda: KVCacheDtype.of(""), "kv_cache_dtype must be one of auto, .*, got ''"),
         (lambda: KVCacheDtype("int8", (1, 1)), r"skip_layers must be integers, each once, got \(1, 1\)"),
         (lambda: KVCacheDtype("int8", (True,)), "skip_layers must be integers"),
         (lambda: KVCacheDtype("auto", (1,)), r"skip_layers must be \(\) for kv_cache_dtype='auto', got \(1,\); name a"),

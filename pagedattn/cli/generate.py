@@ -45,7 +45,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     add("--backend", help="attention backend by name; the fastest where not given")
-    add("--kv-cache-dtype", help="format of the KV cache, as int8 or fp8; the model's dtype where not given")
+    stored = "format of the KV cache, as int8 or fp8, int8:skip=0,-1 or key=int8,value=rotated_int4"
+    add("--kv-cache-dtype", help=f"{stored}; the model's dtype where not given")
     add(
         "--kv-scales", metavar="FILE", help="of `pagedattn calibrate`, for an fp8 cache; the checkpoint's, or 1, if not"
     )

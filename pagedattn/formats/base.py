@@ -90,6 +90,7 @@ class RowFormat(ABC):
     one, where there is one, scales, [P, S, Hkv, width], or of a block, [P, 1, Hkv, width].
     """
 
+    name: str  # what `KVCacheDtype(key=..., value=...)` calls it
     # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8", or "rotated_int4"
     # (`k8v4`), beside which the second plane is a float32 factor of each row. None: only the device half reads it.
     codes: str | None = None

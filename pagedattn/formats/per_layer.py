@@ -1,52 +1,79 @@
-"""KVCacheDtype: the format of each layer's keys and values, where some layers are kept in the model's dtype."""
+"""KVCacheDtype: how keys and values of each layer are stored, where some layers are kept in the model's dtype."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidInputError
-from .registry import format_of
+from .registry import format_of, format_of_pair
 
 _SKIP = "skip="
 _TEXT = "the name of a format, or NAME:skip=LAYERS such as int8:skip=0,-1"
+_PAIR = re.compile("key=([^=,]+),value=([^=,]+)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class KVCacheDtype:
     """What `kv_cache_dtype` says, of a layer, a cache, a model or an engine: a format, and layers that stay in the
     model's dtype. Whoever takes one takes its text too.
 
     Args:
-        name: of a format, as "int8", which says how K and V are stored.
+        name: of a format, as "k8v4", which says how K and V are stored; "auto" where nothing is said.
         skip_layers: indices of layers whose format is "auto"; negative ones count from the last layer.
+        key, value: what K and V are stored as, in place of `name`: "int8" and "rotated_int4" are "k8v4".
 
     Raises:
-        InvalidInputError: an unknown format, an index that is no integer or stands there twice, or layers of "auto".
+        InvalidInputError: an unknown format, a pair of K and V that no format has, one of them only, an index that is
+            no integer or stands there twice, or layers of "auto".
     """
 
-    name: str = "auto"
-    skip_layers: tuple[int, ...] = ()
+    name: str
+    skip_layers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise InvalidInputError("kv_cache_dtype", _TEXT, repr(self.name))
-        native = format_of(self.name).name == "auto"
-        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
-        if any(type(index) is not int for index in self.skip_layers) or len({*self.skip_layers}) < len(
-            self.skip_layers
-        ):
-            raise InvalidInputError("skip_layers", "integers, each once", repr(self.skip_layers))
-        if native and self.skip_layers:
+    def __init__(
+        self,
+        name: str | None = None,
+        skip_layers: Sequence[int] = (),
+        *,
+        key: str | None = None,
+        value: str | None = None,
+    ) -> None:
+        if key is not None or value is not None:
+            if name is not None or key is None or value is None:
+                given = ", ".join(f"{k}={v!r}" for k, v in (("name", name), ("key", key), ("value", value)) if v)
+                raise InvalidInputError("kv_cache_dtype", "a name, or both a key and a value", given)
+            name = format_of_pair(key, value).name
+        name = "auto" if name is None else name
+        if not isinstance(name, str):
+            raise InvalidInputError("kv_cache_dtype", _TEXT, repr(name))
+        native, skip_layers = format_of(name).name == "auto", tuple(skip_layers)
+        if any(type(index) is not int for index in skip_layers) or len({*skip_layers}) < len(skip_layers):
+            raise InvalidInputError("skip_layers", "integers, each once", repr(skip_layers))
+        if native and skip_layers:
             remedy = "name a format such as int8, or skip none"
-            raise InvalidInputError("skip_layers", "() for kv_cache_dtype='auto'", repr(self.skip_layers), remedy)
+            raise InvalidInputError("skip_layers", "() for kv_cache_dtype='auto'", repr(skip_layers), remedy)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "skip_layers", skip_layers)
+
+    @property
+    def key(self) -> str:
+        """What K is stored as, of layers that are not skipped."""
+        return format_of(self.name).key.name
+
+    @property
+    def value(self) -> str:
+        """What V is stored as, of layers that are not skipped."""
+        return format_of(self.name).value.name
 
     def __str__(self) -> str:
         return self.name + (f":{_SKIP}{','.join(map(str, self.skip_layers))}" if self.skip_layers else "")
 
     @classmethod
     def of(cls, given: str | KVCacheDtype) -> KVCacheDtype:
-        """What is given, or what a text says: the name of a format, or as `int8:skip=0,-1`.
+        """What is given, or what a text says: the name of a format, or as `int8:skip=0,-1`, where
+        `key=int8,value=rotated_int4` may stand for a name.
 
         Raises:
             InvalidInputError: as of the class, or another text.
@@ -56,6 +83,11 @@ class KVCacheDtype:
         if not isinstance(given, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
         name, colon, rest = given.partition(":")
+        pair = _PAIR.fullmatch(name)
+        if pair is not None:
+            name = format_of_pair(pair[1], pair[2]).name
+        elif "=" in name:
+            raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given), "for NAME key=NAME,value=NAME may stand")
         if not colon:
             return cls(name)
         try:

@@ -35,6 +35,21 @@ def format_of(name: str) -> CacheFormat:
     return found
 
 
+def format_of_pair(key: str, value: str) -> CacheFormat:
+    """The format whose keys are stored as `key`, and its values as `value`: names of row formats, as "rotated_int4".
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    wanted = tuple(ALIASES.get(one, one) if isinstance(one, str) else None for one in (key, value))
+    pairs: dict[tuple[object, ...], CacheFormat] = {(x.key.name, x.value.name): x for x in FORMATS.values()}
+    if wanted not in pairs:
+        known = "; ".join(f"{k!r} and {v!r}" for k, v in pairs)
+        remedy = "docs/formats.md says what each is"
+        raise InvalidInputError("key and value", f"a pair that a format has: {known}", f"{key!r} and {value!r}", remedy)
+    return pairs[wanted]
+
+
 def stored_as(name: str | None, stored: torch.dtype) -> CacheFormat:
     """The format of a cache: the one named, or where that is None or "auto", what elements of this dtype say."""
     return _BY_DTYPE.get(stored, NATIVE) if name is None or name == "auto" else format_of(name)

@@ -24,6 +24,7 @@ class Fp8Rows(RowFormat):
     def __init__(self, stored: torch.dtype) -> None:
         self.stored = stored
         self.codes = "e4m3" if stored == torch.float8_e4m3fn else "e5m2"
+        self.name = f"fp8_{self.codes}"
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (Plane(self.stored, dim),)

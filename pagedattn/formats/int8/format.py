@@ -15,7 +15,7 @@ class Int8Rows(RowFormat):
     row / scale, to the nearest even integer. Seven bits of a code times four of a scale are the eleven of a float16, so
     that it holds decoded rows exactly, but for a power of two. Steps are 4 % larger for it, on average."""
 
-    codes = "int8"
+    name = codes = "int8"
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.int8, dim), Plane(torch.float32, 1)

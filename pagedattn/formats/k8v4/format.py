@@ -29,7 +29,7 @@ class RotatedRows4(RowFormat):
     matter, and kernels write the same bits. A row with an element that is not finite becomes NaN.
     """
 
-    codes = "rotated_int4"
+    name = codes = "rotated_int4"
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         return Plane(torch.uint8, bytes_of(dim, 4)), Plane(torch.float32, 1)

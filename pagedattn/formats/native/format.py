@@ -13,6 +13,8 @@ from ..base import CacheFormat, Plane, RowFormat, RowKernels
 class NativeRows(RowFormat):
     """Elements of the model's dtype."""
 
+    name = "auto"
+
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (Plane(dtype, dim),)
 

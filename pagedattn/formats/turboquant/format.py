@@ -34,7 +34,7 @@ class TurboQuantRows(RowFormat):
     """
 
     def __init__(self, bits: int) -> None:
-        self.bits = bits
+        self.bits, self.name = bits, f"turboquant{bits}"
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         width = bytes_of(dim, 2) + bytes_of(dim, 1) if self.bits == 3 else bytes_of(dim, self.bits)

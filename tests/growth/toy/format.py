@@ -23,6 +23,7 @@ def rotate(rows: torch.Tensor) -> torch.Tensor:
 class ToyKeys(RowFormat):
     """Rotated, then 15 steps of a channel's scale, which a block gets when it is sealed."""
 
+    name = "rotated_int4_of_blocks"
     seals = True
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -57,6 +58,8 @@ class ToyKeys(RowFormat):
 
 class ToyValues(Int8Rows):
     """Rotated, then as int8."""
+
+    name = "rotated_int8"
 
     def encode(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         return super().encode(rotate(rows.float()))
