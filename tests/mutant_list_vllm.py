@@ -8,8 +8,12 @@ STEPS, PLUGIN = "test_vllm_steps.py", "test_vllm_plugin.py"
 
 FAULTS: tuple[Fault, ...] = (
     Fault("vLLM: keys and values of a packed cache swapped", "views",
-          "LayerCache(rows[..., :head_size], rows[..., head_size : 2 * head_size])",
-          "LayerCache(rows[..., head_size : 2 * head_size], rows[..., :head_size])", f"{STEPS} views_name"),
+          "codes = rows[..., :head_size], rows[..., head_size : 2 * head_size]",
+          "codes = rows[..., head_size : 2 * head_size], rows[..., :head_size]", f"{STEPS} views_name"),
+    Fault("vLLM: scales of an int8 cache in its codes", "int8_scales_at", "-(-2 * head_size // _ALIGNED) * _ALIGNED",
+          "head_size // 4 * 4", f"{STEPS} int8_cache"),
+    Fault("vLLM: one scale of an int8 row for K and V", "views", "scales[..., 1:]", "scales[..., :1]",
+          f"{STEPS} int8_cache"),
     Fault("vLLM: slots that a wrapper sets ignored", "StepPlans.of",
           "if metadata.common.slot_mapping is not self.slot_mapping:", "if False:", f"{STEPS} wrapper_sets"),
     Fault("vLLM: a shared cache written twice", "PagedAttentionImpl.forward", "if not self._writes:", "if False:",

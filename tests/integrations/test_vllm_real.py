@@ -24,7 +24,7 @@ from vllm_steps import (
 
 vllm_real.release()
 
-from test_vllm_steps import Conversations, rows_of  # noqa: E402
+from test_vllm_steps import Conversations, as_int8, rows_of  # noqa: E402
 from vllm.model_executor.layers.attention import (  # noqa: E402
     ChunkedLocalAttention,
     CrossAttention,
@@ -114,6 +114,30 @@ def test_layers_of_one_group_in_steps_of_the_second_runner(
     for cache in model.caches.values():
         assert not cache[: manager_block // BLOCK_SIZE].any(), "the null block was written"
         assert cache.stride(0) == (2 * elements if across_layers else elements + pad // 4)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("manager_block", "pad"), [(16, 0), (16, 512), (48, 0)])
+def test_int8_caches_have_rows_as_the_backend_lays_them_out(manager_block: int, pad: int, layout: str) -> None:
+    if not vllm_real.caches_are_packed():
+        assert "int8_per_token_head" not in PagedAttentionBackend.supported_kv_cache_dtypes
+        pytest.skip("this release does not ask a backend how rows lie")
+    assert "int8_per_token_head" in PagedAttentionBackend.supported_kv_cache_dtypes
+    torch.manual_seed(8)
+    name = "model.layers.0.attn"
+    model = Model({name: (None, {})}, manager_block, layout, kv_cache_dtype="int8_per_token_head")
+    model.allocate(10, pad)
+    (cache,) = model.caches.values()
+    parts = manager_block // BLOCK_SIZE
+    assert cache.dtype == torch.int8 and cache.shape == (10 * parts, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM + 16)
+    blocks = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.int32)
+    tensors, seen = Tensors(model, blocks, manager_block), Conversations(2)
+    for query_lens, seq_lens in (([5, 3], [5, 3]), ([1, 30], [6, 33]), ([1, 1], [7, 34])):
+        metadata, rows = tensors.step(query_lens, seq_lens)
+        query, key, value = rows_of(rows)
+        output = model.forward(name, metadata, query, key, value)
+        seen.check(query, as_int8(key), as_int8(value), output, query_lens)
+    assert not cache[:parts].any(), "the null block was written"
 
 
 @pytest.mark.parametrize(("served", "support"), [("TORCH", "NEVER"), ("TRITON", "UNIFORM_BATCH")])

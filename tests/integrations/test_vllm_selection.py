@@ -127,8 +127,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_sparse": True}, "sparse attention=True (serves all keys"),
     ({"kv_cache_dtype": "bfloat16"}, "a bfloat16 cache needs queries of bfloat16, not float16"),
     (
-        {"kv_cache_dtype": "int8_per_token_head"},
-        "kv_cache_dtype=int8_per_token_head (serves auto, the model's dtype, fp8, fp8_e5m2): pass --kv-cache-dtype",
+        {"kv_cache_dtype": "fp8_per_token_head"},
+        "kv_cache_dtype=fp8_per_token_head (serves auto, the model's dtype, fp8, fp8_e5m2, and int8_per_token_head "
+        "with vLLM 0.33): pass --kv-cache-dtype",
     ),
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype=nvfp4 (serves auto"),
     ({"dtype": torch.float64}, "dtype=float64 (serves float16, bfloat16, float32): pass --dtype auto"),
@@ -166,6 +167,15 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv("PAGEDATTN_BACKEND", "TRITON")
     assert reason in reasons(**options)[0]
+
+
+def test_int8_caches_are_served_where_vllm_asks_how_rows_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_BACKEND", "TRITON")
+    said = reasons(kv_cache_dtype="int8_per_token_head")
+    if vllm_real.caches_are_packed():
+        assert said == []
+    else:
+        assert "kv_cache_dtype=int8_per_token_head (serves auto" in said[0] and "with vLLM 0.33" in said[0]
 
 
 def test_vllm_still_compares_its_text_on_block_sizes(platform: Any) -> None:

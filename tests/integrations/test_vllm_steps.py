@@ -22,7 +22,9 @@ from vllm_steps import (
 )
 
 from pagedattn.errors import UnsupportedError
+from pagedattn.formats.int8.format import ROWS as INT8
 from pagedattn.integrations.vllm.impl import views
+from pagedattn.integrations.vllm.kernels import int8_row_bytes
 from pagedattn.integrations.vllm.step import leading_decodes
 
 # New tokens and keys before them, of steps in a row; decodes come first.
@@ -147,6 +149,27 @@ def test_a_cache_of_8_bits_is_bytes_under_vllms_scales(name: str, dtype: torch.d
     torch.testing.assert_close(output, attend(query, keys, values), atol=1e-4, rtol=1e-3)
     wrong = attend(query, key, value)
     assert (output - wrong).abs().max() > 1e-3, "nothing was rounded"
+
+
+@pytest.mark.parametrize(("layout", "pad"), [("NHD", 0), ("HND", 0), ("NHD", 64)])
+def test_an_int8_cache_has_the_scales_of_a_row_behind_its_codes(layout: str, pad: int) -> None:
+    torch.manual_seed(3)
+    layer = make_layer(kv_cache_dtype="int8_per_token_head", scale=0.5)  # vLLM's scales are not those of rows
+    cache = make_cache("packed", layout, pad, torch.int8, row=int8_row_bytes(HEAD_DIM))
+    assert all(step % 16 == 0 for step in cache.stride()[:-1])
+    builder, table, seen = make_builder({"a": layer}), distinct_blocks(3, 5), Conversations(3)
+    for query_lens, before in STEPS:
+        seq_lens = [q + k for q, k in zip(query_lens, before, strict=True)]
+        metadata = builder.build(0, make_common(query_lens, seq_lens, table))
+        query, key, value = rows_of(sum(query_lens))
+        value *= 3
+        output = layer.impl.forward(layer, query, key, value, cache, metadata, torch.empty_like(query))
+        seen.check(query, as_int8(key), as_int8(value), output, query_lens)
+    assert not cache[0].any(), "the null block was written"
+
+
+def as_int8(rows: torch.Tensor) -> torch.Tensor:
+    return INT8.decode(INT8.encode(rows), HEAD_DIM, torch.float32)
 
 
 def test_a_layer_that_shares_a_cache_writes_nothing_and_a_profiling_run_gives_zeros() -> None:

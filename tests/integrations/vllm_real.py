@@ -60,13 +60,13 @@ class Model:
         block_size: int = 16,
         layout: str = "NHD",
         across_layers: bool = False,
+        kv_cache_dtype: Any = "auto",
     ) -> None:
         from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.attention import Attention
 
-        self.config: Any = VllmConfig(
-            cache_config=CacheConfig(block_size=block_size), device_config=DeviceConfig("cpu")
-        )
+        cache_config = CacheConfig(block_size=block_size, cache_dtype=kv_cache_dtype)
+        self.config: Any = VllmConfig(cache_config=cache_config, device_config=DeviceConfig("cpu"))
         self.config.scheduler_config.max_num_seqs = MAX_SEQS
         self.across_layers = across_layers
         if caches_are_packed():
@@ -77,7 +77,8 @@ class Model:
             for name, (cls, options) in layers.items():
                 given = {"num_kv_heads": NUM_KV_HEADS, "cache_config": self.config.cache_config, "prefix": name}
                 layer = (cls or Attention)(NUM_HEADS, HEAD_DIM, HEAD_DIM**-0.5, **given | options)
-                layer.kv_cache_torch_dtype = torch.float32  # float16 where there is no model
+                if kv_cache_dtype == "auto":
+                    layer.kv_cache_torch_dtype = torch.float32  # float16 where there is no model
                 self.layers[name] = layer
         # Of a model's configuration only what the functions below read; layers do without one.
         self.config.model_config = SimpleNamespace(

@@ -28,11 +28,17 @@ _ORDERS = {
 
 
 def make_cache(
-    shape: str = "pair", layout: str = "NHD", pad: int = 0, dtype: torch.dtype = torch.float32, blocks: int = NUM_BLOCKS
+    shape: str = "pair",
+    layout: str = "NHD",
+    pad: int = 0,
+    dtype: torch.dtype = torch.float32,
+    blocks: int = NUM_BLOCKS,
+    row: int = 2 * HEAD_DIM,
 ) -> torch.Tensor:
-    """A cache as vLLM allocates it: a physical order, pages padded by `pad` elements, seen in logical order."""
+    """A cache as vLLM allocates it: a physical order, pages padded by `pad` elements, seen in logical order. `row`: the
+    elements of a packed row."""
     heads, dim, size = NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE
-    logical = (blocks, 2, size, heads, dim) if shape == "pair" else (blocks, heads, size, 2 * dim)
+    logical = (blocks, 2, size, heads, dim) if shape == "pair" else (blocks, heads, size, row)
     order = _ORDERS[shape, layout]
     physical = [logical[i] for i in order]
     strides = [*torch.empty(physical).stride()]

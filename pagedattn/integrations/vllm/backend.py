@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from .builder import PagedAttentionBuilder
 from .impl import PagedAttentionImpl
-from .kernels import FP8, TYPES, serving_backend, why_not
+from .kernels import FP8, INT8, TYPES, int8_row_bytes, serving_backend, why_not
 from .refusals import explained
 
 
@@ -18,7 +19,10 @@ class PagedAttentionBackend(AttentionBackend):
     the reasons that the library's own selection gives; what vLLM asks besides, as `explained`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *("auto", "float16", "bfloat16", *FP8),
+        *([INT8] if hasattr(AttentionBackend, "customize_spec") else []),
+    ]
     # In one op, which cuts the compiled graph once per layer.
     forward_includes_kv_cache_update: bool = True
 
@@ -55,6 +59,14 @@ class PagedAttentionBackend(AttentionBackend):
         if include_num_layers_dimension:
             return (1, 0, 2, 3, 4, 5) if nhd else (1, 4, 0, 2, 3, 5)
         return (0, 1, 2, 3, 4) if nhd else (0, 1, 3, 2, 4)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Later releases ask for the bytes of a row: of int8 caches those that `views` reads. vLLM's own backend puts
+        each scale behind its codes, where rows of 128 elements begin at odd multiples of 4 bytes."""
+        if spec.kv_quant_mode.name != INT8.upper() or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=int8_row_bytes(spec.head_size))
 
     @classmethod
     def validate_configuration(cls, **asked: Any) -> list[str]:

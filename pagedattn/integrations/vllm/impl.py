@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 from ... import Attention, LayerCache
 from ...errors import InvalidInputError, UnsupportedError
-from .kernels import FP8, TYPES, serving_backend, stored_as
+from .kernels import FP8, INT8, TYPES, int8_scales_at, serving_backend, stored_as
 from .step import StepPlans
 
 
@@ -60,7 +60,7 @@ class PagedAttentionImpl(AttentionImpl[Any]):
             **stored_as(kv_cache_dtype),
         )
         self._writes = kv_sharing_target_layer_name is None
-        self._stored = FP8.get(kv_cache_dtype)
+        self._stored = torch.int8 if kv_cache_dtype == INT8 else FP8.get(kv_cache_dtype)
 
     def forward(
         self,
@@ -100,7 +100,7 @@ class PagedAttentionImpl(AttentionImpl[Any]):
             known = attn_metadata.caches[self] = kv_cache, views(kv_cache, self.head_size, self._stored)
         if not self._writes:  # keys come, but another layer has written them
             key = value = None
-        scales = () if self._stored is None else (layer._k_scale, layer._v_scale)
+        scales = (layer._k_scale, layer._v_scale) if attention.spec.format.takes_scales else ()
         attention.forward(query, key, value, known[1], metadata, output, *scales)
         return output
 
@@ -110,10 +110,15 @@ def views(kv_cache: torch.Tensor, head_size: int, stored: torch.dtype | None = N
 
     Args:
         kv_cache: [P, 2, S, Hkv, D] of vLLM 0.24, [P, Hkv, S, 2 * D] of later ones; bytes where `stored` is a
-            dtype of 8 bits.
+            dtype of 8 bits. Where that is int8, [P, Hkv, S, int8_row_bytes(D)], with scales behind the codes.
     """
     elements = kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
     if elements.dim() == 5:
         return LayerCache(elements[:, 0], elements[:, 1])
     rows = elements.transpose(1, 2)
-    return LayerCache(rows[..., :head_size], rows[..., head_size : 2 * head_size])
+    codes = rows[..., :head_size], rows[..., head_size : 2 * head_size]
+    if stored != torch.int8:
+        return LayerCache(*codes)
+    first = int8_scales_at(head_size)
+    scales = rows[..., first : first + 8].view(torch.float32)
+    return LayerCache(*codes, scales[..., :1], scales[..., 1:], "int8")

@@ -16,6 +16,9 @@ TYPES = {
 }
 # Names of vLLM for caches of eight bits, and how it keeps them: as bytes.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# And for one of int8 with a scale of each token and head, which releases offer that let a backend lay out rows.
+INT8 = "int8_per_token_head"
+_ALIGNED = 16  # bytes that a row begins at, so that kernels read it in vectors
 _SAME_DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _SERVING = ("TRITON", "TORCH")
 
@@ -37,8 +40,20 @@ def serving_backend() -> str:
 
 
 def stored_as(kv_cache_dtype: str) -> dict[str, Any]:
-    """Of a spec or layer whose cache vLLM calls so; scales of 8 bits come with each call."""
+    """Of a spec or layer whose cache vLLM calls so; scales of fp8 come with each call."""
+    if kv_cache_dtype == INT8:
+        return {"kv_cache_dtype": "int8"}
     return {"kv_cache_dtype": kv_cache_dtype, "kv_scale": "tensor"} if kv_cache_dtype in FP8 else {}
+
+
+def int8_scales_at(head_size: int) -> int:
+    """Where in the bytes of an int8 row [K | V] the float32 scales of K and of V are."""
+    return -(-2 * head_size // _ALIGNED) * _ALIGNED
+
+
+def int8_row_bytes(head_size: int) -> int:
+    """Of a token and head: codes of K and of V, then both scales."""
+    return int8_scales_at(head_size) + _ALIGNED
 
 
 def why_not(

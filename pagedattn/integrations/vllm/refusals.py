@@ -22,7 +22,7 @@ _REFUSALS = {
     "kv_cache_dtype not supported": _Refusal(
         "kv_cache_dtype",
         "kv_cache_dtype",
-        "auto, the model's dtype, fp8, fp8_e5m2",
+        "auto, the model's dtype, fp8, fp8_e5m2, and int8_per_token_head with vLLM 0.33",
         "pass --kv-cache-dtype auto or fp8",
     ),
     "dtype not supported": _Refusal("dtype", "dtype", "float16, bfloat16, float32", "pass --dtype auto"),
