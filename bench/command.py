@@ -12,6 +12,7 @@ import torch
 
 from pagedattn.errors import InvalidInputError
 from pagedattn.formats.per_layer import KVCacheDtype
+from pagedattn.formats.registry import FORMATS as CACHE_FORMATS
 from pagedattn.formats.registry import format_of
 
 from . import cache_ops
@@ -20,7 +21,7 @@ from .measure import measure, release
 from .random_shapes import random_cases
 from .ratios import BEHIND, Row
 from .report import Progress, ResultFile, header, line, summary_lines
-from .table import LATENT, NO_ATTENTION, RANDOM, SUITES, Case, case_of, cases, latent_cases
+from .table import FORMATS, LATENT, NO_ATTENTION, RANDOM, SUITES, Case, case_of, cases, latent_cases
 from .timing import ceilings
 
 _CASES = 20  # random ones, if no number is given
@@ -40,9 +41,9 @@ def run(
     """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
 
     Each case of attention or of the engine is measured over caches of each of the formats `kv_cache_dtypes`; without
-    any, of "auto", and those of the engine as the table has them. seed, count: of the suite
-    RANDOM, by default 0 and 20; what is behind a peer by 5 % there is measured three times, and the median counts.
-    heads: of the suite LATENT, which of its cases are measured, or a workload's heads; without any, all of them.
+    any, of "auto", of the suite FORMATS over all others, and those of the engine as the table has them. seed, count: of
+    the suite RANDOM, by default 0 and 20; what is behind a peer by 5 % there is measured three times, and the median
+    counts. heads: of the suite LATENT, which of its cases are measured, or a workload's heads; without any, all.
 
     Returns:
         0; 1 where kernels of this library computed something wrong, or nothing could be timed. A wrong result of
@@ -97,7 +98,7 @@ def run(
     if with_cache:
         for rows in cache_ops.measure(limits, progress.tell):
             told(rows)
-    for text in [*(f"{name} {value}" for name, value in limits.items()), *summary_lines(result.meta["summary"])]:
+    for text in [*(f"{name} {value}" for name, value in limits.items()), *summary_lines(result.meta)]:
         progress.say(text)
     if plot:
         from .plot import draw_all
@@ -124,6 +125,8 @@ def _plain_cases(
 
 def _formats(suite: str, given: Sequence[str]) -> list[str]:
     """What caches are measured, each once: of attention by the names of formats, of the engine as it takes them."""
+    if suite == FORMATS and not given:
+        return [name for name in CACHE_FORMATS if name != "auto"]
     read = [KVCacheDtype.of(text) for text in given]
     names = [str(one) if suite == "engine" else format_of(one.of_one_layer()).name for one in read]
     return list(dict.fromkeys(names))

@@ -65,6 +65,23 @@ def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def beside_auto(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """Per contender and format: the geometric mean of TRITON_AUTO's time over the row's in each suite, over how many
+    rows, how many of all are slower than that, and the worst row."""
+    out: dict[str, dict[str, Any]] = {}
+    kept = [row for row in rows if TRITON_AUTO in (row.get("ratios") or {})]
+    for name in dict.fromkeys(map(label, kept)):
+        mine = [(row["ratios"][TRITON_AUTO], row) for row in kept if label(row) == name]
+        facts: dict[str, Any] = {}
+        for suite in dict.fromkeys(row["suite"] for _, row in mine):
+            ratios = [ratio for ratio, row in mine if row["suite"] == suite]
+            facts[suite] = {"ratio": round(geometric_mean(ratios), 4), "rows": len(ratios)}
+        least, worst = min(mine, key=lambda one: one[0])
+        facts["slower"] = sum(ratio < 1 for ratio, _ in mine)
+        out[name] = {**facts, "worst": {"case": worst["case"], "ratio": least}}
+    return out
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pagedattn
 from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
-from .ratios import BEHIND, PHASES, TRITON_AUTO, Row, library, summarise
+from .ratios import BEHIND, PHASES, TRITON_AUTO, Row, beside_auto, library, summarise
 from .table import LATENT
 
 _COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "%s", "error", "plan us", "host us")
@@ -51,6 +51,7 @@ class ResultFile:
         """Keep rows, and write the file."""
         self.rows += rows
         self.meta["summary"] = summarise(self.rows)
+        self.meta |= {"beside_auto": compared} if (compared := beside_auto(self.rows)) else {}
         self._write()
 
     def add_plain(self, row: Row) -> None:
@@ -152,16 +153,26 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Geometric means and the worst row of each contender, best peer's time over its own."""
+def summary_lines(meta: Mapping[str, Any]) -> list[str]:
+    """Geometric means and the worst row of each contender: the best peer's time over its own, and of formats that of
+    TRITON over a cache in the model's dtype."""
     lines = []
-    for name, facts in summary.items():
-        means = [
-            f"{phase} {facts[phase]['ratio']:.3f} ({facts[phase]['rows']} rows)" for phase in PHASES if phase in facts
-        ]
-        worst = f"{facts['behind']} below {BEHIND}, worst {facts['worst']['ratio']:.3f} at {facts['worst']['case']}"
-        lines.append(f"{name} against the best peer: " + ", ".join([*means, worst]))
+    for name, facts in meta["summary"].items():
+        worst = f"{facts['behind']} below {BEHIND}, {_worst_of(facts)}"
+        lines.append(f"{name} against the best peer: " + ", ".join([*_means_of(facts, PHASES), worst]))
+    for name, facts in meta.get("beside_auto", {}).items():
+        suites = [suite for suite in facts if suite not in ("slower", "worst")]
+        worst = f"{facts['slower']} slower, {_worst_of(facts)}"
+        lines.append(f"{name} against {TRITON_AUTO}: " + ", ".join([*_means_of(facts, suites), worst]))
     return lines
+
+
+def _means_of(facts: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    return [f"{name} {facts[name]['ratio']:.3f} ({facts[name]['rows']} rows)" for name in names if name in facts]
+
+
+def _worst_of(facts: Mapping[str, Any]) -> str:
+    return f"worst {facts['worst']['ratio']:.3f} at {facts['worst']['case']}"
 
 
 class Progress:

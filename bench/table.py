@@ -163,10 +163,24 @@ def _mla() -> list[Case]:
     ]
 
 
+def _formats() -> list[Case]:
+    """What a cache's format can make slower: decodes, several tokens, a shared prefix, a few new tokens and a prompt,
+    with heads of 128, 64 and 256, and 9/3 of them."""
+    layers, texts = ((32, 8, 128), (32, 8, 64), (16, 8, 256), (9, 3, 64)), _FORMATS.items()
+    return [Case(suite, text, *layer) for layer in layers for suite, text in texts]
+
+
+_FORMATS = {
+    "decode": "64q1s4k",
+    "speculative": "64q4s4k",
+    "shared": "64q1s9k@8k",
+    "append": "1q100s32k",
+    "prefill": "2q4k",
+}
 _GPU = {
     **{"decode": _decode(), "prefill": _prefill(), "mixed": _mixed()},
     **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative(), "append": _append()},
-    **{"dims": _head_dims(), "mla": _mla()},
+    **{"dims": _head_dims(), "mla": _mla(), "formats": _formats()},
 }
 _SMALL = {
     "decode": ["4q1s256", "3q1s40..120"],
@@ -179,10 +193,18 @@ _SMALL = {
     "mla": ["3q1s40..120", "2q2s60"],
     "sweep": ["1q1s64", "1q1s128", "2q1s64", "2q1s128", "1q64", "1q128"],
 }
+_SMALL_FORMATS = {
+    "decode": "2q1s40",
+    "speculative": "2q4s40",
+    "shared": "2q1s40@32",
+    "append": "1q5s60",
+    "prefill": "1q20",
+}
 ATTENTION = ("decode", "prefill", "mixed")
 NO_ATTENTION = ("cache", "engine")
-RANDOM, LATENT = "random", "mla"
-SUITES = (*ATTENTION, "cache", "all", "sweep", "shared", "speculative", "append", "dims", LATENT, RANDOM, "engine")
+RANDOM, LATENT, FORMATS = "random", "mla", "formats"
+_OTHERS = ("sweep", "shared", "speculative", "append", "dims", FORMATS, LATENT, RANDOM, "engine")
+SUITES = (*ATTENTION, "cache", "all", *_OTHERS)
 
 
 def cases(suite: str, gpu: bool) -> list[Case]:
@@ -196,6 +218,9 @@ def cases(suite: str, gpu: bool) -> list[Case]:
         return []
     if gpu:
         return _GPU[suite]
+    if suite == FORMATS:
+        layers, texts = ((4, 2, 64), (2, 1, 256), (9, 3, 64)), _SMALL_FORMATS.items()
+        return [Case(one, text, *layer, dtype="float32") for layer in layers for one, text in texts]
     return [_small(suite, text) for text in _SMALL[suite]]
 
 

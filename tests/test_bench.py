@@ -15,9 +15,9 @@ import torch
 from pagedattn.bench import problem, report
 from pagedattn.bench.contenders import contenders
 from pagedattn.bench.measure import empty_row, measure
-from pagedattn.bench.ratios import add_ratios, geometric_mean, summarise
+from pagedattn.bench.ratios import add_ratios, beside_auto, geometric_mean, summarise
 from pagedattn.bench.report import ResultFile, header, line, summary_lines
-from pagedattn.bench.table import SUITES, Case, cases
+from pagedattn.bench.table import SUITES, Case, case_of, cases
 from pagedattn.errors import InvalidInputError
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +52,10 @@ def test_the_table_is_what_was_agreed() -> None:
             == bool(cases(suite, gpu=False))
             == (suite not in ("cache", "engine", "random"))
         )
+    formats = cases("formats", gpu=True)
+    assert {(case.heads, case.kv_heads, case.dim) for case in formats} >= {(32, 8, 64), (16, 8, 256), (9, 3, 64)}
+    assert {case.suite for case in formats} == {"decode", "speculative", "shared", "append", "prefill"}
+    assert all(case_of(case.text, gpu=True).suite == case.suite for case in formats)
     sweep = cases("sweep", gpu=True)
     assert [case.text for case in cases("shared", gpu=True)] == ["64q1s9k@8k", "256q1s2560@2k", "16q1s33k@32k"]
     assert len(sweep) > 30 and max(sum(case.work.seq_lens) for case in sweep) <= 1 << 20
@@ -85,11 +89,32 @@ def test_the_summary_is_geometric_and_names_the_worst() -> None:
         "behind": 1,
         "worst": {"case": "c", "ratio": 0.81},
     }
-    (text,) = summary_lines({"TRITON": facts})
+    (text,) = summary_lines({"summary": {"TRITON": facts}})
     expected = (
         "TRITON against the best peer: decode 1.100 (2 rows), prefill+mixed 0.900 (2 rows), 1 below 0.95, worst 0.81"
     )
     assert text == f"{expected}0 at c"
+
+
+def test_formats_are_summed_up_beside_the_16_bit_cache() -> None:
+    times = (("decode", "a", 4.0, 2.0), ("decode", "b", 9.0, 8.0), ("shared", "c", 3.0, 4.0))
+    rows = []
+    for suite, case, auto, us in times:
+        stored = [row(name, time, suite, case) for name, time in (("TRITON", us), ("TRITON auto", auto), ("FA3", None))]
+        rows += (stored := [one | {"kv_cache_dtype": "int8"} for one in stored])
+        add_ratios(stored, ["FA3"])
+    plain = row("TRITON", 1.0)
+    add_ratios([plain, row("FA3", 2.0)], ["FA3"])
+    (facts,) = (found := beside_auto([*rows, plain])).values()
+    assert [*found] == ["TRITON (int8)"] and facts == {
+        "decode": {"ratio": 1.5, "rows": 2},
+        "shared": {"ratio": 0.75, "rows": 1},
+        "slower": 1,
+        "worst": {"case": "c", "ratio": 0.75},
+    }
+    (text,) = summary_lines({"summary": {}, "beside_auto": found})
+    means = "decode 1.500 (2 rows), shared 0.750 (1 rows)"
+    assert text == f"TRITON (int8) against TRITON auto: {means}, 1 slower, worst 0.750 at c"
 
 
 def test_a_line_has_its_values_under_their_names() -> None:

@@ -11,13 +11,23 @@ import pytest
 import torch
 
 from pagedattn.bench import command as bench_command
-from pagedattn.bench import timing
+from pagedattn.bench import problem, timing
 from pagedattn.bench.measure import FIELDS, empty_row
 from pagedattn.bench.report import header
-from pagedattn.bench.table import SUITES, cases
+from pagedattn.bench.table import SUITES, Case, cases
 from pagedattn.cli import command
+from pagedattn.formats.registry import FORMATS
+from pagedattn.testing import interpreted
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
+
+
+def few_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers, and no ceilings."""
+    monkeypatch.setattr(timing, "_SECONDS", 0)
+    monkeypatch.setattr(timing, "_FEWEST", 1)
+    monkeypatch.setattr(problem, "_TOTAL_BYTES", 1)
+    monkeypatch.setattr(bench_command, "ceilings", dict)
 
 
 @CPU_ONLY
@@ -54,6 +64,41 @@ def test_formats_are_measured_after_each_other(tmp_path: Path, monkeypatch: pyte
     assert [row.get("kv_cache_dtype") for row in rows] == [None, "int8", "fp8_e4m3"]
     assert [row["case"] for row in rows] == [f"8/2/64 {name}1q20s3000" for name in ("", "int8 ", "fp8_e4m3 ")]
     assert all(row["refused"] is None and row["us"] > 0 and row["error"] < 1e-5 for row in rows)
+
+
+@CPU_ONLY
+def test_the_suite_of_formats_has_every_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_replays(monkeypatch)
+    file, every = tmp_path / "r.json", [name for name in FORMATS if name != "auto"]
+    table = [case for case in cases("formats", gpu=False) if case.kv_heads == 3]
+    assert len(table) == 5 and {case.dim for case in cases("formats", gpu=False)} == {64, 256}
+    monkeypatch.setattr(bench_command, "cases", lambda *_: table)
+    assert command.main(["bench", "formats", "--backends", "TORCH", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert all(row["refused"] is None and row["us"] > 0 for row in rows)
+    assert [(row["suite"], row["head_dim"], row["kv_cache_dtype"]) for row in rows] == [
+        (case.suite, case.dim, name) for case in table for name in every
+    ]
+
+
+@pytest.mark.skipif(not interpreted(), reason="compares with TRITON, which is interpreted here")
+@pytest.mark.parametrize("suite", ["append", "speculative", "shared"])
+def test_formats_are_compared_with_the_16_bit_cache_in_one_run(
+    suite: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_replays(monkeypatch)
+    text = next(case.text for case in cases("formats", gpu=False) if case.suite == suite)
+    monkeypatch.setattr(bench_command, "cases", lambda *_: [Case(suite, text, 9, 3, 64, dtype="float32")])
+    file, names = tmp_path / "r.json", ("int8", "k8v4")
+    formats = [text for name in names for text in ("--kv-cache-dtype", name)]
+    assert command.main(["bench", suite, "--backends", "TRITON", "--json", str(file), *formats]) == 0
+    content = json.loads(file.read_text(encoding="utf-8"))
+    ours = [row for row in content["rows"] if row["backend"] == "TRITON"]
+    assert [row["kv_cache_dtype"] for row in ours] == [*names] and len(content["rows"]) == 2 * len(names)
+    for row in ours:
+        (facts,) = (content["meta"]["beside_auto"][key] for key in (f"TRITON ({row['kv_cache_dtype']})",))
+        assert facts["worst"]["ratio"] == row["ratios"]["TRITON auto"] and facts[suite]["rows"] == 1
+    assert capsys.readouterr().out.count(f"against TRITON auto: {suite}") == len(names)
 
 
 @CPU_ONLY
