@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pagedattn import Mask
-from pagedattn.formats.registry import format_of
+from pagedattn.formats.registry import FORMATS, format_of
 from pagedattn.testing import attention_oracle
 from pagedattn.testing.stored import StoredRows
 
@@ -68,7 +68,8 @@ def errors(formats: Sequence[str], keys: int, dim: int) -> list[Row]:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=["int8", "k8v4", "fp8", "fp8_e5m2"])
+    every = [name for name in FORMATS if name != "auto"]
+    parser.add_argument("--formats", nargs="+", default=every, help="every one where not given")
     parser.add_argument("--keys", type=int, nargs="+", default=KEYS)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--json", type=Path, help="file for the result")
