@@ -214,3 +214,23 @@ def test_a_model_of_fused_ops_has_the_tokens_of_transformers(
                 tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert list(output.token_ids) == tokens[len(prompt) :]
     assert len(seen) > 20
+
+
+@pytest.mark.skipif(not interpreted(), reason="a GPU's engine takes the kernels in every test")
+@pytest.mark.parametrize("stored", ["int8", "key=int8,value=rotated_int4:skip=0"])
+def test_a_model_over_quantised_caches_has_the_tokens_of_the_torch_path(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save(hf_model("qwen3", torch.float32, num_hidden_layers=2), tmp_path))
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "backend": "TRITON", "num_kv_blocks": 20}
+    found, layers, kernel = [], [], fused.turn_and_write
+    for fuse in (False, True):
+        monkeypatch.setattr(fused_ops, "fuses", lambda x, fuse=fuse: fuse)
+        if fuse:
+            monkeypatch.setattr(fused, "turn_and_write", lambda *a: layers.append(a[5].format) or kernel(*a))
+            monkeypatch.setattr(fused_ops, "ops", None)  # no write of its own
+        llm = LLM(folder, max_model_len=32, max_num_batched_tokens=8, kv_cache_dtype=stored, **options)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        found.append([output.token_ids for output in llm.generate([[7, 300, 12], list(range(40, 50))], params)])
+    assert found[0] == found[1] and len(found[1][0]) == 4
+    assert {*layers} == ({"int8"} if stored == "int8" else {"auto", "k8v4"})
