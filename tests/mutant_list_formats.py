@@ -154,6 +154,10 @@ FAULTS = (
           "kv_cache_dtype=names[len(names) // 2]", "test_kv_cache_dtype.py take_the_value"),
     Fault("a layer that ignores which layers are skipped", "KVCacheDtype.of_one_layer", "if self.skip_layers:",
           "if False:", "test_kv_cache_dtype.py take_the_value"),
+    Fault("a query's own block among those before it", "masking:visible", "k_pos < q_pos // EARLIER * EARLIER",
+          "k_pos <= q_pos // EARLIER * EARLIER", "test_conformance.py triton earlier blocks"),
+    Fault("keys of the block before its own", "masking:visible", "q_pos // OWN == k_pos // OWN",
+          "q_pos // OWN <= k_pos // OWN + 1", "test_conformance.py triton own block"),
     Fault("a head of zeros divided by zero", "_scales", "if one else 1.0", "if one >= 0 else 1.0",
           "test_kv_scales_file.py serves_both_formats"),
 )  # fmt: skip

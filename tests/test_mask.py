@@ -14,12 +14,22 @@ from pagedattn.errors import InvalidInputError
 from pagedattn.spec.mask import ALL_FEATURES, KERNEL_FEATURES
 
 KEYS = 12
-MASKS = [Mask(causal, window) for causal, window in product((True, False), (None, 1, 2, 5, 12, 40))]
+MASKS = [
+    *(Mask(causal, window) for causal, window in product((True, False), (None, 1, 2, 5, 12, 40))),
+    *(Mask(causal, None, own_block=size) for causal, size in product((True, False), (1, 4, 12))),
+    *(Mask(causal, 5, own_block=4) for causal in (True, False)),
+    *(Mask(True, window, earlier_blocks=size) for window, size in product((None, 6), (1, 4, 12))),
+]
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:
-    """Written out: a query sees no later key where causal, and of a window's W keys itself and W - 1 on each side."""
+    """Written out: a query sees no later key where causal, of a window's W keys itself and W - 1 on each side, and of
+    blocks its own only, or those before it only."""
     if mask.causal and key > query:
+        return False
+    if mask.own_block is not None and key not in range(query - query % mask.own_block, KEYS)[: mask.own_block]:
+        return False
+    if mask.earlier_blocks is not None and key >= query - query % mask.earlier_blocks:
         return False
     return mask.sliding_window is None or abs(query - key) <= mask.sliding_window - 1
 
@@ -35,6 +45,8 @@ def test_visible_is_as_by_definition(mask: Mask) -> None:
 def test_what_may_be_released_is_what_no_later_query_sees(mask: Mask) -> None:
     for position in range(KEYS):
         seen = [key for query in range(position, KEYS) for key in range(KEYS) if sees(mask, query, key)]
+        if not seen:  # a block too long to have one before it
+            continue
         assert mask.first_key(position) == min(seen)
         for size in (1, 3, 4):
             assert mask.first_needed_block(position, size) == min(seen) // size
@@ -47,7 +59,7 @@ def test_no_more_keys_are_seen_than_it_says(mask: Mask) -> None:
             rows = range(length - queries, length)
             seen = {key for query in rows for key in range(length) if sees(mask, query, key)}
             assert len(seen) <= mask.max_visible_keys(queries, length) <= length
-    assert mask.sees_all_before == (mask.sliding_window is None)
+    assert mask.sees_all_before == (not any(mask.constants[1:]))
 
 
 def test_constants_say_all_that_kernels_know() -> None:
@@ -77,7 +89,13 @@ def test_an_op_is_causal_where_its_mask_leaves_that_open() -> None:
     assert torch.equal(run(), run(mask=Mask(True))) and not torch.equal(run(), run(mask=Mask(False)))
 
 
-@pytest.mark.parametrize("values", [{"sliding_window": 0}, {"sliding_window": -1}, {"causal": 2}, {"causal": "yes"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"sliding_window": 0}, {"sliding_window": -1}, {"causal": 2}, {"causal": "yes"}),
+        *({"own_block": 0}, {"earlier_blocks": -3}),
+    ],
+)
 def test_a_wrong_value_is_named(values: dict[str, object]) -> None:
     (name,) = values
     with pytest.raises(InvalidInputError, match=f"^{name} must be"):

@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .masking import first_key, sees_all_before
+from .masking import end_key, first_key, sees_first_keys, stops_early
+
+
+@triton.jit
+def end_of_keys(seq_len, max_keys, MASK: tl.constexpr):
+    """The end of the keys that any row of a sequence sees; those behind it are not read, whatever lies there."""
+    end = tl.minimum(seq_len, max_keys)
+    if stops_early(MASK):
+        end = end_key(seq_len - 1, end, MASK)
+    return end
 
 
 @triton.jit
@@ -18,7 +27,7 @@ def key_tiles(q_len, seq_len, max_keys, MASK: tl.constexpr, BLOCK_N: tl.constexp
     none without queries, else one of keys at least, so that rows without keys are written too."""
     low = tl.maximum(first_key(seq_len - q_len, MASK), 0)
     first = low // BLOCK_N
-    tiles = tl.maximum(tl.cdiv(tl.minimum(seq_len, max_keys), BLOCK_N) - first, 1)
+    tiles = tl.maximum(tl.cdiv(end_of_keys(seq_len, max_keys, MASK), BLOCK_N) - first, 1)
     return low, first, tl.where(q_len > 0, tiles + TILE_OVERHEAD, 0)
 
 
@@ -41,6 +50,6 @@ def tiles_of(
 def nearest_key(offs_n, low, end, MASK: tl.constexpr):
     """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
     near = tl.minimum(offs_n, end - 1)
-    if not sees_all_before(MASK):
+    if not sees_first_keys(MASK):
         near = tl.maximum(near, low)
     return near.to(tl.uint32)

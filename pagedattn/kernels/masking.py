@@ -1,6 +1,7 @@
 """Device code that attention kernels share: which keys a query sees. The host half is `pagedattn/spec/mask.py`.
 
-MASK is `Mask.constants`: whether causal, and the window (0 is none). Kernels pass it on and read nothing of it.
+MASK is `Mask.constants`: whether causal, the window, and where they are given the blocks of `own_block` and
+`earlier_blocks` (0 is none). Kernels pass it on and read nothing of it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,28 @@ import triton.language as tl
 
 
 @triton.constexpr_function
+def length_of(mask, at):
+    """The constant at a place of the mask, 0 behind its last one."""
+    return mask[at] if at < len(mask) else 0
+
+
+@triton.constexpr_function
 def is_causal(mask):
     """Whether no query sees a key behind it."""
     return mask[0] != 0
 
 
 @triton.constexpr_function
-def sees_all_before(mask):
-    """Whether a query sees every key before it: tiles of the first keys are then whole for all rows."""
-    return mask[1] == 0
+def sees_first_keys(mask):
+    """Whether a query sees every key before the end that `end_key` gives it: tiles of the first keys are then whole for
+    all rows."""
+    return mask[1] == 0 and all(length == 0 for length in mask[2:3])
+
+
+@triton.constexpr_function
+def stops_early(mask):
+    """Whether even the last query of a sequence does not see its last keys."""
+    return any(length > 0 for length in mask[3:4])
 
 
 @triton.jit
@@ -32,6 +46,12 @@ def visible(q_pos, k_pos, MASK: tl.constexpr):
         keep = keep & (distance > -MASK[1])
         if not MASK[0]:
             keep = keep & (distance < MASK[1])
+    OWN: tl.constexpr = length_of(MASK, 2)
+    EARLIER: tl.constexpr = length_of(MASK, 3)
+    if OWN > 0:
+        keep = keep & (q_pos // OWN == k_pos // OWN)
+    if EARLIER > 0:
+        keep = keep & (k_pos < q_pos // EARLIER * EARLIER)
     return keep
 
 
@@ -41,6 +61,9 @@ def first_key(position, MASK: tl.constexpr):
     low = position * 0
     if MASK[1] > 0:
         low = position - MASK[1] + 1
+    OWN: tl.constexpr = length_of(MASK, 2)
+    if OWN > 0:
+        low = tl.maximum(low, position // OWN * OWN)
     return low
 
 
@@ -52,4 +75,7 @@ def end_key(position, num_keys, MASK: tl.constexpr):
         end = tl.minimum(end, position + 1)
     elif MASK[1] > 0:
         end = tl.minimum(end, position + MASK[1])
+    EARLIER: tl.constexpr = length_of(MASK, 3)
+    if EARLIER > 0:
+        end = tl.minimum(end, position // EARLIER * EARLIER)
     return end

@@ -12,7 +12,7 @@ import torch
 from ..errors import InvalidInputError
 
 # What the kernels' own masking serves, and what the torch path does.
-KERNEL_FEATURES: tuple[str, ...] = ("sliding_window",)
+KERNEL_FEATURES: tuple[str, ...] = ("sliding_window", "own_block", "earlier_blocks")
 ALL_FEATURES = (*KERNEL_FEATURES, "mask_mod")
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -26,20 +26,27 @@ class Mask:
         sliding_window: W keys, the token's own included: i - W < j, and where not causal, j < i + W too.
         mask_mod: (b, h, q_idx, kv_idx) -> bool tensor of keys to keep, beside the others; compared by identity. No
             kernel of ours compiles it, and which keys it keeps only the torch path can tell.
+        own_block: only keys of the query's own block of so many tokens: j // S == i // S.
+        earlier_blocks: only keys of blocks of so many tokens before the query's own: j // S < i // S. These two are the
+            halves of attention over a cache whose open blocks lie in a group of their own (`docs/formats.md`).
 
     Raises:
-        InvalidInputError: a window below 1, or a causality that is no bool.
+        InvalidInputError: a window or a block below 1, or a causality that is no bool.
     """
 
     causal: bool | None = None
     sliding_window: int | None = None
     mask_mod: MaskMod | None = None
+    own_block: int | None = None
+    earlier_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.sliding_window, np.integer):
-            object.__setattr__(self, "sliding_window", int(self.sliding_window))
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise InvalidInputError("sliding_window", "at least 1", self.sliding_window)
+        for name in KERNEL_FEATURES:
+            length = getattr(self, name)
+            if isinstance(length, np.integer):
+                object.__setattr__(self, name, int(length))
+            if length is not None and length < 1:
+                raise InvalidInputError(name, "at least 1", length)
         if self.causal is not None and not isinstance(self.causal, bool | np.bool_):
             raise InvalidInputError("causal", "True, False or None", repr(self.causal))
 
@@ -49,8 +56,11 @@ class Mask:
 
     @property
     def constants(self) -> tuple[int, ...]:
-        """What kernels are compiled for, in the order in which `kernels/masking.py` reads them."""
-        return (int(bool(self.causal)), self.sliding_window or 0)
+        """What kernels are compiled for, in the order in which `kernels/masking.py` reads them: causality, the window,
+        then what else there is up to the last one that is given."""
+        lengths = [getattr(self, name) or 0 for name in KERNEL_FEATURES]
+        count = max([1, *(at + 1 for at, length in enumerate(lengths) if length)])
+        return (int(bool(self.causal)), *lengths[:count])
 
     @classmethod
     def of(cls, constants: Sequence[int]) -> Mask:
@@ -60,8 +70,8 @@ class Mask:
     @classmethod
     @lru_cache(maxsize=256)
     def _of(cls, constants: tuple[int, ...]) -> Mask:
-        causal, window = constants
-        return cls(bool(causal), window or None)
+        causal, *lengths = constants
+        return cls(bool(causal)).replace(**{name: n or None for name, n in zip(KERNEL_FEATURES, lengths, strict=False)})
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -87,11 +97,16 @@ class Mask:
             keep = keep & (distance > -self.sliding_window)
             if not self.causal:
                 keep = keep & (distance < self.sliding_window)
+        if self.own_block is not None:
+            keep = keep & (key // self.own_block == query // self.own_block)
+        if self.earlier_blocks is not None:
+            keep = keep & (key // self.earlier_blocks < query // self.earlier_blocks)
         return keep
 
     def first_key(self, position: int) -> int:
         """The first key that a query at this position, or at a later one, sees."""
-        return 0 if self.sliding_window is None else max(position - self.sliding_window + 1, 0)
+        low = 0 if self.sliding_window is None else max(position - self.sliding_window + 1, 0)
+        return low if self.own_block is None else max(low, position // self.own_block * self.own_block)
 
     def first_needed_block(self, position: int, block_size: int) -> int:
         """The first block that a query at this position, or at a later one, reads; those before may be released."""
@@ -99,4 +114,5 @@ class Mask:
 
     def max_visible_keys(self, max_query_len: int, max_seq_len: int) -> int:
         """The most keys that a sequence's new tokens see together."""
-        return max_seq_len if self.sliding_window is None else min(max_seq_len, self.sliding_window + max_query_len)
+        lengths = [one for one in (self.sliding_window, self.own_block) if one is not None]
+        return min(max_seq_len, min(lengths) + max_query_len) if lengths else max_seq_len

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..spec import AttentionType
+from ..spec import AttentionType, Mask
 from .case import Case
 
 ENCODER = AttentionType.ENCODER_ONLY
@@ -82,6 +82,18 @@ _FEATURES = (
     _decode(causal=False, sliding_window=9),
     *(_chunks(causal=False, sliding_window=w) for w in (1, 16, 40)),
     Case(causal=False, alibi=True),
+    Case(mask=Mask(True, own_block=8), alibi=True, note="own block"),
+    _decode(mask=Mask(True, own_block=16), sinks=0.5, note="own block, decodes"),
+    _chunks(mask=Mask(True, 5, own_block=32), note="own block, chunks"),
+    Case(mask=Mask(True, earlier_blocks=8), note="earlier blocks"),
+    _decode(mask=Mask(True, earlier_blocks=16), note="earlier blocks, decodes"),
+    _chunks(mask=Mask(True, 40, earlier_blocks=32), sinks=0.5, note="earlier blocks, chunks"),
+    Case(
+        query_lens=(3, 3, 3),
+        seq_lens=(40, 3, 129),
+        mask=Mask(True, earlier_blocks=4),
+        note="earlier blocks, several tokens",
+    ),
 )
 
 _SHARED: dict[str, Any] = {"query_lens": (1, 1, 1), "seq_lens": (33, 70, 57), "shared_prefix": 32}

@@ -14,17 +14,11 @@ FORMAT = [
 ]
 # A query sees the keys of its own chunk (Llama 4's chunked attention).
 MASK = [
-    ("spec/mask.py", '= ("sliding_window",)', '= ("sliding_window", "chunk")'),
+    ("spec/mask.py", '"own_block", "earlier_blocks")', '"own_block", "earlier_blocks", "chunk")'),
     (
         "spec/mask.py",
-        "    mask_mod: MaskMod | None = None\n\n    def __post",
-        "    mask_mod: MaskMod | None = None\n    chunk: int | None = None\n\n    def __post",
-    ),
-    ("spec/mask.py", "self.sliding_window or 0)", "self.sliding_window or 0, self.chunk or 0)"),
-    (
-        "spec/mask.py",
-        "causal, window = constants\n        return cls(bool(causal), window or None)",
-        "causal, window, chunk = constants\n        return cls(bool(causal), window or None, None, chunk or None)",
+        "    earlier_blocks: int | None = None\n\n    def __post",
+        "    earlier_blocks: int | None = None\n    chunk: int | None = None\n\n    def __post",
     ),
     (
         "spec/mask.py",
@@ -34,19 +28,21 @@ MASK = [
     ),
     (
         "spec/mask.py",
-        "        return 0 if self.sliding_window is None else max(position - self.sliding_window + 1, 0)\n",
-        "        of_chunk = 0 if self.chunk is None else position // self.chunk * self.chunk\n"
-        "        return max(of_chunk, 0 if self.sliding_window is None else position - self.sliding_window + 1)\n",
+        "        return low if self.own_block is None else",
+        "        low = low if self.chunk is None else max(low, position // self.chunk * self.chunk)\n"
+        "        return low if self.own_block is None else",
     ),
-    ("kernels/masking.py", "return mask[1] == 0", "return mask[1] == 0 and mask[2] == 0"),
+    ("kernels/masking.py", "mask[2:3])", "(*mask[2:3], *mask[4:5]))"),
     (
         "kernels/masking.py",
         "    return keep\n",
-        "    if MASK[2] > 0:\n        keep = keep & (q_pos // MASK[2] == k_pos // MASK[2])\n    return keep\n",
+        "    CHUNK: tl.constexpr = length_of(MASK, 4)\n    if CHUNK > 0:\n"
+        "        keep = keep & (q_pos // CHUNK == k_pos // CHUNK)\n    return keep\n",
     ),
     (
         "kernels/masking.py",
         "    return low\n",
-        "    if MASK[2] > 0:\n        low = tl.maximum(low, position // MASK[2] * MASK[2])\n    return low\n",
+        "    CHUNK: tl.constexpr = length_of(MASK, 4)\n    if CHUNK > 0:\n"
+        "        low = tl.maximum(low, position // CHUNK * CHUNK)\n    return low\n",
     ),
 ]

@@ -23,9 +23,9 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..even_split import key_tiles, nearest_key, tiles_of
+from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
 from ..inputs import VARYING, AttentionInputs
-from ..masking import is_causal, sees_all_before, visible
+from ..masking import is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..rotated_queries import rotated_queries
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
@@ -254,8 +254,8 @@ def _decode_kernel(
                     known_v = mask_m[:, None] & (dim_v < DV)[None, :]
                     acc = tl.load(initial_state + known[:, None] * DV + dim_v[None, :], mask=known_v, other=0.0)
             from_key = (first_tile + at - origin) * BLOCK_N
-            to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, tl.minimum(seq_len, max_keys))
-            if not sees_all_before(MASK):  # a sequence longer than its table may have its window outside
+            to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, end_of_keys(seq_len, max_keys, MASK))
+            if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
                 to_key = tl.where(low < to_key, to_key, 0)
             acc, m_i, l_i = _attend(
                 q, q_rest, acc, m_i, l_i, key + kv_head.to(tl.int64) * sk_h, value + kv_head.to(tl.int64) * sv_h,

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from ...runtime.target import Target
 from ...runtime.workspace import COUNTERS
+from ...spec import Mask
 from ..inputs import AttentionInputs
 from ..shape import AttentionShape, BatchBounds
 
 KEYS_PER_WARP = 16
 _DIMS = (64, 128, 256)
+_MASKS = ("sliding_window",)
 _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"))
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
@@ -62,6 +64,8 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
         return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"
     if not shape.paged or shape.block_size is None or shape.block_size % KEYS_PER_WARP:
         return f"blocks of {shape.block_size} tokens, served: multiples of {KEYS_PER_WARP}"
+    if unserved := Mask.of(shape.mask).unserved(_MASKS):
+        return f"masks with {', '.join(unserved)}"
     most = min(_MOST_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
     rows = max_query_len * shape.group
     if rows > most:

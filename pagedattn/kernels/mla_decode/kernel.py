@@ -21,9 +21,9 @@ import triton.language as tl
 from ...formats.mla_rows.device import inside, load_part
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..even_split import key_tiles, nearest_key, tiles_of
+from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
 from ..inputs import VARYING, AttentionInputs
-from ..masking import is_causal, sees_all_before, visible
+from ..masking import is_causal, sees_first_keys, visible
 from ..softmax import LN2, LOG2E, log_base, scaled_logits
 from .plan import MLADecodeConfig
 
@@ -153,8 +153,8 @@ def _mla_decode_kernel(
             l_i = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
             from_key = (first_tile + at - origin) * BLOCK_N
-            to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, tl.minimum(seq_len, max_keys))
-            if not sees_all_before(MASK):  # a sequence longer than its table may have its window outside
+            to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, end_of_keys(seq_len, max_keys, MASK))
+            if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
                 to_key = tl.where(low < to_key, to_key, 0)
             acc, m_i, l_i = _attend_latent(
                 q_latent, q_rope, acc, m_i, l_i, key, table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low,

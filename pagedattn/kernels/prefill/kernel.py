@@ -14,7 +14,7 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
-from ..masking import end_key, first_key, is_causal, sees_all_before, visible
+from ..masking import end_key, first_key, is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..rotated_queries import rotated_queries
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
@@ -165,7 +165,7 @@ def _paged_attention_kernel(
     # Tiles before `middle` are seen whole by every row and need no mask. ONE_LOOP masks all: which tiles are whole
     # depends on the chunk a row comes in, and its bits must not.
     middle = begin
-    if sees_all_before(MASK) and not ONE_LOOP:
+    if sees_first_keys(MASK) and not ONE_LOOP:
         whole = end_key(first_pos, high, MASK)
         middle = tl.maximum(begin, begin + (whole - begin) // BLOCK_N * BLOCK_N)
         acc, m_i, l_i = _attend(

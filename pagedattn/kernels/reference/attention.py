@@ -43,7 +43,8 @@ def attend(inputs: AttentionInputs, mask_mod: MaskMod | None = None) -> None:
         k, v, seen = _keys(inputs, lens, piece)
         position = (lens - starts[1:] + starts[:-1])[piece, None] + rows  # [b, R]
         index = torch.arange(seen.shape[1], device=seen.device)
-        visible = seen[:, None] & mask.visible(position[..., None], index)  # [b, R, L]
+        own = position < lens[piece, None]  # rows behind a sequence's last one see nothing, which may not be there yet
+        visible = seen[:, None] & own[..., None] & mask.visible(position[..., None], index)  # [b, R, L]
         v = torch.where(visible.any(1)[..., None, None], v, 0)  # 0 * NaN would reach the output
         o, z = _softmax_attention(inputs, query[q_index], k, v, visible, position, first, mask_mod)
         mine = (seq >= first) & (seq < last) & (row >= low) & (row < high)
