@@ -112,7 +112,7 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
-        stored = KVCacheDtype.of(self.kv_cache_dtype)
+        stored = KVCacheDtype.of(self.kv_cache_dtype).require_rows("the engine")
         object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
             if not isinstance(self.kv_scales, str | os.PathLike):

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from uniform_registers import unwritten_reads
 
 from pagedattn.formats.registry import FORMATS
+from pagedattn.kernels.cache_write import block_kernel as seal_blocks
 from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
@@ -39,7 +40,9 @@ ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PLANES = ("k_scale_cache", "v_scale_cache")
 # How Triton calls the codes of a format.
 CODES = {"auto": (), "fp8_e4m3": ("*fp8e4nv",) * 2, "int8": ("*i8",) * 2, "k8v4": ("*i8", "*u8")}
-CODES |= dict.fromkeys(("turboquant4", "turboquant_k3v4", "turboquant2"), ("*u8",) * 2)
+CODES |= dict.fromkeys(("int4", "turboquant4", "turboquant_k3v4", "turboquant2"), ("*u8",) * 2)
+# Of attention over full blocks alone.
+BEFORE = {"int4": (0, 32)}
 _SCALES = {torch.float32: "*fp32", torch.float16: "*fp16"}
 PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
@@ -50,8 +53,8 @@ def attention_case(
     arch: int, kind: str, dim: int, group: int, window: int, softcap: bool, stored: str = "auto", dim_v: int = 0
 ) -> None:
     shape = {"group": group, "head_dim": dim, "head_dim_v": dim_v or dim, "itemsize": 2}
-    packed = CODES[stored][:1] == ("*u8",)
-    config = attention_config(**shape, target=TARGETS[arch], packed_keys=packed)
+    format_of_keys = {"packed_keys": CODES[stored][:1] == ("*u8",), "tile_keys": FORMATS[stored].key.tile_keys}
+    config = attention_config(**shape, target=TARGETS[arch], **format_of_keys)
     codes = _codes(stored, kind)
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **plane_types(stored), "lse_out": "*fp32"}
     constants = {
@@ -62,7 +65,7 @@ def attention_case(
         "G": config.heads,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "MASK": (1, window),
+        "MASK": (1, window, *BEFORE.get(stored, ())),
         "SOFTCAP": softcap,
         "ONE_LOOP": False,
         "PRECISION": "tf32",
@@ -90,7 +93,8 @@ def decode_case(
         "stored_itemsize": 1 if CODES[stored] else 2,
     }
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
-    config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state)
+    tile_keys = FORMATS[stored].key.tile_keys
+    config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state, tile_keys=tile_keys)
     tuning = config.tuning
     types = {**TYPES, **plane_types(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
     types |= _codes(stored, kind)
@@ -113,7 +117,7 @@ def decode_case(
         "CHUNK": 1 if num_seqs == 1 else 256,
         "MANY_SEQS": num_seqs > 256,
         "ONE_TOKEN": tokens == 1,
-        "MASK": (1, 0),
+        "MASK": (1, 0, *BEFORE.get(stored, ())),
         "SOFTCAP": False,
         "SAME_STRIDES": True,
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
@@ -236,6 +240,7 @@ def main() -> None:
     attention_case(90, "bf16", 64, 2, 0, False, "int8", dim_v=16)
     attention_case(80, "fp16", 64, 8, 128, True)
     attention_case(90, "bf16", 128, 4, 0, False, "int8")
+    attention_case(90, "bf16", 128, 4, 0, False, "int4")
     attention_case(90, "bf16", 128, 4, 0, False, "turboquant4")
     decode_case(90, "bf16", 128, 4, 1, 1)
     decode_case(90, "bf16", 128, 4, 1, 1024)
@@ -244,6 +249,7 @@ def main() -> None:
     decode_case(90, "bf16", 128, 4, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "int8")
     decode_case(90, "bf16", 128, 4, 1, 64, "k8v4")
+    decode_case(90, "bf16", 128, 4, 1, 64, "int4")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant2")
     decode_case(80, "fp16", 64, 8, 4, 8)
@@ -282,6 +288,10 @@ def main() -> None:
         report(
             f"reshape_and_cache-sm{arch}-{name}", kernel, types, {**given, **format_of_kernels(name)}, arch, num_warps=4
         )
+    given = {"S": 32, "D": 128, "DV": 128, **format_of_kernels("int4")}
+    tables = {"recent_table": "*i32", **{name: TYPES[name] for name in ("table", "query_start_loc", "seq_lens")}}
+    types = {**tables, **rows, **dict.fromkeys(("key_cache", "value_cache"), "*u8"), **plane_types("int4")}
+    report("seal_blocks-sm80-int4", seal_blocks._seal_blocks_kernel, types, given, 80, num_warps=4)
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

@@ -57,7 +57,7 @@ FAULTS = (
     Fault("small logits under a cap without the series", "softmax:tanh",
           "y = tl.where(x2 < 0.04, tl.abs(x) * series, y)", "pass", "test_softcap.py decode options1-1.0"),
     Fault("caches of shared values of the others' layout", "LayerCache.layout",
-          "setdefault((*about, shared, self.format), object())", "setdefault((*about, self.format), object())",
+          "(*about, shared, self.format, recent)", "(*about, self.format, recent)",
           "test_kv_cache.py values_are_its_keys"),
     Fault("lengths less aligned than starts", "_ALIGN", "_ALIGN = 4", "_ALIGN = 1", "test_metadata.py as_aligned"),
     Fault("the original of a fork writes into shared blocks", "Rows.fork", "self._shared = forked._shared = True",

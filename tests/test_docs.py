@@ -6,6 +6,7 @@ import re
 import socket
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,13 +153,15 @@ def test_what_fits_is_what_the_cache_takes() -> None:
     rows = re.findall(r"^\| (`.+`) \| ([\d.]+) \| ([\d,]+) \| (\d+) \| (\d\.\d\d) \|$", text, re.MULTILINE)
     names = [re.findall(r"`(.+?)`", row[0]) for row in rows]
     assert {name for formats in names for name in formats} >= {name for name in NAMES if name != "fp8_e4m3"}
-    room, size = 40 << 30, 16
-    plain = PagedKVCache(32, 1, size, 8, 128, dtype=torch.bfloat16, device="meta").nbytes
+    room = 40 << 30
+    shape: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "meta"}
+    plain = PagedKVCache(32, 1, 16, **shape).nbytes / 16
     for (_, *told), formats in zip(rows, names, strict=True):
         for name in formats:
-            cache = PagedKVCache(32, 1, size, 8, 128, dtype=torch.bfloat16, device="meta", kv_cache_dtype=name)
-            tokens = (room // cache.nbytes - 1) * size
-            numbers = f"{cache.nbytes / size / 1024:.3g} {tokens:,} {tokens // 4096} {plain / cache.nbytes:.2f}"
+            size, recent = (32, 1) if name == "int4" else (16, None)
+            taken = PagedKVCache(32, 1, size, **shape, kv_cache_dtype=name, recent_blocks=recent).slabs.numel()
+            tokens = (room // taken - 1) * size
+            numbers = f"{taken / size / 1024:.3g} {tokens:,} {tokens // 4096} {plain * size / taken:.2f}"
             assert told == numbers.split(), name
 
 

@@ -66,6 +66,11 @@ def without_a_plane() -> None:
     call({"kv_cache_dtype": "int8"}, kv_cache=replace(layer, key_scale=None))
 
 
+def without_recent_table() -> None:
+    common = CommonAttentionMetadata.from_lengths([3], [3], torch.tensor([[1]], dtype=torch.int32), block_size=32)
+    call({"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "int4", "block_size": 32, "recent_blocks": 2}, metadata=common)
+
+
 def other_plan() -> None:
     other = Attention(4, 64, 2, backend="TORCH")
     table = torch.tensor([[1, 2]], dtype=torch.int32)
@@ -221,6 +226,10 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "k_scale, v_scale, kv_scale must be": lambda here: call({"kv_cache_dtype": "int8", "k_scale": 1.0}),
     "k_scale must be a tensor": lambda here: call({**FP8, "k_scale": math.nan}),
     "k_scale and v_scale must be": lambda here: call({**FP8, "kv_scale": "head"}, FP8),
+    "block_size must be": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int4"),
+    "recent_blocks must be": lambda here: PagedKVCache(1, 4, 32, kv_cache_dtype="int4"),
+    "recent_table must be": lambda here: without_recent_table(),
+    "kv_cache_dtype='int4' is not served": lambda here: LLM(MODEL, kv_cache_dtype="int4"),
     "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
     "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
     "metadata must be planned": lambda here: other_plan(),

@@ -217,7 +217,7 @@ def test_a_number_below_one_is_refused(name: str, value: int) -> None:
 
 def test_an_unknown_kv_cache_dtype_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="kv_cache_dtype"):
-        PagedKVCache(num_layers=1, num_blocks=4, kv_cache_dtype="int4")
+        PagedKVCache(num_layers=1, num_blocks=4, kv_cache_dtype="int3")
 
 
 def test_a_cache_that_does_not_fit_is_a_capacity_error() -> None:

@@ -175,7 +175,7 @@ def test_each_type_has_its_own_default(kind: AttentionType, causal: bool, cached
         ({"block_size": 0}, "block_size"),
         ({"softcap": -1.0}, "softcap"),
         ({"softcap": float("nan")}, "softcap"),
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
         ({"kv_scale": "block"}, "kv_scale"),
         ({"cache_layout": "DHN"}, "cache_layout"),
         ({"attn_type": "bogus"}, "attn_type"),

@@ -98,6 +98,8 @@ def clone_for_capture(common: CommonAttentionMetadata) -> CommonAttentionMetadat
     """`common` with device tensors of its own for a graph to record, and without what would not stay true of a replay:
     lengths on the host, what is shared, and how many sequences decode, unless all do."""
     tensors = {name: getattr(common, name).clone() for name in _STATIC}
+    if common.recent_table is not None:
+        tensors["recent_table"] = common.recent_table.clone()
     decodes = common.num_decodes if common.num_decodes == common.num_seqs else 0
     unknown = {"query_start_loc_cpu": None, "seq_lens_cpu": None, "shared_prefix_len": 0}
     return common.replace(**tensors, **unknown, num_decodes=decodes)
@@ -155,6 +157,10 @@ def copy_into_captured(captured: CommonAttentionMetadata, common: CommonAttentio
     captured.seq_lens[count:].zero_()
     captured.block_table[:count, :width].copy_(common.block_table[:count, :width], non_blocking=True)
     captured.block_table[count:].zero_()
+    if captured.recent_table is not None and common.recent_table is not None:
+        width = min(common.recent_table.shape[1], captured.recent_table.shape[1])
+        captured.recent_table[:count, :width].copy_(common.recent_table[:count, :width], non_blocking=True)
+        captured.recent_table[count:].zero_()
     captured.slot_mapping[:slots].copy_(common.slot_mapping, non_blocking=True)
     captured.slot_mapping[slots:].fill_(-1)
 
@@ -186,6 +192,11 @@ class AttentionImpl(ABC):
         target = None if value is None else kv_cache.value
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, **scales, **kv_cache.stored)
+
+    def seal(self, kv_cache: LayerCache, metadata: AttentionMetadata) -> None:
+        """Encode the blocks that the step's rows filled, once these are written. Not for backends: nothing, but where a
+        format encodes whole blocks."""
+        return None
 
 
 class AttentionBackend(ABC):

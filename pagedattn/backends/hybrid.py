@@ -21,6 +21,7 @@ from .base import (
     clone_for_capture,
     copy_into_captured,
 )
+from .recent import RecentBuilder, RecentImpl
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ def slice_sequences(common: CommonAttentionMetadata, first: int, last: int) -> C
         query_start_loc=starts - first if first else starts,
         seq_lens=common.seq_lens[first:last],
         block_table=common.block_table[first:last],
+        recent_table=None if common.recent_table is None else common.recent_table[first:last],
         slot_mapping=common.slot_mapping[first : first + tokens],
         query_start_loc_cpu=starts_cpu,
         seq_lens_cpu=None if common.seq_lens_cpu is None else common.seq_lens_cpu[first:last],
@@ -154,6 +156,8 @@ class CompositeImpl(AttentionImpl):
 
 def make_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec) -> AttentionImpl:
     """The implementation for a selection of one backend or of two (one, where no cache is there to decode from)."""
+    if spec.has_recent:
+        return RecentImpl(lambda part: make_impl(prefill, decode, part), spec)
     return prefill.impl(spec) if _is_single(prefill, decode, spec) else CompositeImpl(prefill, decode, spec)
 
 
@@ -161,6 +165,8 @@ def make_builder(
     prefill: type[AttentionBackend], decode: type[AttentionBackend], spec: AttentionSpec, device: torch.device
 ) -> AttentionMetadataBuilder:
     """The metadata builder for a selection of one backend or of two."""
+    if spec.has_recent:
+        return RecentBuilder(lambda part: make_builder(prefill, decode, part, device), spec, device)
     if _is_single(prefill, decode, spec):
         return prefill.builder(spec, device)
     return CompositeBuilder(prefill, decode, spec, device)

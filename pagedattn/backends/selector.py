@@ -163,7 +163,7 @@ def _pick(
             reasons = "\n".join(f"  {reason}" for reason in rejections[asked])
             raise NoBackendError(f"backend {asked}, asked for by {request.source}, cannot serve this:\n{reasons}")
         return get_backend(asked)
-    usual = spec.replace(block_size=_USUAL_BLOCK_SIZE)
+    usual = spec if spec.block_size else spec.replace(block_size=_USUAL_BLOCK_SIZE)
     for name in _order(phase, spec):
         reasons = rejections[name] or (() if spec.block_size or not spec.uses_cache else _reasons(name, usual))
         if not reasons:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from .. import ops
-from ..errors import CapacityError, InvalidInputError
+from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache, Plane
 from ..formats.per_layer import KVCacheDtype
 from ..spec import CACHE_LAYOUTS
@@ -25,7 +25,13 @@ class PagedKVCache:
     Layers of one kind have a slab each, or one slab where their formats differ; layers of several kinds are cut into
     groups that overlay the same slabs, so that a block id belongs to one group at a time (see `group_layers`). A block
     of one layer is contiguous: its keys, then its values, then its scales. Block 0 is a block like any other here.
+
+    A format that encodes whole blocks has a second cache, `recent`, for blocks that are not full: of the layers that
+    have this format, in the model's dtype, with `recent_blocks` blocks of the same size, which a `BlockPool` of their
+    own hands out. `layer(i).recent` is its part of a layer. What moves blocks is called for each cache with its ids.
     """
+
+    recent: PagedKVCache | None
 
     def __init__(
         self,
@@ -40,12 +46,14 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         layout: str = "NHD",
         kv_cache_dtype: str | KVCacheDtype = "auto",
+        recent_blocks: int | None = None,
     ) -> None:
         """A cache of `num_layers` equal layers, but for those that `kv_cache_dtype` keeps in `dtype`, as
-        "int8:skip=0,-1" says.
+        "int8:skip=0,-1" says. recent_blocks: given exactly where the format encodes whole blocks.
 
         Raises:
-            InvalidInputError: a number below 1, an unknown layout or format, or a layer to skip that there is not.
+            InvalidInputError: a number below 1, an unknown layout or format, a block size that the format has not, or a
+                layer to skip that there is not.
             CapacityError: the device has not enough memory.
         """
         spec = FullAttentionSpec(
@@ -56,7 +64,8 @@ class PagedKVCache:
             block_size=block_size,
         )
         names = KVCacheDtype.of(kv_cache_dtype).of_layers(num_layers)
-        self._allocate([replace(spec, kv_cache_dtype=name) for name in names], num_blocks, device, layout)
+        specs = [replace(spec, kv_cache_dtype=name) for name in names]
+        self._allocate(specs, num_blocks, device, layout, recent_blocks)
 
     @classmethod
     def from_specs(
@@ -66,14 +75,20 @@ class PagedKVCache:
         *,
         device: torch.device | str | None = None,
         layout: str = "NHD",
+        recent_blocks: int | None = None,
     ) -> PagedKVCache:
         """A cache with one spec per layer; kinds overlay one pool of `num_blocks` blocks."""
         cache = cls.__new__(cls)
-        cache._allocate(specs, num_blocks, device, layout)
+        cache._allocate(specs, num_blocks, device, layout, recent_blocks)
         return cache
 
     def _allocate(
-        self, specs: Sequence[KVCacheSpec], num_blocks: int, device: torch.device | str | None, layout: str
+        self,
+        specs: Sequence[KVCacheSpec],
+        num_blocks: int,
+        device: torch.device | str | None,
+        layout: str,
+        recent_blocks: int | None,
     ) -> None:
         if num_blocks < 1 or not specs:
             name, got = ("num_blocks", num_blocks) if num_blocks < 1 else ("num_layers", len(specs))
@@ -81,6 +96,7 @@ class PagedKVCache:
         if layout not in CACHE_LAYOUTS:
             raise InvalidInputError("layout", f"one of {', '.join(CACHE_LAYOUTS)}", repr(layout))
         self.groups: tuple[KVCacheGroup, ...] = group_layers(specs)
+        recent = _recent_specs(specs, recent_blocks, len(self.groups))
         self.layout = layout
         self.num_blocks = num_blocks
         self.bytes_per_block = self.groups[0].bytes_per_block
@@ -93,10 +109,13 @@ class PagedKVCache:
                 raise
             need = shape[0] * shape[1] * shape[2]
             raise CapacityError(f"a cache of {need} bytes does not fit on {device}; lower num_blocks") from error
+        self.recent = None
+        if recent and recent_blocks is not None:
+            self.recent = PagedKVCache.from_specs(recent, recent_blocks, device=device, layout=layout)
         self._view_layers()
 
     def over(self, memory: torch.Tensor) -> PagedKVCache:
-        """A cache of the same layers over memory of the caller's, such as pinned memory of the host.
+        """A cache of the same layers over memory of the caller's, such as pinned memory of the host; without `recent`.
 
         Args:
             memory: uint8 [n, P', bytes per block] as `slabs` of this cache, of any number of blocks and device.
@@ -112,7 +131,7 @@ class PagedKVCache:
             raise InvalidInputError("memory", "contiguous", f"strides {memory.stride()}")
         cache = PagedKVCache.__new__(PagedKVCache)
         cache.groups, cache.layout, cache.bytes_per_block = self.groups, self.layout, size
-        cache.num_blocks, cache.slabs = memory.shape[1], memory
+        cache.num_blocks, cache.slabs, cache.recent = memory.shape[1], memory, None
         cache._view_layers()
         return cache
 
@@ -122,6 +141,15 @@ class PagedKVCache:
             for group in self.groups
             for layer, spec, (slab, start) in zip(group.layers, group.specs, group.places, strict=True)
         }
+        if self.recent is not None:
+            kept = (
+                layer
+                for group in self.groups
+                for layer, spec in zip(group.layers, group.specs, strict=True)
+                if spec.format.whole_blocks
+            )
+            for index, layer in enumerate(sorted(kept)):
+                self._layers[layer] = replace(self._layers[layer], recent=self.recent.layer(index))
         # Equal texts are equal bytes for equal tokens.
         self._stored = {
             layer: f"{_stored_as(spec)}, {self.layout}, at byte {start} of slab {slab}"
@@ -137,8 +165,8 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.slabs.numel()
+        """Bytes allocated, those of `recent` included."""
+        return self.slabs.numel() + (0 if self.recent is None else self.recent.nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -210,6 +238,24 @@ class PagedKVCache:
                     plane[index] = sealed
 
 
+def _recent_specs(specs: Sequence[KVCacheSpec], recent_blocks: int | None, num_groups: int) -> list[KVCacheSpec]:
+    """Of the second cache, for the layers that have a place in it."""
+    recent = [spec.recent for spec in specs if spec.format.whole_blocks]
+    names = ", ".join(sorted({spec.kv_cache_dtype for spec in specs if bool(recent) == spec.format.whole_blocks}))
+    if recent and recent_blocks is None:
+        remedy = "one for each sequence, and one for each block_size of a step's new tokens, are enough"
+        raise InvalidInputError("recent_blocks", f"given for kv_cache_dtype={names!r}", "None", remedy)
+    if not recent and recent_blocks is not None:
+        expected = f"None for kv_cache_dtype={names!r}, which stores each token when it comes"
+        raise InvalidInputError("recent_blocks", expected, recent_blocks)
+    if recent and num_groups > 1:
+        raise UnsupportedError(
+            f"kv_cache_dtype={names!r} has one KV group, these layers are of {num_groups}; choose a format that stores "
+            "each token when it comes, as int8, or a cache for each kind of layer"
+        )
+    return recent
+
+
 def _int64(values: Sequence[object] | torch.Tensor) -> torch.Tensor:
     """A tensor stays where it is; other numbers go to the host, whatever the default device is."""
     return values.long() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -230,7 +276,8 @@ def _views(slab: torch.Tensor, start: int, spec: KVCacheSpec, layout: str) -> La
     views = {name: _view(typed[plane.dtype], start + first, plane, spec, layout) for (name, plane), first in planes}
     if isinstance(spec, MLASpec):
         views["value"] = views["key"][..., : spec.latent_dim]
-    return LayerCache(**views, format=spec.format.name)
+    scales = (views.get("key_scale"), views.get("value_scale"))
+    return LayerCache(views["key"], views["value"], *scales, format=spec.format.name)
 
 
 def _view(elements: torch.Tensor, first: int, plane: Plane, spec: KVCacheSpec, layout: str) -> torch.Tensor:

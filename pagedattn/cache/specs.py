@@ -35,7 +35,7 @@ class KVCacheSpec:
             raise InvalidInputError("head_dim_v", "at least 1, or None for head_dim", self.head_dim_v)
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype), "kv_cache_dtype takes names")
-        format_of(self.kv_cache_dtype)
+        format_of(self.kv_cache_dtype).check_block_size(self.block_size)
 
     @property
     def value_dim(self) -> int:
@@ -46,6 +46,11 @@ class KVCacheSpec:
     def format(self) -> CacheFormat:
         """How keys and values are stored."""
         return format_of(self.kv_cache_dtype)
+
+    @property
+    def recent(self) -> KVCacheSpec:
+        """Of the layer's second cache, where its format encodes whole blocks."""
+        return replace(self, kv_cache_dtype="auto")
 
     @property
     def planes(self) -> dict[str, Plane]:

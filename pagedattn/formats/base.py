@@ -56,30 +56,35 @@ class RowKernels(str):
     What they are given and return is said once, at those of the native format (`native/device.py`). A string of their
     names, since Triton hands constants to hooks on compilation (vLLM's, profilers') as JSON.
 
-    write_row: store one token's rows in their slot.
+    write_row: store one token's rows in their slot. None of formats whose blocks are written whole.
+    write_block(rows, codes, scales, s_rows, s_codes, s_scales, S, D): store S rows of D elements of one KV head, each
+        pointer standing at the head's first slot of a block, slots s_* elements apart. None of other formats.
     load_tile: a tile of rows, of any dtype that converts to the query's.
     row_scale: what each row of a tile is yet to be multiplied with; kernels apply it to columns of logits and of
         probabilities. None: nothing.
     rotate: of K, what queries go through; of V, what the output goes through. None: rows are stored as they are.
     """
 
-    __slots__ = ("load_tile", "rotate", "row_scale", "write_row")
+    __slots__ = ("load_tile", "rotate", "row_scale", "write_block", "write_row")
     write_row: Any
     load_tile: Any
     row_scale: Any
     rotate: Any
+    write_block: Any
 
-    def __new__(cls, write_row: Any, load_tile: Any, row_scale: Any = None, rotate: Any = None) -> RowKernels:
-        functions = (write_row, load_tile, row_scale, rotate)
+    def __new__(
+        cls, write_row: Any, load_tile: Any, row_scale: Any = None, rotate: Any = None, write_block: Any = None
+    ) -> RowKernels:
+        functions = (write_row, load_tile, row_scale, rotate, write_block)
         text = ", ".join("None" if one is None else f"{one.fn.__module__}.{one.fn.__qualname__}" for one in functions)
         self = super().__new__(cls, text)
-        self.write_row, self.load_tile, self.row_scale, self.rotate = functions
+        self.write_row, self.load_tile, self.row_scale, self.rotate, self.write_block = functions
         return self
 
     @property
     def cache_key(self) -> str:
         """For Triton's cache of compiled kernels, which else would know the functions by their names alone."""
-        functions = (self.write_row, self.load_tile, self.row_scale, self.rotate)
+        functions = (self.write_row, self.load_tile, self.row_scale, self.rotate, self.write_block)
         return "-".join("" if one is None else one.cache_key for one in functions)
 
 
@@ -94,8 +99,13 @@ class RowFormat(ABC):
     # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8", or "rotated_int4"
     # (`k8v4`), beside which the second plane is a float32 factor of each row. None: only the device half reads it.
     codes: str | None = None
+    # The most keys of a tile that the device half loads, beginning at a multiple of them, so that a tile lies in one
+    # block. None: tiles of any size.
+    tile_keys: int | None = None
     takes_scale = False  # whether a scale comes with each call: what is stored is row / scale
     seals = False  # whether a full block is stored otherwise than its rows were when they came
+    # Whether full blocks only are encoded, [..., S, Hkv, D], so that the rows of open ones lie in a second cache.
+    whole_blocks = False
 
     @abstractmethod
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
@@ -104,7 +114,9 @@ class RowFormat(ABC):
     @abstractmethod
     def encode(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Rows [..., Hkv, D] as each plane holds them, [..., Hkv, width]. For a plane of blocks: what an open block
-        holds, which is the same for each of its rows. scale: float32 [1] or [Hkv], None for 1."""
+        holds, which is the same for each of its rows. scale: float32 [1] or [Hkv], None for 1.
+
+        Where `whole_blocks`, blocks [..., S, Hkv, D] as planes [..., S or 1, Hkv, width]."""
 
     @abstractmethod
     def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,17 +134,31 @@ class RowFormat(ABC):
 
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
-    """How a cache stores K and V. has_csrc: whether the C++ extension writes it too."""
+    """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
+    block sizes are multiples."""
 
     name: str
     key: RowFormat
     value: RowFormat
     has_csrc: bool = False
+    block_multiple: int = 1
+
+    def check_block_size(self, size: int) -> None:
+        """Raise InvalidInputError for blocks that the format has not."""
+        if size % self.block_multiple:
+            expected = f"a multiple of {self.block_multiple} for kv_cache_dtype={self.name!r}"
+            remedy = f"pass block_size={-(-size // self.block_multiple) * self.block_multiple}"
+            raise InvalidInputError("block_size", expected, size, remedy)
 
     @property
     def takes_scales(self) -> bool:
         """Whether scales of K and V come with each call."""
         return self.key.takes_scale or self.value.takes_scale
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether full blocks only are encoded: a layer has a second cache for open ones (`LayerCache.recent`)."""
+        return self.key.whole_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +168,8 @@ class LayerCache:
     key, value: the codes; of 16-bit and fp8 caches the elements themselves, [P, S, Hkv, D] and [P, S, Hkv, Dv], for MLA
         value a view of key. key_scale, value_scale: second planes, [P, S or 1, Hkv, n].
     format: the name of their CacheFormat; None: known by their dtype.
+    recent: of formats that encode whole blocks, the layer's second cache, of the model's dtype, which holds the rows of
+        blocks that are not full, in blocks of the same size and a pool of its own.
     """
 
     key: torch.Tensor
@@ -149,11 +177,12 @@ class LayerCache:
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
     format: str | None = None
+    recent: LayerCache | None = None
     _layout: object = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
-        """All that there are."""
+        """All that there are, but for those of `recent`."""
         every = (self.key, self.value, self.key_scale, self.value_scale)
         return tuple(plane for plane in every if plane is not None)
 
@@ -194,7 +223,8 @@ class LayerCache:
             every = (self.key, self.value, self.key_scale, self.value_scale)
             about = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in every]
             shared = self.key.data_ptr() == self.value.data_ptr()
-            object.__setattr__(self, "_layout", _LAYOUTS.setdefault((*about, shared, self.format), object()))
+            recent = None if self.recent is None else self.recent.layout
+            object.__setattr__(self, "_layout", _LAYOUTS.setdefault((*about, shared, self.format, recent), object()))
         return self._layout
 
     @property

@@ -9,12 +9,13 @@ import torch
 from ..errors import InvalidInputError
 from .base import CacheFormat
 from .fp8.format import E4M3, E5M2
+from .int4.format import INT4
 from .int8.format import INT8
 from .k8v4.format import K8V4
 from .native.format import NATIVE
 from .turboquant.format import TURBOQUANT
 
-FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, *TURBOQUANT)}
+FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURBOQUANT)}
 ALIASES = {"fp8": "fp8_e4m3"}
 NAMES = (*FORMATS, *ALIASES)
 # What elements say of themselves; other formats are to be named.

@@ -24,6 +24,7 @@ class AttentionShape(NamedTuple):
     deterministic: bool
     block_size: int | None  # None: unknown, or no cache
     codes: tuple[str | None, str | None] = (None, None)  # of K and V: `RowFormat.codes`
+    tile_keys: int | None = None  # `RowFormat.tile_keys`
 
     def covers(self, other: AttentionShape) -> bool:
         """Whether a plan for this shape serves calls of the other one: it is the same, where this one is known."""
@@ -56,7 +57,8 @@ def shape_of(inputs: AttentionInputs) -> AttentionShape:
     heads = (kv_heads, query.shape[1] // kv_heads, query.shape[2], inputs.out.shape[2])
     features = (tuple(inputs.mask), inputs.alibi_slopes is not None, paged, inputs.deterministic)
     codes = (inputs.format.key.codes, inputs.format.value.codes)
-    return AttentionShape(query.dtype, key.dtype, *heads, *features, key.shape[1] if paged else None, codes)
+    size = key.shape[1] if paged else None
+    return AttentionShape(query.dtype, key.dtype, *heads, *features, size, codes, inputs.format.key.tile_keys)
 
 
 def bounds_of(inputs: AttentionInputs) -> BatchBounds:

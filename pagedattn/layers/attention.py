@@ -273,6 +273,7 @@ class Attention(nn.Module):
             if call.kv_cache is not None and call.key is not None:
                 slots = built.common.slot_mapping
                 self._impl.write_kv(call.key, call.value, call.kv_cache, slots, call.k_scale, call.v_scale)
+                self._impl.seal(call.kv_cache, built)
             result = self._impl.forward(call, built)
         return result.flatten(1) if given.dim() == 2 else result
 

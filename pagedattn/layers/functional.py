@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from .. import env
+from ..backends.base import AttentionImpl, AttentionMetadata
 from ..backends.hybrid import make_builder, make_impl
 from ..backends.selector import Request, current_request, select_backend
 from ..call import AttentionCall, lse_dtype
@@ -85,22 +86,32 @@ def paged_attention(
         clean_cache=clean_cache,
         deterministic=deterministic,
     )
-    if env.check_level():
+    if level := env.check_level():
         check_bounds(common)
         check_call(spec, call, common)
-    if env.check_level() == 2:
-        check_contents(spec, call, common)
+        if level == 2:
+            check_contents(spec, call, common)
     if spec.kv_scale != "none":
         require_given_scales(spec.kv_cache_dtype)
     impl, builder = _served(spec, query.device, current_request(backend), env.flash_attn_version())
-    if kv_cache is not None and key is not None:
-        impl.write_kv(key, value, kv_cache, common.slot_mapping, *scales)
-    return impl.forward(call, builder.build(common)), lse
+    metadata = builder.build(common)
+    _write(impl, call, metadata)
+    return impl.forward(call, metadata), lse
+
+
+def _write(impl: AttentionImpl, call: AttentionCall, metadata: AttentionMetadata) -> None:
+    """New keys and values to the cache, where there is one and they are given."""
+    if call.kv_cache is not None and call.key is not None:
+        slots = metadata.common.slot_mapping
+        impl.write_kv(call.key, call.value, call.kv_cache, slots, call.k_scale, call.v_scale)
+        impl.seal(call.kv_cache, metadata)
 
 
 def _value_dim(call: AttentionCall) -> int:
     """Dv; where no value comes, the cache says it, but for codes that are as wide as those of D elements."""
     (_, values), dim, cache = call.keys_and_values, call.query.shape[2], call.kv_cache
+    if cache is not None and cache.recent is not None:
+        return cache.recent.value.shape[-1]
     if cache is None or call.value is not None:
         return (values if call.value is None else call.value).shape[-1]
     codes = stored_as(cache.format, values.dtype).value.planes(dim, call.query.dtype)[0]

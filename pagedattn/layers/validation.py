@@ -47,6 +47,26 @@ def check_call(spec: AttentionSpec, call: AttentionCall, common: CommonAttention
         if isinstance(scale, int | float) and not is_scale(scale):
             raise InvalidInputError(name, "a positive finite number", scale, POSITIVE_SCALE)
     _check_blocks(spec, kv_cache, common, key is not None)
+    if spec.has_recent:
+        _check_recent(spec, kv_cache, common)
+
+
+def _check_recent(spec: AttentionSpec, kv_cache: LayerCache, common: CommonAttentionMetadata) -> None:
+    """The second cache, of open blocks, and its table."""
+    if common.recent_table is None:
+        expected, remedy = f"given for a cache of kv_cache_dtype={spec.kv_cache_dtype!r}", "pass it to from_lengths"
+        raise InvalidInputError("recent_table", expected, "None", remedy)
+    if common.recent_table.dtype != torch.int32 or len(common.recent_table) != len(common.block_table):
+        got = f"{common.recent_table.dtype} {list(common.recent_table.shape)}"
+        raise InvalidInputError("recent_table", f"int32 [{len(common.block_table)}, max_blocks]", got)
+    recent, remedy = kv_cache.recent, "build the cache by PagedKVCache(..., recent_blocks=), and pass cache.layer(i)"
+    if recent is None:
+        raise InvalidInputError("kv_cache", f"with `recent`, as kv_cache_dtype={spec.kv_cache_dtype!r}", "None", remedy)
+    got = recent.block_size, recent.key.shape[2], recent.key.shape[3], recent.value.shape[3], recent.key.dtype
+    want = kv_cache.block_size, spec.kv_heads, spec.head_dim, spec.value_dim, spec.dtype
+    if got != want or recent.key.device != kv_cache.key.device:
+        expected = "blocks of {} tokens with {} KV heads of {} and {}, {}".format(*want)
+        raise InvalidInputError("kv_cache.recent", expected, f"{got} on {recent.key.device}", remedy)
 
 
 def _check_blocks(spec: AttentionSpec, kv_cache: LayerCache, common: CommonAttentionMetadata, writes: bool) -> None:
@@ -169,10 +189,29 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
         if bool(bad.any()):
             expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
             raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
+    if kv_cache.recent is not None:
+        _check_recent_table(common, kv_cache.recent, lens, query_lens)
+        blocks = kv_cache.recent.num_blocks
     slots = common.slot_mapping.cpu()
     written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
     if len(written.unique()) != len(written):
         raise InvalidInputError("slot_mapping", "each slot at most once", "a slot that occurs twice")
+
+
+def _check_recent_table(
+    common: CommonAttentionMetadata, recent: LayerCache, lens: torch.Tensor, query_lens: torch.Tensor
+) -> None:
+    """Blocks of the second cache, from that of each sequence's first new token on."""
+    if common.recent_table is None:
+        return
+    size, table = recent.block_size, common.recent_table.cpu()
+    column = torch.arange(table.shape[1], device="cpu")
+    live = (column * size < lens[:, None]) & (column >= ((lens - query_lens) // size)[:, None])
+    bad = (live & ((table < 0) | (table >= recent.num_blocks))).nonzero()
+    if len(bad):
+        row, at = bad[0].tolist()
+        expected = f"blocks in [0, {recent.num_blocks}) from that of the first new token on"
+        raise InvalidInputError("recent_table", expected, f"{int(table[row, at])} at row {row}, column {at}")
 
 
 def _contents_of_scales(call: AttentionCall) -> None:

@@ -9,6 +9,7 @@ from .mla_decode import mla_decode
 from .paged_attention import paged_attention
 from .reshape_and_cache import reshape_and_cache
 from .reshape_and_cache_classic import from_classic_layout, reshape_and_cache_classic
+from .seal_blocks import seal_blocks
 from .slot_mapping import compute_slot_mapping
 from .swap_blocks import swap_blocks
 
@@ -24,5 +25,6 @@ __all__ = [
     "path_of",
     "reshape_and_cache",
     "reshape_and_cache_classic",
+    "seal_blocks",
     "swap_blocks",
 ]

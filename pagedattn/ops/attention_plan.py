@@ -274,6 +274,7 @@ def decode_config_of(
         max_seq_len=bounds.max_seq_len,
         target=target,
         short=short,
+        tile_keys=shape.tile_keys,
         tuning=tuning,
     )
 
@@ -373,8 +374,8 @@ def _launch(
         if _is_countable(config) and (first is None or _is_countable(first)):
             return KernelLaunch(span, config, first)
     heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
-    packed = shape.stored_dtype == torch.uint8
-    config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target, packed_keys=packed)
+    stored = {"packed_keys": shape.stored_dtype == torch.uint8, "tile_keys": shape.tile_keys}
+    config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target, **stored)
     return KernelLaunch(Span("prefill", *span[1:]), config)
 
 

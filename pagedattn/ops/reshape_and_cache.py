@@ -47,9 +47,13 @@ def reshape_and_cache(
         k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own.
 
     Raises:
-        InvalidInputError: shapes, dtypes, strides or scales that do not fit each other.
+        InvalidInputError: shapes, dtypes, strides or scales that do not fit each other, or a format of whole blocks.
     """
     form = stored_as(kv_cache_dtype, key_cache.dtype)
+    if form.whole_blocks:
+        expected = "a format that stores each token when it comes"
+        remedy = "write to a cache of kv_cache_dtype='auto' (LayerCache.recent), then seal_blocks"
+        raise InvalidInputError("kv_cache_dtype", expected, repr(form.name), remedy)
     if key.dtype == torch.float64 and form is not NATIVE:  # codes keep none of the digits that float32 lacks
         key, value = key.float(), None if value is None else value.float()
     _check(key, key_cache, k_scale_cache, slot_mapping, form.key, "key")

@@ -118,6 +118,8 @@ class AttentionSpec:
             default(self, "mask", self.mask.replace(causal=self.attn_type is AttentionType.DECODER))
         default(self, "softcap", None if not self.softcap else float(self.softcap))
         default(self, "kv_cache_dtype", format_of(self.kv_cache_dtype).name)
+        if self.block_size is None and self.uses_cache and self.format.whole_blocks:
+            default(self, "block_size", self.format.block_multiple)
         self._check()
 
     def _default_latent(self, latent_dim: int) -> None:
@@ -137,6 +139,8 @@ class AttentionSpec:
             _at_least(1, name, getattr(self, name))
         if self.block_size is not None:
             _at_least(1, "block_size", self.block_size)
+            if self.uses_cache:
+                self.format.check_block_size(self.block_size)
         if self.num_heads % self.kv_heads:
             raise InvalidInputError("num_heads", f"a multiple of num_kv_heads={self.kv_heads}", self.num_heads)
         if self.softcap is not None and not 0 < self.softcap < math.inf:
@@ -196,6 +200,12 @@ class AttentionSpec:
     def format(self) -> CacheFormat:
         """How the cache stores keys and values."""
         return format_of(self.kv_cache_dtype)
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether attention is over two caches: one of full blocks, and one of the model's dtype for open blocks.
+        Attention over full blocks alone is to those before a query's own (`Mask.earlier_blocks`)."""
+        return self.uses_cache and self.format.whole_blocks and self.mask.earlier_blocks is None
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -122,6 +122,8 @@ class Capabilities:
             out += self._latent_rejections(spec)
         elif spec.value_dim != spec.head_dim and not self.any_head_dim_v:
             out.append(Rejection("head_dim_v", spec.value_dim, f"head_dim ({spec.head_dim}) only"))
+        if spec.has_recent:
+            out += self._recent_rejections(spec)
         if spec.capability is not None:
             if self.min_capability is not None and spec.capability < self.min_capability:
                 out.append(Rejection("capability", spec.capability, f"at least {self.min_capability}"))
@@ -141,6 +143,19 @@ class Capabilities:
             ("mask_mod", spec.mask.mask_mod is not None, "a function", "none"),
         )
         return [Rejection(name, value, f"{has} with latent_dim") for name, wanted, value, has in asked if wanted]
+
+    def _recent_rejections(self, spec: AttentionSpec) -> list[Rejection]:
+        """What stands against attention over full and open blocks, which is two calls with masks of their own."""
+        asked = (
+            ("attn_type", spec.attn_type is not AttentionType.DECODER, spec.attn_type.value, "decoder"),
+            ("causal", not spec.causal, False, "causal attention"),
+            ("own_block", spec.mask.own_block is not None, spec.mask.own_block, "none"),
+            ("masks", not {"own_block", "earlier_blocks"} <= {*self.masks}, "own_block, earlier_blocks", "neither"),
+            ("needs_lse", not self.lse, True, "no backend without LSE"),
+        )
+        name = spec.kv_cache_dtype
+        hint = "take a format that stores each token when it comes, as int8"
+        return [Rejection(what, got, f"{has} over {name}", hint) for what, wanted, got, has in asked if wanted]
 
     def _feature_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         asked = (

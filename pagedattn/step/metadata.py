@@ -40,6 +40,9 @@ class CommonAttentionMetadata:
     # as many as the shortest sequence has, those without tokens aside. 0 is always legal.
     shared_prefix_len: int = 0
     block_size: int | None = None  # of the blocks that the table and the slots mean; None where it was not given
+    # [B, max_blocks] int32, device: of the second cache of formats that encode whole blocks (`PagedKVCache.recent`), by
+    # the same columns; read from the block of each sequence's first new token on. None: no layer has one.
+    recent_table: torch.Tensor | None = None
 
     @classmethod
     def from_lengths(
@@ -51,6 +54,7 @@ class CommonAttentionMetadata:
         block_size: int = 16,
         device: torch.device | str | None = None,
         num_decodes: int | None = None,
+        recent_table: torch.Tensor | None = None,
     ) -> CommonAttentionMetadata:
         """Build everything from lengths and tables that the host knows.
 
@@ -61,12 +65,15 @@ class CommonAttentionMetadata:
             block_size: the cache's, tokens per block.
             device: where to put the tensors; where the table is if None, the CPU without one.
             num_decodes: leading sequences with one token each; counted where None.
+            recent_table: [B, max_blocks] int32, of the cache's `recent`, where it has one.
 
         Raises:
             InvalidInputError: lengths of different number, negative, or longer than the table; decodes that are none.
         """
         query_lens, seq_lens = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
         _check_lengths(query_lens, seq_lens, block_table, block_size)
+        if recent_table is not None:
+            _check_table("recent_table", recent_table, seq_lens, block_size)
         table = torch.empty(len(seq_lens), 0, dtype=torch.int32, device="cpu") if block_table is None else block_table
         device = table.device if device is None and block_table is not None else torch.device(device or "cpu")
         count, tokens, begin = len(seq_lens), sum(query_lens), -(-(len(seq_lens) + 1) // _ALIGN) * _ALIGN
@@ -97,6 +104,7 @@ class CommonAttentionMetadata:
             max_seq_len=max(seq_lens, default=0),
             num_decodes=num_decodes,
             block_size=None if block_table is None else block_size,
+            recent_table=None if recent_table is None else recent_table.to(device),
         )
 
     def replace(self, **changes: object) -> CommonAttentionMetadata:
@@ -149,9 +157,13 @@ def _check_lengths(
         return
     if block_size < 1:
         raise InvalidInputError("block_size", "at least 1", block_size)
-    if block_table.dim() != 2 or block_table.dtype != torch.int32 or len(block_table) != len(seq_lens):
-        got = f"{block_table.dtype} {list(block_table.shape)}"
-        raise InvalidInputError("block_table", f"int32 [{len(seq_lens)}, max_blocks]", got)
-    if max(seq_lens, default=0) > block_table.shape[1] * block_size:
-        room = f"at most {block_table.shape[1]} blocks x {block_size} tokens"
+    _check_table("block_table", block_table, seq_lens, block_size)
+
+
+def _check_table(name: str, table: torch.Tensor, seq_lens: Sequence[int], block_size: int) -> None:
+    if table.dim() != 2 or table.dtype != torch.int32 or len(table) != len(seq_lens):
+        got = f"{table.dtype} {list(table.shape)}"
+        raise InvalidInputError(name, f"int32 [{len(seq_lens)}, max_blocks]", got)
+    if max(seq_lens, default=0) > table.shape[1] * block_size:
+        room = f"at most {table.shape[1]} blocks x {block_size} tokens"
         raise InvalidInputError("seq_lens", room, max(seq_lens), "widen the block table")

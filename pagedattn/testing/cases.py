@@ -134,6 +134,7 @@ _E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 _E5M2: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
 _INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
 _K8V4: dict[str, Any] = {"kv_cache_dtype": "k8v4"}
+_INT4: dict[str, Any] = {"kv_cache_dtype": "int4", "block_size": 32}
 _TURBO4: dict[str, Any] = {"kv_cache_dtype": "turboquant4"}
 _TURBO_K4V3: dict[str, Any] = {"kv_cache_dtype": "turboquant_k4v3"}
 _TURBO_K3V4: dict[str, Any] = {"kv_cache_dtype": "turboquant_k3v4"}
@@ -171,6 +172,20 @@ _STORED = (
     Case(**_TURBO2, head_dim=72, head_dim_v=40, layout="HND"),
     _decode(**_TURBO2, sliding_window=20, heads=(5, 1)),
     Case(**_E5M2, kv_scale="head", share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
+    Case(**_INT4),
+    Case(**_INT4, head_dim=40, head_dim_v=72, layout="HND", softcap=9.0, query_lens=(33, 1, 7), seq_lens=(64, 33, 71)),
+    _decode(**_INT4, heads=(8, 4), head_dim=64),
+    _decode(**_INT4, sliding_window=40, poison_behind=True, alibi=True),
+    _chunks(**_INT4),
+    _chunks(**_INT4, sinks=0.5, sliding_window=20, head_dim=24, head_dim_v=7),
+    Case(**{**_INT4, "block_size": 96}, query_lens=(130, 1), seq_lens=(300, 97), head_dim=16),
+    Case(**_INT4, query_lens=(32, 1, 31, 64), seq_lens=(64, 32, 63, 64), note="full blocks of int4"),
+    Case(**_INT4, query_lens=(3, 3, 3), seq_lens=(64, 34, 129), padding_rows=2, fused_qkv=True),
+    Case(**_INT4, query_lens=(1, 1, 0, 0), seq_lens=(9, 40, 0, 0), note="padded decodes over int4"),
+    Case(**_INT4, query_lens=(40, 1), seq_lens=(70, 33), write=False, note="nothing to write to int4"),
+    Case(**_INT4, query_lens=(2, 1), seq_lens=(0, 9), write=False, sinks=1.0, note="sinks without keys over int4"),
+    Case(**_INT4, query_lens=(1, 1, 1), seq_lens=(33, 70, 57), shared_prefix=32),
+    Case(**_INT4, paged=False, seq_lens=(5, 1, 17)),
 )
 
 CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS, *_STORED)

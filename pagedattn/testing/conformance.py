@@ -11,6 +11,7 @@ import torch
 from ..backends.base import AttentionBackend
 from ..backends.registry import get_backend
 from ..errors import InvalidInputError, UnsupportedError, describe_error
+from ..formats.base import LayerCache
 from ..spec import Capabilities
 from .case import Case
 from .cases import CASES, MLA_CASES
@@ -90,9 +91,9 @@ def check(backend: type[AttentionBackend], problem: Problem, name: str = "") -> 
     if problem.cache is None or problem.cache_after is None:
         return
     after = _bytes(problem)
-    for plane, (got, want) in enumerate(zip(after, map(_as_bytes, problem.cache_after.planes), strict=True)):
+    for plane, (got, want) in enumerate(zip(after, map(_as_bytes, _planes(problem.cache_after)), strict=True)):
         if not torch.equal(got, want):
-            what = ("keys", "values", "scales of its own", "scales of its own")[plane]
+            what = ("keys", "values", "scales of its own", "scales of its own", "open keys", "open values")[plane]
             raise AssertionError(f"{name}: {int((got != want).sum())} bytes of the cache's {what} are wrong")
     if case.write and rows and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
         raise AssertionError(f"{name}: nothing was written to the cache")
@@ -132,7 +133,11 @@ def load(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:
 def _bytes(problem: Problem) -> tuple[torch.Tensor, ...]:
     if problem.cache is None:
         return ()
-    return tuple(map(_as_bytes, problem.cache.planes))
+    return tuple(map(_as_bytes, _planes(problem.cache)))
+
+
+def _planes(cache: LayerCache) -> tuple[torch.Tensor, ...]:
+    return cache.planes if cache.recent is None else (*cache.planes, *cache.recent.planes)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..backends.base import AttentionBackend
+from ..backends.hybrid import make_builder, make_impl
 from ..call import AttentionCall, lse_dtype
 from ..formats.base import LayerCache
 from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
 from .oracle import attention_oracle, fp8_oracle, logit_condition
+from .recent import by_own_block, recent_cache, sealed_after
 from .stored import StoredRows, bits, latent_cache, layer_cache, stored_as, unused_element, unused_planes
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
@@ -50,11 +53,12 @@ class Problem:
 
     def run(self, backend: type[AttentionBackend]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Write (where there is a cache and something to write), then attend, by `backend`."""
-        impl = backend.impl(self.spec)
+        impl = make_impl(backend, backend, self.spec)
         k_scale, v_scale = (side.scale for side in self.stored)
-        metadata = backend.builder(self.spec, self.query.device).build(self.common)
+        metadata = make_builder(backend, backend, self.spec, self.query.device).build(self.common)
         if self.cache is not None and self.key is not None and self.case.write:
-            impl.write_kv(self.key, self.value, self.cache, self.common.slot_mapping, k_scale, v_scale)
+            impl.write_kv(self.key, self.value, self.cache, metadata.common.slot_mapping, k_scale, v_scale)
+            impl.seal(self.cache, metadata)
         device, shape = self.query.device, self.query.shape[:2]
         out = torch.full((*shape, self.spec.value_dim), torch.nan, dtype=self.case.dtype).to(device)
         lse = torch.full(shape, torch.nan, dtype=lse_dtype(self.case.dtype)).to(device) if self.case.lse else None
@@ -86,29 +90,29 @@ def make_problem(
     values = [rows[..., :dim_v] if latent else normal(len(rows), kv_heads, dim_v) for rows in keys]
     sinks = None if case.sinks is None else torch.full((heads,), case.sinks) + torch.randn(heads, generator=generator)
     slopes = 2.0 ** -(torch.arange(heads) + 1.0) if case.alibi else None
-    cache, table, stored = None, None, stored_as(case)
-    if case.paged:
-        cache, table = _paged(case, stored, keys, values, generator)
+    stored = stored_as(case)
+    cache, table = _paged(case, stored, keys, values, generator) if case.paged else (None, None)
     common = CommonAttentionMetadata.from_lengths(
         case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
     ).replace(shared_prefix_len=case.shared_prefix)
-    read = [_read(case, side, rows) for side, rows in zip(stored, (keys, values), strict=True)]
+    if spec.has_recent and cache is not None:
+        recent, recent_table = recent_cache(case, keys, values, generator)
+        cache, common = replace(cache, recent=recent), common.replace(recent_table=recent_table)
     where = oracle_on or (device if case.dtype.itemsize == 2 else "cpu")
-    parts = [[x.to(where) for x in one] for one in (queries, *read)]
-    extras = [None if x is None else x.to(where) for x in (sinks, slopes)]
-    answers = [_answers(case, spec, q, k, v, *extras) for q, k, v in zip(*parts, strict=True)]
-    expected, lse, naive, condition, *fp8 = (torch.cat(parts) for parts in zip(*answers, strict=True))
-    new_key, new_value = _given(case, keys, values)
-    after = None
+    rows, extras = (queries, keys, values), [None if x is None else x.to(where) for x in (sinks, slopes)]
+    expected, lse, naive, condition, *fp8 = _answer_all(case, spec, stored, rows, extras, where)
+    (new_key, new_value), after = _given(case, keys, values), None
     if cache is not None:
         after = _written(case, stored, cache, common.slot_mapping, new_key, new_value)
         if latent:
             cache, after, new_value = latent_cache(cache), latent_cache(after), None
+        elif cache.recent is not None:
+            after = _written_recent(case, cache, common, keys, values, (new_key, new_value))
     parts = _strided(case, torch.cat(queries), new_key, new_value)
     facts = {"expected": expected, "expected_lse": lse, "naive": naive, "stored": stored}
     facts |= {"condition": condition if condition.any() else None, **dict(zip(("fp8", "fp8_lse"), fp8, strict=False))}
+    facts |= {"cache_after": after, "sinks": sinks, "alibi_slopes": slopes}
     problem = Problem(case, spec, *parts, cache=None, common=common, **facts)
-    problem.cache_after, problem.sinks, problem.alibi_slopes = after, sinks, slopes
     _move(problem, cache, device)
     return problem
 
@@ -231,6 +235,25 @@ def _answers(
     return out, lse, naive, condition, *(fp8_oracle(q, k, v, **options) if rounded else ())
 
 
+def _answer_all(
+    case: Case,
+    spec: AttentionSpec,
+    stored: tuple[StoredRows, StoredRows],
+    rows: tuple[Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]],
+    extras: Sequence[torch.Tensor | None],
+    where: torch.device | str,
+) -> list[torch.Tensor]:
+    """What `_answers` gives for all sequences' queries, keys and values, packed."""
+    queries, keys, values = rows
+    read = [_read(case, side, one) for side, one in zip(stored, (keys, values), strict=True)]
+    parts = [[x.to(where) for x in one] for one in (queries, *read, keys, values)]
+    answers = []
+    for q, k, v, *came in zip(*parts, strict=True):
+        runs = by_own_block(case, q, (k, v), came) if spec.has_recent and case.paged else [(q, k, v)]
+        answers += [_answers(case, spec, *run, *extras) for run in runs]
+    return [torch.cat(parts) for parts in zip(*answers, strict=True)]
+
+
 def _given(
     case: Case, keys: list[torch.Tensor], values: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -266,12 +289,31 @@ def _written(
     ):
         copies = [plane.clone() for plane in planes if plane is not None]
         sides.append(copies)
-        for row, slot in enumerate(slots.tolist()):
+        for row, slot in enumerate([] if side.rows.whole_blocks else slots.tolist()):
             if rows is not None and slot >= 0:
                 block, offset = divmod(slot, case.block_size)
                 for plane, new in zip(copies, side.blocks(rows[row : row + 1], 1, 0), strict=True):
                     bits(plane)[block, offset if plane.shape[1] > 1 else 0] = bits(new)[0, 0]
     return layer_cache(sides[0], sides[1], case.kv_cache_dtype)
+
+
+def _written_recent(
+    case: Case,
+    cache: LayerCache,
+    common: CommonAttentionMetadata,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    new: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> LayerCache:
+    """Both caches after the step: new rows in the second one, and the blocks that they fill encoded."""
+    table, native = common.recent_table, case.but(kv_cache_dtype="auto")
+    if cache.recent is None or table is None:
+        raise ValueError("this cache has no second one")
+    slots = CommonAttentionMetadata.from_lengths(
+        case.query_lens, case.seq_lens, table, block_size=case.block_size, device="cpu"
+    ).slot_mapping
+    recent = _written(native, stored_as(native), cache.recent, slots, *new)
+    return replace(sealed_after(case, cache, common.block_table, keys, values), recent=recent)
 
 
 def _strided(
@@ -305,9 +347,13 @@ def _move(problem: Problem, cache: LayerCache | None, device: torch.device) -> N
         setattr(problem, name, None if tensor is None else tensor.to(device))
     if cache is not None:
         k_scale, v_scale = (None if x is None else place(x) for x in (cache.key_scale, cache.value_scale))
-        problem.cache = LayerCache(place(cache.key), place(cache.value), k_scale, v_scale, cache.format)
+        recent = cache.recent
+        if recent is not None:
+            recent = LayerCache(place(recent.key), place(recent.value), format=recent.format)
+        problem.cache = LayerCache(place(cache.key), place(cache.value), k_scale, v_scale, cache.format, recent)
         if problem.case.latent_dim is not None:
             problem.cache = latent_cache(problem.cache)
     problem.stored = problem.stored[0].to(device), problem.stored[1].to(device)
-    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    names = ["query_start_loc", "seq_lens", "block_table", "slot_mapping"]
+    names += [] if problem.common.recent_table is None else ["recent_table"]
     problem.common = problem.common.replace(**{name: getattr(problem.common, name).to(device) for name in names})

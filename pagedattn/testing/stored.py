@@ -23,7 +23,11 @@ class StoredRows:
     scale: Scale = None
 
     def blocks(self, rows: torch.Tensor, size: int, sealed: int) -> list[torch.Tensor]:
-        """Planes [n, S or 1, Hkv, width] of one sequence's rows [L, Hkv, D], its first `sealed` blocks sealed."""
+        """Planes [n, S or 1, Hkv, width] of one sequence's rows [L, Hkv, D], its first `sealed` blocks sealed; of full
+        blocks only, where the format encodes no others."""
+        if self.rows.whole_blocks:
+            full = len(rows) // size
+            return list(self.rows.encode(rows[: full * size].reshape(full, size, *rows.shape[1:])))
         scale = torch.tensor([self.scale]) if isinstance(self.scale, int | float) else self.scale
         dim, count, planes = rows.shape[2], -(-len(rows) // size), []
         for plane, codes in zip(self.rows.planes(dim, rows.dtype), self.rows.encode(rows, scale), strict=True):
@@ -44,7 +48,8 @@ class StoredRows:
         scale = (
             self.scale[:, None] if isinstance(self.scale, torch.Tensor) else 1.0 if self.scale is None else self.scale
         )
-        return decoded.flatten(0, 1)[: len(rows)] * scale
+        decoded = decoded.flatten(0, 1)[: len(rows)] * scale
+        return torch.cat((decoded, rows[len(decoded) :].double()))
 
     def to(self, device: torch.device) -> StoredRows:
         """The same with a scale tensor on `device`."""

@@ -8,8 +8,8 @@ FORMAT = [
     ),
     (
         "formats/registry.py",
-        "(NATIVE, E4M3, E5M2, INT8, K8V4, *TURBOQUANT)",
-        "(NATIVE, E4M3, E5M2, INT8, K8V4, *TURBOQUANT, TOY)",
+        "(NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURBOQUANT)",
+        "(NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURBOQUANT, TOY)",
     ),
 ]
 # A query sees the keys of its own chunk (Llama 4's chunked attention).

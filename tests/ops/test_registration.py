@@ -13,6 +13,12 @@ def _i32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def _planes() -> tuple[torch.Tensor, ...]:
+    """Of int4."""
+    codes = (torch.zeros(4, 32, 1, 8, dtype=torch.uint8) for _ in range(2))
+    return (*codes, torch.zeros(4, 1, 1, 32, dtype=torch.float16), torch.zeros(4, 32, 1, 1))
+
+
 CACHE = torch.randn(6, 4, 2, 16)
 TABLE = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
 CALLS = {
@@ -25,6 +31,8 @@ CALLS = {
     "concat_and_cache_mla": (torch.randn(3, 12), torch.randn(3, 4), CACHE[:, :, :1].clone(), torch.tensor([1, -1, 9]),
                              "torch"),
     "copy_blocks": ([CACHE.clone(), CACHE.clone()], torch.tensor([[0, 3]]), "torch"),
+    "seal_blocks": (torch.randn(3, 32, 1, 16), torch.randn(3, 32, 1, 16), _i32(1, 2)[None], *_planes(),
+                    _i32(3, 1)[None], _i32(0, 33), _i32(64), 33, "int4", "torch"),
     "swap_blocks": (CACHE.clone(), CACHE.clone(), torch.tensor([[0, 3]]), "torch"),
     "gather_kv": (CACHE, TABLE, _i32(0, 3, 8), None, 8, "torch"),
     "merge_attn_states": (torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4), torch.empty(3, 4, 16), torch.empty(3, 4),

@@ -106,9 +106,8 @@ def shape_of_spec(spec: AttentionSpec) -> AttentionShape:
     heads = (spec.kv_heads, spec.gqa_ratio, spec.head_dim, spec.value_dim)
     features = (spec.mask.constants, spec.has_alibi, spec.uses_cache, spec.deterministic)
     codes = (spec.format.key.codes, spec.format.value.codes) if spec.uses_cache else (None, None)
-    return AttentionShape(
-        spec.dtype, spec.stored_dtype, *heads, *features, spec.block_size if spec.uses_cache else None, codes
-    )
+    size, tile_keys = (spec.block_size, spec.format.key.tile_keys) if spec.uses_cache else (None, None)
+    return AttentionShape(spec.dtype, spec.stored_dtype, *heads, *features, size, codes, tile_keys)
 
 
 def why_not_hopper(spec: AttentionSpec) -> str:

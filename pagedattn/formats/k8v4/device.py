@@ -25,14 +25,14 @@ def write_row(
     dim = tl.arange(0, WIDTH)
     mask = (head < H)[:, None] & (dim < D)[None, :]
     row = tl.load(rows + token * s_rt + head[:, None] * s_rh + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    code, of_row = _encode(row, mask, D, WIDTH)
+    code, of_row = encode_rotated(row, mask, D, WIDTH)
     store_codes(code, codes + block * s_cb + slot * s_cs + head[:, None] * s_ch, head, H, D, 4)
     to_scale = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
     tl.store(to_scale, of_row, mask=head < H)
 
 
 @triton.jit
-def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
+def encode_rotated(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     """Codes int32 [H, WIDTH], 0 beyond D, and scales float32 [H]. `RotatedRows4.encode` says how."""
     steps, up, finite = rotated_steps(row, mask, D, WIDTH)
     size = tl.abs(steps)  # below 2**18, as are elements below 2

@@ -59,6 +59,7 @@ def enable(
         InvalidInputError: an unknown format, or scales that are not of this model or format.
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
     """
+    stored = KVCacheDtype.of(kv_cache_dtype).require_rows("Hugging Face models")
     register_generate()
     check_model(model)
     disable(model)
@@ -69,7 +70,6 @@ def enable(
     _check_one_device(model)
     before = attention_of(model)
     try:
-        stored = KVCacheDtype.of(kv_cache_dtype)
         scales = load_kv_scales(kv_scales, stored.name, model)
         model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, stored, scales)
     except Exception:

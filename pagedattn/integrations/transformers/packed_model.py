@@ -61,6 +61,7 @@ class PackedModel:
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
         """
+        stored = KVCacheDtype.of(kv_cache_dtype).require_rows("Hugging Face models")
         register_attention()
         check_model(model)
         refuse(type(model), model.config, max_model_len)
@@ -76,7 +77,7 @@ class PackedModel:
         except Exception:
             model.set_attn_implementation(before)
             raise
-        self._kv_cache_dtypes = KVCacheDtype.of(kv_cache_dtype).of_layers(len(self._learnt))
+        self._kv_cache_dtypes = stored.of_layers(len(self._learnt))
         calls = [layer.call for layer in self._learnt]
         self._layers = {
             call.layer: (call, attention)

@@ -89,13 +89,14 @@ def decode_config(
     max_seq_len: int,
     target: Target,
     short: bool = False,
+    tile_keys: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> DecodeConfig:
     """The configuration of a decode launch over sequences of at most max_query_len tokens and max_seq_len keys.
 
     itemsize is of the query, stored_itemsize of the cache. short: most sequences have few keys, whatever the most is;
-    so it is taken to be where all have few. `tuning` is taken as it is, but for what does not fit the device's shared
-    memory.
+    so it is taken to be where all have few. tile_keys: the most that the cache's format takes. `tuning` is taken as it
+    is, but for that and for what does not fit the device's shared memory.
     """
     block_m = max(16, min(next_power_of_2(max(max_query_len, 1) * group), DECODE_ROWS))
     width, shape = block_dims(head_dim, head_dim_v)[1], (head_dim, head_dim_v, itemsize)
@@ -110,6 +111,7 @@ def decode_config(
         full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
         tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
         together = tuning.per_sm
+    tuning = tuning._replace(block_n=min(tuning.block_n, tile_keys or tuning.block_n))
 
     def taken(chosen: DecodeTuning) -> int:
         # A tile's buffers are free once it has been multiplied: one stage needs none.

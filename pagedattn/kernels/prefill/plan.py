@@ -23,10 +23,18 @@ class AttentionConfig(NamedTuple):
 
 @cache
 def attention_config(
-    *, group: int, head_dim: int, head_dim_v: int, itemsize: int, target: Target, packed_keys: bool = False
+    *,
+    group: int,
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    target: Target,
+    packed_keys: bool = False,
+    tile_keys: int | None = None,
 ) -> AttentionConfig:
     """The configuration of the prefill kernel. It depends on the heads and the cache's format alone, so that a token's
-    result may. packed_keys: codes of less than a byte, taken apart in registers, where rotated queries are too."""
+    result may. packed_keys: codes of less than a byte, taken apart in registers, where rotated queries are too.
+    tile_keys: the most that the format takes."""
     hopper = target.shared_bytes > 200_000
     # wgmma takes 64 rows per four warps; mma of older GPUs spills there and wants eight warps for 128.
     block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if hopper else 128, next_power_of_2(group))), 64, 2
@@ -34,6 +42,7 @@ def attention_config(
         block_m, block_n = min(block_m, 64), 32
     elif packed_keys:
         block_n = 32
+    block_n = min(block_n, tile_keys or block_n)
     while shared_memory(block_m, block_n, num_stages, head_dim, head_dim_v, itemsize) > target.shared_bytes:
         if block_n > 32:
             block_n //= 2

@@ -1,0 +1,197 @@
+"""Attention over two caches: full blocks as their format encodes them, and open ones in the model's dtype.
+
+A query at position p reads the blocks before its own as they are encoded, and its own one (p // S) as it came: those
+that were open when its token came are not. That depends on nothing but p, so that neither chunks, drafts that are taken
+back, nor a prefix that is found change a result. So a step writes its rows to the second cache, encodes the blocks that
+they fill, and then attends to both, by two calls with a mask each, whose states are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .. import ops
+from ..call import AttentionCall, lse_dtype
+from ..errors import InvalidInputError, UnsupportedError
+from ..formats.base import LayerCache
+from ..spec import AttentionSpec, Scale
+from ..step.metadata import CommonAttentionMetadata
+from .base import (
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    check_matches_spec,
+    clone_for_capture,
+    copy_into_captured,
+)
+
+_REMEDY = "build the cache by PagedKVCache(..., recent_blocks=) and pass cache.layer(i)"
+
+
+@dataclass(slots=True)
+class RecentMetadata(AttentionMetadata):
+    """Of both calls. `common` has the slots of the second cache, where new rows are written.
+
+    calls: over full blocks, and over open ones; None of a step without a `recent_table`, which has no cache.
+    dense: plans the step for keys that come with the call, which are not stored.
+    """
+
+    calls: tuple[AttentionMetadata, AttentionMetadata] | None
+    dense: Callable[[], AttentionMetadata]
+    captured: bool = False
+
+    def describe(self) -> str:
+        if self.calls is None:
+            return f"no cache: {self.dense().describe()}"
+        sealed, recent = self.calls
+        return f"full blocks: {sealed.describe()}; open blocks: {recent.describe()}; merged"
+
+
+class RecentBuilder(AttentionMetadataBuilder):
+    """Plans both calls, and says where new rows go."""
+
+    def __init__(
+        self, make: Callable[[AttentionSpec], AttentionMetadataBuilder], spec: AttentionSpec, device: torch.device
+    ) -> None:
+        super().__init__(spec, device)
+        self._sealed, self._recent = (make(part) for part in _parts(spec))
+        self._dense = make(_dense(spec))
+
+    def build(
+        self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
+    ) -> AttentionMetadata:
+        plan_dense = cache(lambda: self._dense.build(common))
+        if common.recent_table is None:
+            return RecentMetadata(common.replace(slot_mapping=common.slot_mapping[:0]), None, plan_dense, capture)
+        if isinstance(into, RecentMetadata) and into.calls is not None:
+            copy_into_captured(into.common, common)
+            mine = into.common.replace(**{name: getattr(common, name) for name in _BOUNDS})
+            self._sealed.build(mine, into.calls[0])
+            self._recent.build(_of_recent(mine), into.calls[1])
+            self._update(into, common.slot_mapping)
+            return into
+        mine = clone_for_capture(common) if capture else common
+        mine = mine.replace(slot_mapping=torch.empty_like(mine.slot_mapping), shared_prefix_len=0)
+        sealed = self._sealed.build(mine, None, capture)
+        recent = self._recent.build(_of_recent(mine), None, capture)
+        if capture:  # what is written to the one is read by all
+            sealed.common = mine.replace(num_decodes=sealed.common.num_decodes)
+            recent.common = _of_recent(sealed.common)
+        built = RecentMetadata(mine, (sealed, recent), plan_dense, capture)
+        self._update(built, common.slot_mapping)
+        return built
+
+    def _update(self, metadata: RecentMetadata, slot_mapping: torch.Tensor) -> None:
+        """`device_update`, and no slot for rows that have none in the first cache."""
+        self.device_update(metadata)
+        slots = metadata.common.slot_mapping
+        if slots is not slot_mapping:
+            slots[: len(slot_mapping)].masked_fill_(slot_mapping < 0, -1)
+
+    def device_update(self, metadata: AttentionMetadata) -> None:
+        table, size = metadata.common.recent_table, self.spec.block_size
+        if not isinstance(metadata, RecentMetadata) or metadata.calls is None or table is None or size is None:
+            return
+        common = metadata.common
+        ops.compute_slot_mapping(table, size, common.query_start_loc, common.seq_lens, common.slot_mapping)
+        self._sealed.device_update(metadata.calls[0])
+        self._recent.device_update(metadata.calls[1])
+
+
+class RecentImpl(AttentionImpl):
+    """Runs both calls of a backend, or of two, and merges what they leave."""
+
+    def __init__(self, make: Callable[[AttentionSpec], AttentionImpl], spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self._sealed, self._recent = (make(part) for part in _parts(spec))
+        self._dense = make(_dense(spec))
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        kv_cache: LayerCache,
+        slot_mapping: torch.Tensor,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> None:
+        """Write to slots of the second cache, which are those of the metadata's `common`."""
+        self._recent.write_kv(key, value, _recent_of(kv_cache), slot_mapping)
+
+    def seal(self, kv_cache: LayerCache, metadata: AttentionMetadata) -> None:
+        common, recent = metadata.common, _recent_of(kv_cache)
+        if common.recent_table is None:
+            raise _without_table(self.spec)
+        ops.seal_blocks(
+            recent.key,
+            recent.value,
+            common.recent_table,
+            kv_cache.key,
+            kv_cache.value,
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            max_query_len=common.max_query_len,
+            kv_cache_dtype=self.spec.kv_cache_dtype,
+            k_scale_cache=kv_cache.key_scale,
+            v_scale_cache=kv_cache.value_scale,
+        )
+
+    def forward(self, call: AttentionCall, metadata: AttentionMetadata) -> torch.Tensor:
+        if not isinstance(metadata, RecentMetadata):
+            raise InvalidInputError("metadata", "of two caches", type(metadata).__name__, "build it with the layer")
+        if call.kv_cache is None:
+            if metadata.captured:
+                raise UnsupportedError("capture without a KV cache takes a layer of kv_cache_dtype='auto'; build one")
+            return self._dense.forward(call, metadata.dense())
+        check_matches_spec(self.spec, call)
+        if metadata.calls is None:
+            raise _without_table(self.spec)
+        query, dim = call.query, self.spec.value_dim
+        states = query.new_empty(2, *query.shape[:2], dim)
+        lses = query.new_empty(states.shape[:3], dtype=lse_dtype(query.dtype))
+        # A sink joins the denominator once: here with the keys that every query has one of at least, its own.
+        full = call._replace(out=states[0], lse=lses[0], sinks=None)
+        open_ = call._replace(out=states[1], lse=lses[1], kv_cache=_recent_of(call.kv_cache))
+        self._sealed.forward(full, metadata.calls[0])
+        self._recent.forward(open_, metadata.calls[1])
+        out, lse = ops.merge_attn_states(states, lses, out=call.output(dim))
+        if call.lse is not None:
+            call.lse.copy_(lse)
+        return out
+
+
+_BOUNDS = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len", "num_decodes")
+
+
+def _parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
+    """Of the call over full blocks, and of that over open ones."""
+    size = spec.block_size
+    sealed = spec.replace(earlier_blocks=size, needs_lse=True, has_sinks=False)
+    return sealed, spec.replace(kv_cache_dtype="auto", own_block=size, needs_lse=True)
+
+
+def _dense(spec: AttentionSpec) -> AttentionSpec:
+    """Of keys that come with the call."""
+    return spec.replace(kv_cache_dtype="auto")
+
+
+def _of_recent(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The same step over the second cache."""
+    table = common.block_table if common.recent_table is None else common.recent_table
+    return common.replace(block_table=table, recent_table=None)
+
+
+def _without_table(spec: AttentionSpec) -> InvalidInputError:
+    expected, remedy = f"given for a cache of kv_cache_dtype={spec.kv_cache_dtype!r}", "pass it to from_lengths"
+    return InvalidInputError("recent_table", expected, "None", remedy)
+
+
+def _recent_of(kv_cache: LayerCache) -> LayerCache:
+    if kv_cache.recent is None:
+        raise InvalidInputError("kv_cache", f"a cache of {kv_cache.format} with `recent`", "None", _REMEDY)
+    return kv_cache.recent

@@ -1,0 +1,91 @@
+"""The device half of int4. `format.py` says what is stored, `base.RowKernels` what functions are given."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..base import RowKernels
+from ..bit_packing.device import load_codes, pack, store_codes
+from ..hadamard.device import rotate_back
+from ..int8.device import row_scale
+from ..k8v4.device import encode_rotated
+from ..k8v4.device import load_tile as load_values
+from .format import LARGEST, STEPS
+
+_LARGEST, _STEPS = tl.constexpr(LARGEST), tl.constexpr(float(STEPS))
+# Elements of a tile: as many as registers hold, whatever the block size and the head dim are.
+_ELEMENTS = tl.constexpr(8192)
+
+
+@triton.jit
+def write_keys(
+    rows, codes, scales, s_rows, s_codes, s_scales, S: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    SLOTS: tl.constexpr = triton.next_power_of_2(S)
+    WIDTH: tl.constexpr = max(2, min(triton.next_power_of_2(D), _ELEMENTS // SLOTS))
+    slot = tl.arange(0, SLOTS).to(tl.int64)[:, None]
+    for first in range(0, D, WIDTH):
+        dim = first + tl.arange(0, WIDTH)
+        mask = (slot < S) & (dim < D)[None, :]
+        row = tl.load(rows + slot * s_rows + dim[None, :], mask=mask, other=0.0).to(tl.float32)  # [SLOTS, WIDTH]
+        code, step, least = _encode(row, mask)
+        byte = tl.arange(0, WIDTH // 2)[None, :]
+        to = codes + slot * s_codes + first // 2 + byte
+        tl.store(to, pack(code, 4), mask=(slot < S) & (first + 2 * byte < D))
+        tl.store(scales + dim, step, mask=dim < D)
+        tl.store(scales + D + dim, least, mask=dim < D)
+
+
+@triton.jit
+def _encode(row, mask):
+    """Codes int32 [SLOTS, WIDTH], 0 outside `mask`, steps and least elements float16 [WIDTH].
+
+    `ChannelSteps.encode` says how."""
+    # The largest of bits, in which NaN is larger than all numbers.
+    finite = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0) < 0x7F800000
+    row = tl.where(finite[None, :], row, 0.0)
+    low = tl.min(tl.where(mask, row, float("inf")), 0)
+    high = tl.max(tl.where(mask, row, -float("inf")), 0)
+    least = tl.minimum(tl.maximum(low, -_LARGEST), _LARGEST).to(tl.float16)
+    least = tl.where(least == 0, tl.zeros(least.shape, tl.float16), least)
+    spread = tl.div_rn(high - least.to(tl.float32), tl.full(high.shape, _STEPS, tl.float32))
+    step = tl.minimum(tl.maximum(spread, 0.0), _LARGEST).to(tl.float16)
+    step = tl.where(step == 0, tl.zeros(step.shape, tl.float16), step)
+    divisor = tl.where(step == 0, 1.0, step.to(tl.float32))
+    steps = tl.div_rn(row - least.to(tl.float32)[None, :], tl.broadcast_to(divisor[None, :], row.shape))
+    # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point; what is larger is cut off.
+    nearest = tl.minimum(tl.maximum((steps + 12582912.0) - 12582912.0, 0.0), _STEPS)
+    code = tl.where(mask & (step != 0)[None, :], nearest, 0.0).to(tl.int32)
+    return code, tl.where(finite, step, tl.full(step.shape, float("nan"), tl.float16)), least
+
+
+@triton.jit
+def write_values(
+    rows, codes, scales, s_rows, s_codes, s_scales, S: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    WIDTH: tl.constexpr = max(2, triton.next_power_of_2(D))
+    SLOTS: tl.constexpr = max(1, min(triton.next_power_of_2(S), _ELEMENTS // WIDTH))
+    dim = tl.arange(0, WIDTH)
+    for first in range(0, S, SLOTS):
+        slot = first + tl.arange(0, SLOTS).to(tl.int64)
+        mask = (slot < S)[:, None] & (dim < D)[None, :]
+        row = tl.load(rows + slot[:, None] * s_rows + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+        code, of_row = encode_rotated(row, mask, D, WIDTH)
+        store_codes(code, codes + slot[:, None] * s_codes, slot, S, D, 4)
+        tl.store(scales + slot * s_scales, of_row, mask=slot < S)
+
+
+@triton.jit
+def load_keys(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As of the native format, of rows of one block. A tile's rows that are not seen may name block 0 instead."""
+    code = load_codes(codes, row, seen, D, BLOCK_D, 4)
+    dim = tl.arange(0, BLOCK_D)
+    at = scales + tl.max(scale_row, 0) + dim
+    step = tl.load(at, mask=dim < D, other=0.0).to(tl.float32)
+    least = tl.load(at + D, mask=dim < D, other=0.0).to(tl.float32)
+    return code.to(tl.float32) * step[None, :] + least[None, :]
+
+
+KEYS = RowKernels(None, load_keys, write_block=write_keys)
+VALUES = RowKernels(None, load_values, row_scale, rotate_back, write_block=write_values)

@@ -1,0 +1,78 @@
+"""The int4 format: a full block's keys in 15 steps of each channel, its values rotated and in 16 levels of each row.
+
+Keys have channels of very different size and mean, which a scale of a row has to cover and a scale of a channel does
+not: at 4 bits the error of attention is less than half. What a channel's scale is, only a full block tells, so that a
+block is encoded once, when its last token is there; until then its rows lie in a second KV group in the model's dtype
+(`docs/formats.md`). Source: KIVI (ICML 2024), here with a block of the cache for its group of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from ..base import CacheFormat, Plane, RowFormat, RowKernels
+from ..bit_packing.packing import bytes_of, pack, unpack
+from ..k8v4.format import RotatedRows4
+
+STEPS = 15
+LARGEST = 65504.0  # float16; channels that reach beyond are cut off
+
+
+class ChannelSteps(RowFormat):
+    """Codes c in 0..15, packed as neighbours of a row; c stands for least + c * step of its channel.
+
+    The second plane holds, of each channel of a block, the step and then the least element, both float16: least is the
+    smallest element, step (largest - least) / STEPS, each rounded, and codes are the nearest to what the two stand for,
+    0 where the step is 0. All are single operations that IEEE rounds in one way, so that kernels write the same bits. A
+    channel with an element that is not finite becomes NaN in the whole block.
+    """
+
+    whole_blocks = True
+    tile_keys = 32  # of one block: its steps and least elements are loaded once
+
+    def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        return Plane(torch.uint8, bytes_of(dim, 4)), Plane(torch.float16, 2 * dim, per_block=True)
+
+    def encode(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        wide = rows.float()
+        finite = (wide.abs() < torch.inf).all(-3, keepdim=True)
+        wide = torch.where(finite, wide, 0.0)
+        least = wide.amin(-3, keepdim=True).clamp(-LARGEST, LARGEST).half()
+        least = torch.where(least == 0, 0.0, least)  # the least of 0 and -0 depends on the order of the rows
+        spread = wide.amax(-3, keepdim=True) - least.float()
+        # By a tensor: torch multiplies CUDA tensors by the reciprocal of a number.
+        step = (spread / torch.full((), float(STEPS), device=rows.device)).clamp(0.0, LARGEST).half()
+        step = torch.where(step == 0, 0.0, step)
+        steps = (wide - least.float()) / torch.where(step == 0, 1.0, step.float())
+        codes = torch.where(step == 0, 0.0, steps.round().clamp(0, STEPS)).to(torch.uint8)
+        return pack(codes, 4), torch.cat((torch.where(finite, step, torch.nan), least), -1)
+
+    def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
+        packed, channels = planes
+        step, least = channels.to(dtype).split(dim, -1)
+        return unpack(packed, 4, dim).to(dtype) * step + least
+
+    @cached_property
+    def kernels(self) -> RowKernels:
+        from .device import KEYS
+
+        return KEYS
+
+
+class BlockValues(RotatedRows4):
+    """As k8v4's, but encoded a block at a time."""
+
+    whole_blocks = True
+
+    @cached_property
+    def kernels(self) -> RowKernels:
+        from .device import VALUES
+
+        return VALUES
+
+
+# Of fewer than 32 tokens a block, channels would take more for their steps than the tokens save.
+INT4 = CacheFormat("int4", ChannelSteps(), BlockValues(), block_multiple=32)

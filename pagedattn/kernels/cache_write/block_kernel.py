@@ -1,0 +1,82 @@
+"""Triton: encode the blocks that a step's tokens filled, one program per block and KV head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...formats.base import CacheFormat
+from ...runtime.device import on_device
+from ...runtime.launcher import Launcher
+from ..planes import plane_strides
+
+
+@triton.jit(do_not_specialize=["num_recent", "num_blocks", "max_columns", "s_recent_table", "s_table"])
+def _seal_blocks_kernel(
+    key, value, key_cache, value_cache, k_scale_cache, v_scale_cache, recent_table, table, query_start_loc, seq_lens,
+    num_recent, num_blocks, max_columns, s_recent_table, s_table, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sck_b, sck_s,
+    sck_h, scv_b, scv_s, scv_h, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Sequence program_id(0), its program_id(1)th block that was open before the step, KV head program_id(2)."""
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(seq_lens + seq)
+    new = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
+    column = tl.maximum(seq_len - new, 0) // S + tl.program_id(1)
+    if column < tl.minimum(seq_len // S, max_columns):
+        source = tl.load(recent_table + seq * s_recent_table + column).to(tl.int64)
+        block = tl.load(table + seq * s_table + column).to(tl.int64)
+        if (source >= 0) & (source < num_recent) & (block >= 0) & (block < num_blocks):
+            K_FORMAT.write_block(
+                key + source * sk_b + head * sk_h,
+                key_cache + block * sck_b + head * sck_h,
+                k_scale_cache + block * K_SCALE_STRIDES[0] + head * K_SCALE_STRIDES[2],
+                sk_s, sck_s, K_SCALE_STRIDES[1], S, D,
+            )  # fmt: skip
+            V_FORMAT.write_block(
+                value + source * sv_b + head * sv_h,
+                value_cache + block * scv_b + head * scv_h,
+                v_scale_cache + block * V_SCALE_STRIDES[0] + head * V_SCALE_STRIDES[2],
+                sv_s, scv_s, V_SCALE_STRIDES[1], S, DV,
+            )  # fmt: skip
+
+
+_launch = Launcher(_seal_blocks_kernel, ("key", "value", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache"))
+
+
+def launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    k_scale_cache: torch.Tensor,
+    v_scale_cache: torch.Tensor,
+    recent_table: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    columns: int,
+    form: CacheFormat,
+) -> None:
+    """Shapes as in `seal_blocks`; columns: the most blocks that a sequence's new tokens fill."""
+    size, heads = key.shape[1:3]
+    arguments = (
+        *(key, value, key_cache, value_cache, k_scale_cache, v_scale_cache),
+        *(recent_table, block_table, query_start_loc, seq_lens),
+        *(len(key), len(key_cache), min(recent_table.shape[1], block_table.shape[1])),
+        *(recent_table.stride(0), block_table.stride(0)),
+        *(*key.stride()[:3], *value.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3]),
+    )
+    constants = {
+        "S": size,
+        "D": key.shape[3],
+        "DV": value.shape[3],
+        "K_FORMAT": form.key.kernels,
+        "V_FORMAT": form.value.kernels,
+        "K_SCALE_STRIDES": plane_strides(k_scale_cache),
+        "V_SCALE_STRIDES": plane_strides(v_scale_cache),
+    }
+    with on_device(key):
+        _launch((len(seq_lens), columns, heads), arguments, constants, num_warps=4)

@@ -1,0 +1,74 @@
+"""Cases over two caches: what lies in the second one, of open blocks, and what a query sees of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from ..formats.base import LayerCache
+from .case import Case
+from .stored import layer_cache, stored_as, unused_planes
+
+
+def recent_cache(
+    case: Case, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], generator: torch.Generator
+) -> tuple[LayerCache, torch.Tensor]:
+    """A poisoned cache of the model's dtype with the rows that the step finds there, and its table: garbage but for the
+    blocks from that of each sequence's first new token on."""
+    size, native = case.block_size, case.but(kv_cache_dtype="auto")
+    firsts = [_first_position(case, row) // size for row in range(len(keys))]
+    counts = [max(-(-n // size) - first, 0) for n, first in zip(case.seq_lens, firsts, strict=True)]
+    ids = 1 + torch.randperm(sum(counts) + 1, generator=generator).to(torch.int32)
+    width = max((-(-n // size) for n in case.seq_lens), default=0) + 1
+    garbage = torch.tensor([2**31 - 1, -1, -(2**31)], dtype=torch.int32)
+    table = garbage[torch.randint(0, 3, (len(keys), width), generator=generator)]
+    sides = []
+    for side, rows in zip(stored_as(native), (keys, values), strict=True):
+        (plane,) = unused_planes(side.rows.planes(rows[0].shape[2], case.dtype), sum(counts) + 2, native)
+        sides.append([plane])
+    start = 0
+    for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        table[row, first : first + count] = ids[start : start + count]
+        start += count
+        there = case.seq_lens[row] - (case.query_lens[row] if case.write else 0)
+        for position in range(first * size, there):
+            block, offset = int(table[row, position // size]), position % size
+            for (plane,), rows in zip(sides, (keys, values), strict=True):
+                plane[block, offset] = rows[row][position]
+    return layer_cache(sides[0], sides[1], "auto"), table
+
+
+def by_own_block(
+    case: Case, query: torch.Tensor, stored: Sequence[torch.Tensor], came: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """One sequence's queries, those of a block together, with the keys and values that they see: of blocks before as
+    they are stored, of their own as they came."""
+    size, first = case.block_size, len(came[0]) - len(query)
+    cuts = [0, *(at for at in range(1, len(query)) if (first + at) % size == 0), len(query)]
+    for start, stop in pairwise(cuts):
+        begin, end = max((first + start) // size * size, 0), max(first + stop, 0)
+        key, value = (torch.cat((a[:begin], b[begin:end].to(a.dtype))) for a, b in zip(stored, came, strict=True))
+        yield query[start:stop], key, value
+
+
+def sealed_after(
+    case: Case, cache: LayerCache, table: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> LayerCache:
+    """The cache of full blocks after the step, in which those that its rows filled are encoded."""
+    sides, size = [], case.block_size
+    for side, rows, planes in zip(stored_as(case), (keys, values), cache.sides, strict=True):
+        copies = [plane.clone() for plane in planes]
+        sides.append(copies)
+        for row, length in enumerate(case.seq_lens if case.write else ()):
+            first, end = _first_position(case, row) // size, length // size
+            held = table[row, first:end].long()
+            for plane, blocks in zip(copies, side.blocks(rows[row], size, 0), strict=True):
+                plane[held] = blocks[first:end]
+    return layer_cache(sides[0], sides[1], case.kv_cache_dtype)
+
+
+def _first_position(case: Case, row: int) -> int:
+    """Of a sequence's first new token."""
+    return max(case.seq_lens[row] - case.query_lens[row], 0)

@@ -1,0 +1,356 @@
+"""A layer over full blocks of int4 and a second cache of open ones: what is read depends on the position alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from pagedattn import (
+    Attention,
+    AttentionType,
+    BlockPool,
+    CommonAttentionMetadata,
+    Mask,
+    PagedKVCache,
+    SlidingWindowSpec,
+    paged_attention,
+    plan_step,
+)
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.formats.int4.format import INT4
+from pagedattn.spec import GraphLevel
+from pagedattn.testing.oracle import attention_oracle
+
+SIZE, HEADS, KV_HEADS, DIM, LENGTH = 32, 4, 2, 64, 150
+BACKENDS = ("TORCH", "TRITON")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+QUERY, VALUE = normal(LENGTH, HEADS, DIM), normal(LENGTH, KV_HEADS, DIM, seed=1)
+KEY = normal(LENGTH, KV_HEADS, DIM, seed=2) + 2 * normal(KV_HEADS, DIM, seed=3)
+
+
+class Sequences:
+    """A layer, both caches with pools of their own, and sequences in them by their block ids."""
+
+    def __init__(self, backend: str, num_blocks: int = 40, recent_blocks: int = 20, **options: Any) -> None:
+        self.layer = Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype="int4", backend=backend, **options)
+        shape = (1, num_blocks, SIZE, KV_HEADS, DIM)
+        self.cache = PagedKVCache(*shape, kv_cache_dtype="int4", recent_blocks=recent_blocks)
+        self.cache.slabs.fill_(0x7F)  # scales that are NaN, and rows too
+        self.recent.slabs.fill_(0xFF)
+        self.pool, self.recent_pool = BlockPool(num_blocks), BlockPool(recent_blocks)
+
+    @property
+    def recent(self) -> PagedKVCache:
+        assert self.cache.recent is not None
+        return self.cache.recent
+
+    def new(self) -> Sequence1:
+        return Sequence1(self)
+
+
+class Sequence1:
+    """One sequence: its length, and its blocks in either cache, -7 where one was released."""
+
+    def __init__(self, owner: Sequences) -> None:
+        self.owner, self.length = owner, 0
+        self.blocks: list[int] = []
+        self.recent: list[int] = []
+
+    def append(
+        self, count: int, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (QUERY, KEY, VALUE)
+    ) -> torch.Tensor:
+        """The output of `count` more tokens, in a step of its own; blocks behind the first of them are released."""
+        start, self.length = self.length, self.length + count
+        self._release(start // SIZE)
+        for blocks, pool in ((self.blocks, self.owner.pool), (self.recent, self.owner.recent_pool)):
+            blocks += pool.allocate(max(-(-self.length // SIZE) - len(blocks), 0))
+        tables = (torch.tensor([[*ids, 2**31 - 1]]).int() for ids in (self.blocks, self.recent))
+        table, recent_table = tables
+        common = CommonAttentionMetadata.from_lengths(
+            [count], [self.length], table, block_size=SIZE, recent_table=recent_table
+        )
+        query, key, value = (x[start : self.length] for x in rows)
+        return self.owner.layer(query, key, value, self.owner.cache.layer(0), common)
+
+    def _release(self, first: int) -> None:
+        kept = [block for block in self.recent[:first] if block >= 0]
+        self.owner.recent.zero_blocks(kept)
+        self.owner.recent.slabs[:, kept] = 0xFF
+        self.owner.recent_pool.free(kept)
+        self.recent[:first] = [-7] * first
+
+    def take_back(self, count: int) -> None:
+        """The last tokens are rejected; their blocks stay."""
+        self.length -= count
+
+    def fork(self) -> Sequence1:
+        other = Sequence1(self.owner)
+        other.length, is_open = self.length, self.length % SIZE > 0
+        full = -(-self.length // SIZE)
+        other.blocks, pairs = self.owner.pool.fork(self.blocks[:full], has_open_block=is_open)
+        self.owner.cache.copy_blocks(pairs)
+        if is_open:
+            (copy,) = self.owner.recent_pool.allocate(1)
+            self.owner.recent.copy_blocks([(self.recent[full - 1], copy)])
+            other.recent = [-7] * (full - 1) + [copy]
+        else:
+            other.recent = [-7] * full
+        return other
+
+
+def by_definition(length: int = LENGTH, window: int | None = None) -> torch.Tensor:
+    """Each position alone: blocks before its own encoded, its own as it came."""
+    out = []
+    full = length // SIZE * SIZE
+    stored = [
+        form.decode(form.encode(x[:full].unflatten(0, (-1, SIZE))), DIM, torch.float64).flatten(0, 1)
+        for form, x in ((INT4.key, KEY), (INT4.value, VALUE))
+    ]
+    for at in range(length):
+        first = at // SIZE * SIZE
+        key, value = (
+            torch.cat((a[:first], b[first : at + 1].double())) for a, b in zip(stored, (KEY, VALUE), strict=True)
+        )
+        mask = Mask(True, window)
+        out.append(attention_oracle(QUERY[at : at + 1], key, value, scale=DIM**-0.5, mask=mask)[0])
+    return torch.cat(out)
+
+
+WANTED = by_definition()
+
+
+def test_it_is_not_exact_attention_but_near() -> None:
+    exact, _ = attention_oracle(QUERY, KEY, VALUE, scale=DIM**-0.5)
+    off = (WANTED - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+    assert not off[:SIZE].any() or float(off[:SIZE].max()) < 1e-12, "the first block is read as it came"
+    assert 0.02 < float(off[SIZE:].mean()) < 0.15
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 45, 4096])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_of_any_size_give_one_result(backend: str, chunk: int) -> None:
+    sequence, out = Sequences(backend).new(), []
+    rows = LENGTH if backend == "TORCH" or chunk > 1 else 70  # of decodes, which are slow in the interpreter
+    while sequence.length < rows:
+        out.append(sequence.append(min(chunk, rows - sequence.length)))
+    torch.testing.assert_close(torch.cat(out).double(), WANTED[:rows], rtol=0, atol=5e-6)
+
+
+def test_chunks_give_the_same_bits_where_that_is_asked_for() -> None:
+    found = []
+    for chunk in (7, 32, 45, 4096):
+        sequence, out = Sequences("TRITON", deterministic=True).new(), []
+        while sequence.length < LENGTH:
+            out.append(sequence.append(min(chunk, LENGTH - sequence.length)))
+        found.append(torch.cat(out))
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_reaches_over_both_caches(backend: str) -> None:
+    sequence = Sequences(backend, sliding_window=40).new()
+    out = torch.cat([sequence.append(count) for count in (20, 1, 60, 33, 36)])
+    torch.testing.assert_close(out.double(), by_definition(window=40), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rejected", [1, 3, 8])
+def test_drafts_that_are_taken_back_across_a_seal(backend: str, rejected: int) -> None:
+    """Eight drafts fill a block; fewer are accepted, so that it is open again, and is filled by others."""
+    sequence = Sequences(backend).new()
+    sequence.append(60)
+    drafts = tuple(torch.cat((x[:60], normal(8, *x.shape[1:], seed=9), x[68:])) for x in (QUERY, KEY, VALUE))
+    right = 8 - rejected
+    for given, taken in zip(drafts, (QUERY, KEY, VALUE), strict=True):
+        given[60 : 60 + right] = taken[60 : 60 + right]
+    drafted = sequence.append(8, drafts)  # type: ignore[arg-type]
+    torch.testing.assert_close(drafted[:right].double(), WANTED[60 : 60 + right], rtol=0, atol=5e-6)
+    sequence.take_back(rejected)
+    out = torch.cat([sequence.append(count) for count in (1, 7, 20)])
+    start = 60 + right
+    torch.testing.assert_close(out.double(), WANTED[start : start + 28], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [31, 32, 33, 64])
+def test_a_fork_shares_full_blocks_and_leaves_the_first_as_it_was(backend: str, length: int) -> None:
+    first = Sequences(backend).new()
+    first.append(length)
+    second = first.fork()
+    shared = length // SIZE
+    assert first.blocks[:shared] == second.blocks[:shared] and not {*first.blocks[shared:]} & {*second.blocks[shared:]}
+    other = tuple(torch.cat((x[:length], normal(40, *x.shape[1:], seed=5))) for x in (QUERY, KEY, VALUE))
+    changed = second.append(40, other)  # type: ignore[arg-type]
+    out = first.append(40)
+    torch.testing.assert_close(out.double(), WANTED[length : length + 40], rtol=0, atol=5e-6)
+    assert not torch.allclose(changed, out, atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_that_were_away_read_as_before(backend: str) -> None:
+    sequence = Sequences(backend).new()
+    sequence.append(80)
+    owner, last = sequence.owner, sequence.recent[-1]
+    host, recent_host = (
+        one.over(torch.zeros(1, 4, one.bytes_per_block, dtype=torch.uint8)) for one in (owner.cache, owner.recent)
+    )
+    owner.cache.swap_blocks(host, list(zip(sequence.blocks, range(3), strict=True)))
+    owner.recent.swap_blocks(recent_host, [(last, 0)])
+    owner.cache.slabs.fill_(0x7F)
+    owner.recent.slabs.fill_(0xFF)
+    sequence.blocks, sequence.recent = owner.pool.allocate(3), [-7, -7, *owner.recent_pool.allocate(1)]
+    host.swap_blocks(owner.cache, list(zip(range(3), sequence.blocks, strict=True)))
+    recent_host.swap_blocks(owner.recent, [(0, sequence.recent[-1])])
+    torch.testing.assert_close(sequence.append(30).double(), WANTED[80:110], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_is_found_for_every_length_of_a_block(backend: str) -> None:
+    """The second cache begins empty: a prefix of whole blocks has no open one."""
+    owner = Sequences(backend, num_blocks=60)
+    first, node, found = owner.new(), None, 0
+    first.append(96)
+    contents = [bytes([at]) for at in range(3)]
+    for block, content in zip(first.blocks, contents, strict=True):
+        node = owner.pool.commit(block, node, content)
+    for length in range(65, 97) if backend == "TORCH" else (65, 80, 96):
+        node, hits = None, []
+        for content in contents[: (length - 1) // SIZE]:
+            node = owner.pool.find(node, content)
+            assert node is not None
+            hits.append(owner.pool.block_of(node))
+        other = owner.new()
+        owner.pool.touch(hits)  # type: ignore[arg-type]
+        other.blocks, other.recent, other.length = list(hits), [-7] * len(hits), len(hits) * SIZE  # type: ignore[arg-type]
+        found += len(hits)
+        out = other.append(length - other.length)
+        torch.testing.assert_close(out.double(), WANTED[64:length], rtol=0, atol=5e-6)
+        owner.pool.free(other.blocks)
+        other._release(len(other.recent))
+    assert found >= 6
+
+
+def mixed(query_lens: Sequence[int], seq_lens: Sequence[int]) -> CommonAttentionMetadata:
+    tables = (torch.arange(1, 1 + 5 * len(seq_lens)).view(-1, 5).int() for _ in range(2))
+    table, recent_table = tables
+    return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size=SIZE, recent_table=recent_table)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_captured_metadata_are_rewritten_in_place(backend: str) -> None:
+    """What a graph has recorded reads the same tensors, from which it finds slots, blocks to seal, and lengths."""
+    level = GraphLevel.ALWAYS if backend == "TRITON" else GraphLevel.NEVER
+    owner = Sequences(backend, graph_level=level)
+    layer, cache = owner.layer, owner.cache.layer(0)
+    if backend == "TORCH":
+        with pytest.raises(UnsupportedError, match="graph level"):
+            layer.build(mixed([1, 1], [40, 70]), capture=True)
+        return
+    other = torch.zeros(3, 5, dtype=torch.int32)
+    captured = layer.build(mixed([1, 1, 1], [150, 150, 150]).replace(recent_table=other), capture=True)
+    addresses = {
+        name: getattr(captured.common, name).data_ptr() for name in ("seq_lens", "slot_mapping", "recent_table")
+    }
+    rows = [torch.cat((x[:62], x[:62])) for x in (QUERY, KEY, VALUE)]
+    layer(*rows, cache, mixed([62, 62], [62, 62]))
+    for at in range(62, 67):
+        step = mixed([1, 1], [at + 1, at + 1])
+        assert layer.builder.build(step, captured) is captured
+        out = layer(*(x[[at, at, 0]] for x in (QUERY, KEY, VALUE)), cache, captured)
+        torch.testing.assert_close(out[:2].double(), WANTED[[at, at]], rtol=0, atol=5e-6)
+    assert addresses == {name: getattr(captured.common, name).data_ptr() for name in addresses}
+    assert "full blocks" in captured.describe() and "open blocks" in captured.describe()
+
+
+def test_two_backends_and_a_planned_step() -> None:
+    owner = Sequences("prefill=TRITON,decode=TORCH")
+    cache, layer = owner.cache.layer(0), owner.layer
+    rows = [torch.cat((x[:70], x[:40])) for x in (QUERY, KEY, VALUE)]
+    out = layer(*rows, cache, plan_step([layer], mixed([70, 40], [70, 40])))
+    torch.testing.assert_close(out.double(), torch.cat((WANTED[:70], WANTED[:40])), rtol=0, atol=5e-6)
+    rows = [torch.cat((x[70:71], x[40:80])) for x in (QUERY, KEY, VALUE)]
+    out = layer(*rows, cache, plan_step([layer], mixed([1, 40], [71, 80])))
+    torch.testing.assert_close(out.double(), torch.cat((WANTED[70:71], WANTED[40:80])), rtol=0, atol=5e-6)
+
+
+def test_the_function_does_as_the_layer_does() -> None:
+    cache = Sequences("TORCH").cache.layer(0)
+    query, key, value = (x[:100] for x in (QUERY, KEY, VALUE))
+    out, lse = paged_attention(query, key, value, cache, mixed([100], [100]), return_lse=True)
+    torch.testing.assert_close(out.double(), WANTED[:100], rtol=0, atol=5e-6)
+    assert lse is not None and bool(lse.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_that_come_with_the_call_are_read_as_they_are(backend: str) -> None:
+    layer = Sequences(backend).layer
+    out = layer(QUERY[:50], KEY[:50], VALUE[:50], None, CommonAttentionMetadata.from_lengths([50], [50]))
+    exact, _ = attention_oracle(QUERY[:50], KEY[:50], VALUE[:50], scale=DIM**-0.5)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=5e-6)
+
+
+def call(common: CommonAttentionMetadata, **changes: Any) -> None:
+    owner = Sequences("TORCH")
+    owner.layer(*(x[:40] for x in (QUERY, KEY, VALUE)), changes.get("cache", owner.cache.layer(0)), common)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = mixed([40], [40])
+    with pytest.raises(InvalidInputError, match="recent_table must be given for a cache of kv_cache_dtype='int4'"):
+        call(step.replace(recent_table=None))
+    plain = PagedKVCache(1, 9, SIZE, KV_HEADS, DIM, kv_cache_dtype="int4", recent_blocks=3)
+    host = plain.over(torch.zeros_like(plain.slabs))
+    with pytest.raises(InvalidInputError, match="kv_cache must be with `recent`"):
+        call(step, cache=host.layer(0))
+    monkeypatch.setenv("PAGEDATTN_CHECK", "0")
+    with pytest.raises(InvalidInputError, match="recent_table must be given"):
+        call(step.replace(recent_table=None))
+    with pytest.raises(InvalidInputError, match="kv_cache must be a cache of int4 with `recent`"):
+        call(step, cache=host.layer(0))
+    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+    call(step)
+    with pytest.raises(InvalidInputError, match=r"recent_table must be blocks in .*, got 99 at row 0, column 1"):
+        call(step.replace(recent_table=torch.tensor([[1, 99]]).int()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 16}, "block_size must be a multiple of 32 for kv_cache_dtype='int4', got 16"),
+        ({"attn_type": AttentionType.CROSS}, "attn_type=cross .*decoder over int4"),
+        ({"causal": False}, "causal=False .*causal attention over int4"),
+        ({"mask": Mask(own_block=32)}, "own_block=32 .*none over int4"),
+        ({"backend": "FLASHINFER"}, "kv_cache_dtype=int4"),
+    ],
+)
+def test_layers_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedError), match=message):
+        Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype="int4", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 48}, "block_size must be a multiple of 32 .* got 48; pass block_size=64"),
+        ({"block_size": 32}, "recent_blocks must be given for kv_cache_dtype='int4', got None"),
+        ({"kv_cache_dtype": "int8", "recent_blocks": 3}, "recent_blocks must be None for kv_cache_dtype='int8'"),
+    ],
+)
+def test_caches_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        PagedKVCache(**{"num_layers": 1, "num_blocks": 4, "kv_cache_dtype": "int4", **options})
+
+
+def test_layers_of_several_kinds_are_refused() -> None:
+    shape: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 64, "block_size": 32, "kv_cache_dtype": "int4"}
+    specs = [SlidingWindowSpec(**shape, sliding_window=width) for width in (8, 16)]
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype='int4' has one KV group, these layers are of 2"):
+        PagedKVCache.from_specs(specs, 4, recent_blocks=2)
