@@ -147,6 +147,15 @@ def stale_cache(model: Any) -> None:
         model(torch.tensor([[3]]), past_key_values=cache)
 
 
+def far_back(model: Any) -> None:
+    enable(model, kv_cache_dtype="int4")
+    cache = new_cache(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.zeros(1, 85, dtype=torch.long), past_key_values=cache)
+    cache.crop(40)
+
+
 def with_image(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "image_token_id": 7}), encoding="utf-8")
@@ -270,6 +279,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "config.json has `auto_map`": lambda here: load(here.folder, own_code),
     "the engine needs safetensors": lambda here: without_safetensors(here.monkeypatch),
     "past_key_values is a PagedCache": lambda here: hugging_face("LlamaConfig", stale_cache),
+    "crop to 40": lambda here: hugging_face("LlamaConfig", far_back),
     "... does not count positions": lambda here: hugging_face("RobertaConfig", PackedModel),
     "PAGEDATTN_CHECK must be": lambda here: strict(here.monkeypatch),
 }

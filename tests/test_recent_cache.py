@@ -270,6 +270,19 @@ def test_captured_metadata_are_rewritten_in_place(backend: str) -> None:
     assert "full blocks" in captured.describe() and "open blocks" in captured.describe()
 
 
+def test_rows_that_have_no_slot_are_not_written() -> None:
+    """As where rows of a batch share a prompt that one of them writes."""
+    owner = Sequences("TORCH")
+    step = mixed([40, 40], [40, 40])
+    written = step.slot_mapping.clone()
+    written[40:] = -1
+    built = owner.layer.build(step.replace(slot_mapping=written))
+    assert (built.common.slot_mapping[:40] >= SIZE).all() and (built.common.slot_mapping[40:] == -1).all()
+    before = owner.recent.slabs[0, 6:8].clone()
+    owner.layer(*(torch.cat((x[:40], x[:40])) for x in (QUERY, KEY, VALUE)), owner.cache.layer(0), built)
+    assert torch.equal(owner.recent.slabs[0, 6:8], before)
+
+
 def test_two_backends_and_a_planned_step() -> None:
     owner = Sequences("prefill=TRITON,decode=TORCH")
     cache, layer = owner.cache.layer(0), owner.layer

@@ -98,6 +98,12 @@ class KVCacheDtype:
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
         return cls(name, indices)
 
+    @property
+    def default_block_size(self) -> int:
+        """Tokens per block where nobody says: 16, or what the format's block sizes are multiples of."""
+        multiple = format_of(self.name).block_multiple
+        return -(-16 // multiple) * multiple
+
     def of_one_layer(self) -> str:
         """The format of a layer that does not know which one of a model it is, by name.
 
@@ -118,7 +124,7 @@ class KVCacheDtype:
         if format_of(self.name).whole_blocks:
             raise UnsupportedError(
                 f"kv_cache_dtype={str(self)!r} is not served by {who}, which has no second cache for open blocks; take "
-                "turboquant4, k8v4 or int8 there, or a layer of your own (Attention, PagedKVCache)"
+                "turboquant4, k8v4 or int8 there, or run a Hugging Face model (enable) or a layer of your own"
             )
         return self
 

@@ -16,6 +16,8 @@ from .batch import BatchStep
 from .columns import Columns
 from .rows import BlockStore, Rows
 
+# Tokens that `crop` takes back at least, of formats that encode whole blocks: more than assisted generation drafts.
+_TAKEN_BACK = 64
 _NOTHING = 0, 1  # number of first columns that are equal, in each group of this number of rows
 
 
@@ -69,6 +71,8 @@ class PagedCache(Cache):
     def __init__(self, layers: Layers, store: BlockStore, windowed: bool) -> None:
         """`windowed`: some layer has a sliding window."""
         self._columns, self._rows = Columns(), Rows(store)
+        # Of layers whose format encodes whole blocks: what lies in blocks that are not full, and the last few that are.
+        self._recent = None if store.recent is None else Rows(store.recent)
         self._attention, self._store, self._windowed = layers, store, windowed
         self._alike = _NOTHING
         super().__init__(layers=[_Layer(self._columns, layers) for _ in layers])
@@ -80,7 +84,7 @@ class PagedCache(Cache):
 
     @property
     def num_blocks_used(self) -> int:
-        """Blocks held by this cache and by those that share its memory."""
+        """Blocks held by this cache and by those that share its memory, but for a second cache's of open blocks."""
         return self._store.num_used
 
     @property
@@ -140,26 +144,46 @@ class PagedCache(Cache):
         real = self._columns.admit(mask, rows, columns, self._windowed, unread)
         counts = [columns] * rows if real is None else real.sum(1).tolist()
         if not len(self._rows):
-            self._rows.start(rows)
+            for one in self._every():
+                one.start(rows)
         if self._columns.count > self._alike[0]:
             self._alike = _NOTHING
         alike = self._alike[1]
         try:
-            if alike > 1:
-                self._rows.append_alike(counts, alike)
-            else:
-                self._rows.append(counts)
+            self._append(counts, alike)
         except Exception:
             self._columns.become(before)
             raise
         self._columns.running = True
         size, table = self._store.block_size, self._rows.table()
-        common = CommonAttentionMetadata.from_lengths(counts, self._rows.lengths, table, block_size=size)
+        recent_table = None if self._recent is None else self._recent.table()
+        common = CommonAttentionMetadata.from_lengths(
+            counts, self._rows.lengths, table, block_size=size, recent_table=recent_table
+        )
         if alike > 1:  # the first row of each prompt writes
             writes = np.repeat(np.arange(rows) % alike == 0, counts)
             slots = common.slot_mapping.masked_fill(torch.from_numpy(~writes).to(common.slot_mapping.device), -1)
             common = common.replace(slot_mapping=slots)
-        return BatchStep.of_tokens(self._attention, self._store.caches, common, real)
+        return BatchStep.of_tokens(self._attention, self._store.layer_caches(), common, real)
+
+    def _every(self) -> list[Rows]:
+        return [self._rows] if self._recent is None else [self._rows, self._recent]
+
+    def _append(self, counts: list[int], alike: int) -> None:
+        """Room for new tokens in both caches, or in none."""
+        before = list(self._rows.lengths)
+        if self._recent is not None:  # what no later token reads, but for those that may be taken back
+            self._recent.release_before([max(length - _TAKEN_BACK, 0) for length in before])
+        for done, one in enumerate(self._every()):
+            try:
+                if alike > 1:
+                    one.append_alike(counts, alike)
+                else:
+                    one.append(counts)
+            except Exception:
+                if done:
+                    self._rows.cut(before)
+                raise
 
     def end(self) -> None:
         """The forward that `begin` made room for is through all layers."""
@@ -198,23 +222,33 @@ class PagedCache(Cache):
         self._alike = _NOTHING
         now, given = self._columns.done, tokens_to_remove
         columns = max(0, min(now, given if given > 0 else now + given))
-        self._rows.cut(self._columns.lengths(columns, len(self._rows)))
+        lengths = self._columns.lengths(columns, len(self._rows))
+        if self._recent is not None and not self._recent.holds(lengths):
+            raise UnsupportedError(
+                f"crop to {columns} of {now} columns: a cache of whole blocks (int4) takes back its last {_TAKEN_BACK} "
+                f"tokens, or all behind a multiple of {self._store.block_size}; make a new cache"
+            )
+        for one in self._every():
+            one.cut(lengths)
         self._columns.cut(columns)
 
     def reset(self) -> None:
         """Give all blocks up."""
         self._alike = _NOTHING
-        self._rows.release()
+        for one in self._every():
+            one.release()
         self._columns.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         forked = PagedCache(self._attention, self._store, self._windowed)
         forked._columns.become(self._columns)
         forked._rows, forked._alike = self._rows.fork(), self._alike
+        forked._recent = None if self._recent is None else self._recent.fork()
         memo[id(self)] = forked
         return forked
 
     def _take(self, rows: list[int]) -> None:
         self._alike = _NOTHING
-        self._rows.take(rows)
+        for one in self._every():
+            one.take(rows)
         self._columns.take(rows)

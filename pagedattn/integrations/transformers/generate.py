@@ -38,7 +38,7 @@ _PREPARE = "_prepare_cache_for_generation"
 def enable(
     model: Any,
     *,
-    block_size: int = 16,
+    block_size: int | None = None,
     backend: str | None = None,
     num_blocks: int | None = None,
     kv_cache_dtype: str | KVCacheDtype = "auto",
@@ -48,18 +48,18 @@ def enable(
 
     Args:
         model: a causal `PreTrainedModel` in eval mode, weights in place, on one device. It is run on two tokens.
-        block_size: tokens per block.
+        block_size: tokens per block; None: 16, of formats with larger blocks (`int4`) their smallest.
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
-        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "turboquant4", "fp8", "fp8_e5m2"
-            or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
+        kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "int4", "turboquant4", "fp8",
+            "fp8_e5m2" or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
 
     Raises:
         InvalidInputError: an unknown format, or scales that are not of this model or format.
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
     """
-    stored = KVCacheDtype.of(kv_cache_dtype).require_rows("Hugging Face models")
+    stored = KVCacheDtype.of(kv_cache_dtype)
     register_generate()
     check_model(model)
     disable(model)
@@ -71,7 +71,8 @@ def enable(
     before = attention_of(model)
     try:
         scales = load_kv_scales(kv_scales, stored.name, model)
-        model.__dict__[_ATTRIBUTE] = Paged(model, before, block_size, backend, num_blocks, stored, scales)
+        size = stored.default_block_size if block_size is None else block_size
+        model.__dict__[_ATTRIBUTE] = Paged(model, before, size, backend, num_blocks, stored, scales)
     except Exception:
         model.set_attn_implementation(before)
         raise

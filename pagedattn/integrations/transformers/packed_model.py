@@ -61,7 +61,7 @@ class PackedModel:
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
         """
-        stored = KVCacheDtype.of(kv_cache_dtype).require_rows("Hugging Face models")
+        stored = KVCacheDtype.of(kv_cache_dtype).require_rows("PackedModel")
         register_attention()
         check_model(model)
         refuse(type(model), model.config, max_model_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -22,9 +23,14 @@ class BlockStore:
     With `num_blocks` the memory is taken at once and for good. Without, it is taken when ids are handed out, grows with
     the largest of them, and is copied when it grows.
 
+    Formats that encode whole blocks have a second store, `recent`, for the blocks of such layers that are not full. It
+    takes memory as ids are handed out, with `num_blocks` too.
+
     Attributes:
         caches: what each layer gets, in order; others after every `allocate`.
     """
+
+    recent: BlockStore | None
 
     def __init__(
         self,
@@ -44,6 +50,8 @@ class BlockStore:
         self.caches: list[LayerCache] = []
         self.pool = BlockPool(num_blocks or 2 + most_tokens // self.block_size, enable_caching=False)
         self._specs = specs
+        second = [replace(spec, kv_cache_dtype="auto") for spec in specs if spec.format.whole_blocks]
+        self.recent = BlockStore(second, None, device, most_tokens) if second else None
         self._memory: list[PagedKVCache] = []
         self._num_blocks = self._wanted = 0
         if num_blocks is not None:
@@ -52,7 +60,17 @@ class BlockStore:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(cache.nbytes for cache in self._memory)
+        return sum(cache.nbytes for cache in self._memory) + (0 if self.recent is None else self.recent.nbytes)
+
+    def layer_caches(self) -> list[LayerCache]:
+        """`caches`, each with its part of `recent`, where there is one."""
+        if self.recent is None:
+            return self.caches
+        second = iter(self.recent.caches)
+        return [
+            replace(cache, recent=next(second)) if spec.format.whole_blocks else cache
+            for cache, spec in zip(self.caches, self._specs, strict=True)
+        ]
 
     @property
     def num_used(self) -> int:
@@ -90,7 +108,9 @@ class BlockStore:
         old, self._memory = self._memory, []
         try:
             for layer, spec in enumerate(self._specs):
-                cache = PagedKVCache.from_specs([spec], num_blocks, device=self.device)
+                # Of a second cache only that of `recent` is used.
+                fewest = 1 if spec.format.whole_blocks else None
+                cache = PagedKVCache.from_specs([spec], num_blocks, device=self.device, recent_blocks=fewest)
                 if old:
                     cache.slabs[:, : self._num_blocks].copy_(old[layer].slabs)
                 self._memory.append(cache)
@@ -195,6 +215,23 @@ class Rows:
             if new or shared:
                 needs.append((row, new, shared))
         return needs
+
+    def release_before(self, positions: Sequence[int]) -> None:
+        """Give up each row's blocks before that of a position, which are not read any more, for null blocks."""
+        size, pool = self.store.block_size, self.store.pool
+        firsts = [position // size for position in positions]
+        for row, (blocks, first) in enumerate(zip(self._blocks, firsts, strict=True)):
+            passed = [block for block in blocks[:first] if block != pool.null_block]
+            if passed:
+                pool.free(passed)
+                blocks[:first] = [pool.null_block] * first
+                self._changed.add(row)
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether each row's open block would be there, if it were cut to this length."""
+        size, null = self.store.block_size, self.store.pool.null_block
+        ends = zip(self._blocks, lengths, strict=True)
+        return all(not length % size or blocks[length // size] != null for blocks, length in ends)
 
     def take(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was; rows that are not named are given up."""
