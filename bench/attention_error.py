@@ -53,11 +53,12 @@ def errors(formats: Sequence[str], keys: int, dim: int) -> list[Row]:
     key[..., ::_EVERY] *= _LARGER
     every = {"scale": dim**-0.5, "mask": Mask(causal=False)}
     exact, _ = attention_oracle(query, key, value, **every)
-    rows, sealed = [], keys // _BLOCK
+    rows = []
     for name in formats:
         form = format_of(name)
+        size = max(_BLOCK, form.block_multiple)
         sides = ((form.key, key), (form.value, value))
-        stored = (StoredRows(side).read(data, _BLOCK, sealed) for side, data in sides)
+        stored = (StoredRows(side).read(data, size, keys // size) for side, data in sides)
         found, _ = attention_oracle(query, *stored, **every)
         cosine = torch.nn.functional.cosine_similarity(found, exact, dim=-1)
         largest = ((found - exact).abs().amax(-1) / exact.abs().amax(-1)).max()
