@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats.base import CacheFormat
+from ...formats.base import CacheFormat, plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..planes import plane_strides
 
 
 @triton.jit(do_not_specialize=["num_recent", "num_blocks", "max_columns", "s_recent_table", "s_table"])
