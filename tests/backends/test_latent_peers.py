@@ -29,6 +29,7 @@ from pagedattn.backends.flashinfer.metadata import FlashInferMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.bench import flash_mla_library
 from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.kernels import hopper
 from pagedattn.spec import GraphLevel
 from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_close
@@ -181,8 +182,12 @@ def test_the_order_of_latent_layers_is_their_own(monkeypatch: pytest.MonkeyPatch
     assert selected.block_size == 64
     assert select_backend(HOPPER, "FLASH_MLA").block_size == 64
     half = HOPPER.replace(dtype=torch.float16, block_size=64, clean_cache=True)  # which the interpreter computes too
+    monkeypatch.setattr(hopper, "why_not_on", lambda capability: "")
     assert select_backend(half).name == "TRITON" and select_backend(half).decode is select_backend(half).prefill
     assert selector._order("decode", half) == ["TRITON", "FLASH_MLA", "FLASH_ATTN", "TORCH"]
+    for behind in ({"num_heads": 64}, {"dtype": torch.float32}, {"block_size": 24}):
+        order = selector._order("decode", half.replace(**behind))  # type: ignore[arg-type]
+        assert order == ["FLASH_MLA", "FLASH_ATTN", "TRITON", "TORCH"], behind
     assert select_backend(half.replace(sliding_window=9, block_size=2048)).name == "TORCH"
     monkeypatch.setitem(selector.LATENT_PRIORITY, "cuda", ("FLASH_MLA", "FLASH_ATTN", "TORCH"))
     assert select_backend(half).name == "FLASH_MLA"
