@@ -55,7 +55,7 @@ _ATTENTION = (
     Fault("LSE of base 2, TRITON", "_paged_attention_kernel", "tl.log2(l_i) * LN2", "tl.log2(l_i)",
           f"{BY_TRITON} [one past full"),
     Fault("rows past the sequence attended to, TORCH", "_keys", "seen = (index < lens[piece, None]) & known",
-          "seen = (index >= 0) & known", f"{BY_TORCH} [mixed"),
+          "seen = (index >= 0) & known", f"{BY_TORCH} causal=False"),
     Fault("dense keys start at the queries, TRITON", "_paged_attention_kernel",
           "key_start = tl.load(key_start_loc + seq)", "key_start = tl.load(query_start_loc + seq)",
           f"{BY_TRITON} [dense with context"),

@@ -14,9 +14,10 @@ from pagedattn.errors import InvalidInputError
 from pagedattn.formats.int4.format import INT4, LARGEST, STEPS
 from pagedattn.formats.k8v4.format import K8V4
 from pagedattn.kernels.inputs import AttentionInputs
-from pagedattn.kernels.prefill.plan import AttentionConfig
+from pagedattn.kernels.prefill.plan import AttentionConfig, attention_config
 from pagedattn.kernels.shape import BatchBounds, shape_of
 from pagedattn.ops.attention_plan import plan_attention
+from pagedattn.runtime.target import Target
 
 SIZE = 32
 
@@ -132,6 +133,18 @@ def test_tiles_of_keys_are_of_one_block(dtype: torch.dtype) -> None:
                 config = launch.config
                 tile = config.block_n if isinstance(config, AttentionConfig) else config.tuning.block_n  # type: ignore[union-attr]
                 assert 32 % tile == 0
+    heads = {"group": 4, "head_dim": 128, "head_dim_v": 128, "itemsize": 2, "target": Target(132, 232448)}
+    assert attention_config(**heads, tile_keys=16).block_n == 16 < attention_config(**heads).block_n
+
+
+def test_float16_keys_at_the_end_of_their_range_stay_finite() -> None:
+    rows = torch.full((1, SIZE, 1, 4), 65504.0, dtype=torch.float16)
+    rows[:, ::2, :, 0] *= -1
+    rows[:, ::2, :, 1] = 0.0
+    rows[:, ::2, :, 2] = 60000.0
+    back = INT4.key.decode(INT4.key.encode(rows), 4, torch.float16)
+    assert bool(back.isfinite().all())
+    assert bool(((back.float() - rows.float()).abs() <= 65504 / 15 + 64).all()), "half a step of the widest channel"
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])

@@ -268,6 +268,8 @@ def test_captured_metadata_are_rewritten_in_place(backend: str) -> None:
         torch.testing.assert_close(out[:2].double(), WANTED[[at, at]], rtol=0, atol=5e-6)
     assert addresses == {name: getattr(captured.common, name).data_ptr() for name in addresses}
     assert "full blocks" in captured.describe() and "open blocks" in captured.describe()
+    with pytest.raises(InvalidInputError, match="recent_table must be given"):
+        layer.builder.build(step.replace(recent_table=None), captured)
 
 
 def test_rows_that_have_no_slot_are_not_written() -> None:

@@ -65,7 +65,10 @@ class RecentBuilder(AttentionMetadataBuilder):
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         plan_dense = cache(lambda: self._dense.build(common))
+        captured = isinstance(into, RecentMetadata) and into.calls is not None
         if common.recent_table is None:
+            if captured:
+                raise _without_table(self.spec)
             return RecentMetadata(common.replace(slot_mapping=common.slot_mapping[:0]), None, plan_dense, capture)
         if isinstance(into, RecentMetadata) and into.calls is not None:
             copy_into_captured(into.common, common)

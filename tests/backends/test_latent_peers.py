@@ -283,6 +283,10 @@ def test_steps_go_to_the_kernel_as_they_are_where_it_can_take_them() -> None:
         assert isinstance(unknown, FlashMLAMetadata) and len(unknown.seq_lens) == sum(queries)
         assert ("each token as one of its own" in unknown.describe()) == (len(unknown.seq_lens) != len(queries))
         attend(problem, unknown)
+    problem = written(case.but(query_lens=(1, 0, 1), seq_lens=(5, 9, 7)))
+    for host in (problem.common, problem.common.replace(seq_lens_cpu=None, query_start_loc_cpu=None)):
+        padded = host.replace(num_decodes=3)  # of which one is padding, without a new token
+        attend(problem, FlashMLABackend.builder(problem.spec, DEVICE).build(padded))
 
 
 def test_each_token_sees_the_keys_up_to_its_own() -> None:

@@ -120,10 +120,9 @@ def sequences_of_tokens(common: CommonAttentionMetadata, causal: bool) -> tuple[
 
 def _tokens_of_each(common: CommonAttentionMetadata) -> int:
     """New tokens of every sequence, where the host knows that they are as many, and no more than its keys; else 0."""
-    if 0 < common.num_decodes == common.num_seqs:
-        return 1
     starts, lens = common.query_start_loc_cpu, common.seq_lens_cpu
     if starts is None or lens is None or not len(lens):
+        # A decode may be padding, which has no new token, and a row may be, which no sequence has.
         return 0
     counts = starts.diff()
     tokens = int(counts[0])

@@ -11,9 +11,9 @@ from ..hadamard.device import rotate_back
 from ..int8.device import row_scale
 from ..k8v4.device import encode_rotated
 from ..k8v4.device import load_tile as load_values
-from .format import LARGEST, STEPS
+from .format import INFINITE, LARGEST, STEPS
 
-_LARGEST, _STEPS = tl.constexpr(LARGEST), tl.constexpr(float(STEPS))
+_LARGEST, _STEPS, _INFINITE = tl.constexpr(LARGEST), tl.constexpr(float(STEPS)), tl.constexpr(INFINITE)
 # Elements of a tile: as many as registers hold, whatever the block size and the head dim are.
 _ELEMENTS = tl.constexpr(8192)
 
@@ -52,6 +52,9 @@ def _encode(row, mask):
     spread = tl.div_rn(high - least.to(tl.float32), tl.full(high.shape, _STEPS, tl.float32))
     step = tl.minimum(tl.maximum(spread, 0.0), _LARGEST).to(tl.float16)
     step = tl.where(step == 0, tl.zeros(step.shape, tl.float16), step)
+    over = step.to(tl.float32) * _STEPS + least.to(tl.float32) >= _INFINITE
+    below = (step.to(tl.int16, bitcast=True) - 1).to(tl.int16).to(tl.float16, bitcast=True)
+    step = tl.where(over, below, step)
     divisor = tl.where(step == 0, 1.0, step.to(tl.float32))
     steps = tl.div_rn(row - least.to(tl.float32)[None, :], tl.broadcast_to(divisor[None, :], row.shape))
     # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point; what is larger is cut off.

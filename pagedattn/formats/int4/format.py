@@ -18,6 +18,7 @@ from ..bit_packing.packing import bytes_of, pack, unpack
 from ..k8v4.format import RotatedRows4
 
 STEPS = 15
+INFINITE = 65520.0  # what float16 rounds to infinity, and all above
 LARGEST = 65504.0  # float16; channels that reach beyond are cut off
 
 
@@ -26,7 +27,8 @@ class ChannelSteps(RowFormat):
 
     The second plane holds, of each channel of a block, the step and then the least element, both float16: least is the
     smallest element, step (largest - least) / STEPS, each rounded, and codes are the nearest to what the two stand for,
-    0 where the step is 0. All are single operations that IEEE rounds in one way, so that kernels write the same bits. A
+    0 where the step is 0. A step whose last code would stand for what float16 rounds to infinity gives way to the one
+    below it. All are single operations that IEEE rounds in one way, so that kernels write the same bits. A
     channel with an element that is not finite becomes NaN in the whole block.
     """
 
@@ -47,14 +49,17 @@ class ChannelSteps(RowFormat):
         # By a tensor: torch multiplies CUDA tensors by the reciprocal of a number.
         step = (spread / torch.full((), float(STEPS), device=rows.device)).clamp(0.0, LARGEST).half()
         step = torch.where(step == 0, 0.0, step)
+        over = step.float() * STEPS + least.float() >= INFINITE
+        step = torch.where(over, (step.view(torch.int16) - 1).view(torch.float16), step)
         steps = (wide - least.float()) / torch.where(step == 0, 1.0, step.float())
         codes = torch.where(step == 0, 0.0, steps.round().clamp(0, STEPS)).to(torch.uint8)
         return pack(codes, 4), torch.cat((torch.where(finite, step, torch.nan), least), -1)
 
     def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
         packed, channels = planes
-        step, least = channels.to(dtype).split(dim, -1)
-        return unpack(packed, 4, dim).to(dtype) * step + least
+        wide = torch.promote_types(dtype, torch.float32)  # 15 steps alone may be more than float16 has
+        step, least = channels.to(wide).split(dim, -1)
+        return (unpack(packed, 4, dim).to(wide) * step + least).to(dtype)
 
     @cached_property
     def kernels(self) -> RowKernels:
