@@ -96,6 +96,7 @@ class RecentBuilder(AttentionMetadataBuilder):
             slots[: len(slot_mapping)].masked_fill_(slot_mapping < 0, -1)
 
     def device_update(self, metadata: AttentionMetadata) -> None:
+        """As of every builder. Of rows that are not to be written it knows padding behind the last sequence alone."""
         table, size = metadata.common.recent_table, self.spec.block_size
         if not isinstance(metadata, RecentMetadata) or metadata.calls is None or table is None or size is None:
             return
