@@ -39,7 +39,7 @@ FAULTS = (
           "to_key = tl.where(low < to_key, to_key, 0)", "pass", "test_decode.py narrower_than_the_lengths"),
     Fault("bounds of a planned step unseen", "plan_step", "check_bounds(by_group[layer.kv_group])", "pass",
           "test_layer_checks.py step_is_planned"),
-    Fault("bounds of a step built by its layer unseen", "Attention.build", "check_bounds(common)", "pass",
+    Fault("bounds of a step built by its layer unseen", "PagedLayer.build", "check_bounds(common)", "pass",
           "test_layer_checks.py wrong_argument [longest"),
     Fault("bounds of a rewritten step unseen", "copy_into_captured", "check_bounds(common)", "pass",
           "test_capture.py bounds_are_looked_at TRITON"),

@@ -18,8 +18,8 @@ from ..formats.base import LayerCache
 from ..formats.per_layer import KVCacheDtype
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
 from ..spec.scales import LayerScales, require_given_scales
-from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
+from .base import PagedLayer
 from .plan_step import Key, StepMetadata
 from .replay import layout_of, run_and_keep, split_heads
 from .validation import check_call, check_contents
@@ -28,7 +28,7 @@ from .validation import check_call, check_contents
 _KINDS: dict[Key, tuple[Key, object]] = {}
 
 
-class Attention(nn.Module):
+class Attention(PagedLayer):
     """Attention of one model layer over a paged KV cache, for inference: no gradient flows through it.
 
     Queries and keys come rotated; the caller keeps block tables and lengths (see `CommonAttentionMetadata`). Who
@@ -56,7 +56,6 @@ class Attention(nn.Module):
     """
 
     sinks: torch.Tensor | None
-    _anchor: torch.Tensor
 
     def __init__(
         self,
@@ -122,14 +121,8 @@ class Attention(nn.Module):
             self.sinks = logits
         else:
             self.register_buffer("sinks", logits, persistent=False)
-        # An empty buffer follows .to() and so says which dtype and device the layer now has.
-        self.register_buffer("_anchor", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self._anchor_to(dtype, device)
         self._resolve()
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        super()._apply(fn, recurse)
-        self._resolve()
-        return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         found = [state_dict.pop(f"{prefix}{name}", None) for name in ("k_scale", "v_scale")]
@@ -145,13 +138,7 @@ class Attention(nn.Module):
 
     def _resolve(self) -> None:
         """Choose the backend for the dtype and device that the layer has now."""
-        device = self._anchor.device
-        gpu = device.type == "cuda"
-        spec = self._base.replace(
-            dtype=self._anchor.dtype,
-            device_type="cpu" if device.type == "meta" else device.type,
-            capability=torch.cuda.get_device_capability(device) if gpu else None,
-        )
+        device, spec = self._anchor.device, self._spec_here()
         stores_scaled = spec.format.takes_scales
         selection = select_backend(spec.replace(kv_scale=self._scales.kind), self._request)
         self.selection: Selection = replace(selection, scales=self._scales.source if stores_scaled else "")
@@ -162,16 +149,6 @@ class Attention(nn.Module):
         self._plan_key, self._kind = _KINDS.setdefault(key, (key, object()))
         # Slopes stay float32, whatever the layer is cast to, and survive a stay on the meta device.
         self._slopes = None if self._slope_values is None else self._slope_values.to(device)
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """What this layer asks of a backend."""
-        return self.selection.spec
-
-    @property
-    def kv_group(self) -> int:
-        """Whose block table this layer uses."""
-        return self._kv_group
 
     @property
     def kv_scales(self) -> tuple[Scale, Scale]:
@@ -193,23 +170,12 @@ class Attention(nn.Module):
         self._resolve()
 
     @property
-    def plan_key(self) -> Key:
-        """Layers with equal keys share metadata."""
-        return self._plan_key
-
-    @property
     def builder(self) -> AttentionMetadataBuilder:
         """The metadata builder of this layer's backend, made on first use."""
         if self._builder is None:
             pair = self.selection.prefill, self.selection.decode
             self._builder = make_builder(*pair, self.spec, self._anchor.device)
         return self._builder
-
-    def build(self, common: CommonAttentionMetadata, capture: bool = False) -> AttentionMetadata:
-        """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
-        if env.check_level() and not torch.compiler.is_compiling():
-            check_bounds(common)
-        return self.builder.build(common, None, capture)
 
     def forward(
         self,

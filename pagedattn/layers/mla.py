@@ -4,7 +4,6 @@ expanded, whichever takes less."""
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from .. import env, ops
 from ..backends.base import AttentionMetadata
@@ -14,8 +13,8 @@ from ..errors import InvalidInputError
 from ..formats.base import LayerCache
 from ..formats.mla_rows.format import split
 from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask
-from ..step.bounds import check_bounds
 from ..step.metadata import CommonAttentionMetadata
+from .base import PagedLayer
 from .mla_step import KeyChunk, LatentDims, MLAMetadata, MLAMetadataBuilder
 from .plan_step import Key, StepMetadata
 from .validation import check_latent_call
@@ -23,7 +22,7 @@ from .validation import check_latent_call
 WORKSPACE_BYTES = 512 << 20  # of the keys and values that are expanded at once, where the layer is given no other bound
 
 
-class MLAAttention(nn.Module):
+class MLAAttention(PagedLayer):
     """Latent attention of one model layer over a paged cache of latent rows, for inference: no gradient flows.
 
     What is cached of a token is one row [latent | k_pe], whatever the number of heads (`MLASpec`). Sequences of few new
@@ -51,8 +50,6 @@ class MLAAttention(nn.Module):
         UnsupportedError: the backend asked for, or every backend, cannot serve this; lists the reasons.
         InvalidInputError: no scale, or values that contradict each other, or an unknown backend.
     """
-
-    _anchor: torch.Tensor
 
     def __init__(
         self,
@@ -101,24 +98,12 @@ class MLAAttention(nn.Module):
         self._most_absorbed = usual if max_absorbed_len is None or sliding_window else max_absorbed_len
         self._workspace_bytes = workspace_bytes
         self._request = current_request(backend)
-        # An empty buffer follows .to() and so says which dtype and device the layer now has.
-        self.register_buffer("_anchor", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self._anchor_to(dtype, device)
         self._resolve()
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        super()._apply(fn, recurse)
-        self._resolve()
-        return self
 
     def _resolve(self) -> None:
         """Choose the backends for the dtype and device that the layer has now."""
-        device = self._anchor.device
-        spec = self._base.replace(
-            dtype=self._anchor.dtype,
-            device_type="cpu" if device.type == "meta" else device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        )
-        asked = self._request
+        spec, asked = self._spec_here(), self._request
         self.selection: Selection = select_backend(spec, Request(asked.decode, asked.decode, asked.source))
         dense = Request(asked.prefill, asked.prefill, asked.source)
         self.expanded_selection: Selection = select_backend(self._expanded_spec(spec, causal=True), dense)
@@ -148,21 +133,6 @@ class MLAAttention(nn.Module):
         )
 
     @property
-    def spec(self) -> AttentionSpec:
-        """What the absorbed form asks of a backend."""
-        return self.selection.spec
-
-    @property
-    def kv_group(self) -> int:
-        """Whose block table this layer uses."""
-        return self._kv_group
-
-    @property
-    def plan_key(self) -> Key:
-        """Layers with equal keys share metadata."""
-        return self._plan_key
-
-    @property
     def builder(self) -> MLAMetadataBuilder:
         """The metadata builder, made on first use."""
         if self._builder is None:
@@ -172,12 +142,6 @@ class MLAAttention(nn.Module):
             most = max(1, self._workspace_bytes // self.dims.expanded_bytes(spec.dtype.itemsize))
             self._builder = MLAMetadataBuilder(absorbed, causal, full, self._most_absorbed, most)
         return self._builder
-
-    def build(self, common: CommonAttentionMetadata, capture: bool = False) -> AttentionMetadata:
-        """This layer's metadata for a step. For a whole model, `plan_step` builds once per kind of layer."""
-        if env.check_level() and not torch.compiler.is_compiling():
-            check_bounds(common)
-        return self.builder.build(common, None, capture)
 
     def split_kv_b(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK [H, N, L] and W_UV [H, V, L] as views of a model's kv_b weight [H * (N + V), L].
