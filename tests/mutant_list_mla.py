@@ -42,7 +42,7 @@ FAULTS = (
     Fault("blocks of 48 tokens for TMA", "mla_decode:why_not_hopper", "size < 8 or size & (size - 1)", "size < 8",
           f"{OP} kernel_for_hopper"),
     Fault("a latent cache that TMA cannot read", "MLADecodePlan.serves",
-          'fits and (self.module != "hopper" or is_aligned(rows))', "fits", f"{OP} plan_names_the_kernel"),
+          'fits and (self.module != "hopper" or can_load(rows))', "fits", f"{OP} plan_names_the_kernel"),
     Fault("TRITON first with many latent heads", "TritonBackend.is_fastest_for",
           "spec.num_heads <= _LEADING_LATENT_HEADS and ", "", "test_latent_peers.py order_of_latent"),
     Fault("the rotated part over the latent one", "_concat_and_cache_kernel",

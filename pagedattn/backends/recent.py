@@ -65,18 +65,17 @@ class RecentBuilder(AttentionMetadataBuilder):
         self, common: CommonAttentionMetadata, into: AttentionMetadata | None = None, capture: bool = False
     ) -> AttentionMetadata:
         plan_dense = cache(lambda: self._dense.build(common))
-        captured = isinstance(into, RecentMetadata) and into.calls is not None
-        if common.recent_table is None:
-            if captured:
-                raise _without_table(self.spec)
-            return RecentMetadata(common.replace(slot_mapping=common.slot_mapping[:0]), None, plan_dense, capture)
         if isinstance(into, RecentMetadata) and into.calls is not None:
+            if common.recent_table is None:
+                raise _without_table(self.spec)
             copy_into_captured(into.common, common)
             mine = into.common.replace(**{name: getattr(common, name) for name in _BOUNDS})
             self._sealed.build(mine, into.calls[0])
             self._recent.build(_of_recent(mine), into.calls[1])
             self._update(into, common.slot_mapping)
             return into
+        if common.recent_table is None:
+            return RecentMetadata(common.replace(slot_mapping=common.slot_mapping[:0]), None, plan_dense, capture)
         mine = clone_for_capture(common) if capture else common
         mine = mine.replace(slot_mapping=torch.empty_like(mine.slot_mapping), shared_prefix_len=0)
         sealed = self._sealed.build(mine, None, capture)

@@ -1,4 +1,4 @@
-"""Whether a GPU runs the kernels for Hopper."""
+"""Whether a GPU runs the kernels for Hopper, and TMA can read a tensor."""
 
 from __future__ import annotations
 
@@ -28,3 +28,9 @@ def why_not_on(capability: tuple[int, int] | None) -> str:
     if reason := why_untried():
         return reason
     return "kernels are interpreted" if interpreted() else ""
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read it: 16-byte addresses, the last dimension contiguous."""
+    steps = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+    return tensor.data_ptr() % 16 == 0 and steps and tensor.stride(-1) == 1

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..kernels.inputs import AttentionInputs
-from ..kernels.mla_decode.plan import MLADecodePlan, is_aligned, plan_mla_decode, why_not
+from ..kernels.mla_decode.plan import MLADecodePlan, can_load, plan_mla_decode, why_not
 from ..kernels.reference import attention
 from ..kernels.shape import bounds_of, shape_of
 from ..runtime.op_registry import choose, expect, load, register
@@ -105,7 +105,7 @@ def _run(*args: Any, plan: MLADecodePlan | None = None) -> None:
     extent = (inputs.key.shape[1] - 1) * inputs.key.stride(1)
     expect(extent < 2**31, "rows", "a cache whose blocks reach over less than 2**31 elements", inputs.key)
     if plan is None or not plan.serves(shape, len(inputs.seq_lens), inputs.key):
-        plan = plan_mla_decode(shape, bounds_of(inputs), inputs.query.device, is_aligned(inputs.key))
+        plan = plan_mla_decode(shape, bounds_of(inputs), inputs.query.device, can_load(inputs.key))
         plan.take_workspace(workspace, inputs.query.device)
     load(f"kernels.mla_decode.{plan.module}").launch(plan.config, inputs, plan.workspace)
 

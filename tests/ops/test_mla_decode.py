@@ -12,7 +12,7 @@ from pagedattn import Mask, ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.kernels import hopper
 from pagedattn.kernels.mla_decode import plan as mla_plan
-from pagedattn.kernels.mla_decode.plan import is_aligned, mla_decode_config, plan_mla_decode, why_not_hopper
+from pagedattn.kernels.mla_decode.plan import can_load, mla_decode_config, plan_mla_decode, why_not_hopper
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.runtime.target import Target
 from pagedattn.runtime.workspace import COUNTERS
@@ -211,9 +211,9 @@ def test_a_plan_names_the_kernel_that_serves_it(monkeypatch: pytest.MonkeyPatch)
     assert plan.module == "hopper" and "for Hopper" in plan.describe() and plan.config.block_m == 16
     rows = torch.zeros(10, 64, 1, 576, dtype=torch.bfloat16)
     odd = torch.zeros(10, 64, 1, 577, dtype=torch.bfloat16)[..., 1:]
-    assert is_aligned(rows) and not is_aligned(odd) and not is_aligned(rows[:0])
+    assert can_load(rows) and not can_load(odd) and not can_load(rows[:0])
     assert plan.serves(shape_of_rows(), 64, rows) and not plan.serves(shape_of_rows(), 64, odd)
-    assert plan_mla_decode(shape_of_rows(), bounds, device, is_aligned(odd)).module == "kernel"
+    assert plan_mla_decode(shape_of_rows(), bounds, device, can_load(odd)).module == "kernel"
     assert plan_mla_decode(shape_of_rows(group=48), bounds, device).config.block_m == 64
 
 

@@ -84,7 +84,7 @@ class Rooms:
 
 @aggregate
 class Results:
-    """Where outputs go: out [T, Hq, L], lse [T, Hq] or None, and where programs share items, notes and states."""
+    """Where outputs go, out [T, Hq, L], and the strides of it by token and head, and of the LSE by token."""
 
     out: gl.tensor
     so_t: gl.tensor

@@ -102,7 +102,7 @@ class MLADecodePlan:
     def serves(self, shape: AttentionShape, num_seqs: int, rows: torch.Tensor) -> bool:
         """Whether a call of this shape, of so many sequences over this cache, can be made by this plan."""
         fits = self.shape.covers(shape) and self.num_seqs == num_seqs
-        return fits and (self.module != "hopper" or is_aligned(rows))
+        return fits and (self.module != "hopper" or can_load(rows))
 
     def take_workspace(self, workspace: torch.Tensor | None, device: torch.device) -> None:
         """Use this workspace, or a new one where it is too small or None."""
@@ -146,17 +146,15 @@ def why_not_hopper(shape: AttentionShape, here: str) -> str:
     return f"masks with {', '.join(unserved)}" if unserved else ""
 
 
-def is_aligned(rows: torch.Tensor) -> bool:
-    """Whether TMA can read a cache [P, S, 1, D]: 16-byte addresses, blocks and slots in either order."""
-    strides = rows.stride()
-    steps = all(step > 0 and step * rows.element_size() % 16 == 0 for step in strides[:2])
-    return bool(len(rows)) and rows.data_ptr() % 16 == 0 and steps and strides[3] == 1
+def can_load(rows: torch.Tensor) -> bool:
+    """Whether the kernel for Hopper can load a cache [P, S, 1, D]."""
+    return bool(len(rows)) and gpu.is_aligned(rows[:, :, 0])
 
 
 def plan_mla_decode(
     shape: AttentionShape, bounds: BatchBounds, device: torch.device, aligned: bool = True
 ) -> MLADecodePlan:
-    """The plan of a step, without its workspace. aligned: the cache is as `is_aligned` says."""
+    """The plan of a step, without its workspace. aligned: the cache is as `can_load` says."""
     hopper = aligned and not why_not_hopper(shape, gpu.why_not_here(device))
     config = mla_decode_config(
         num_seqs=bounds.num_seqs,

@@ -8,6 +8,7 @@ import torch
 
 from ...runtime.workspace import COUNTERS
 from ...spec import Mask
+from ..hopper import is_aligned
 from ..inputs import AttentionInputs
 from ..shape import AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
@@ -171,7 +172,7 @@ def why_not_tensors(inputs: AttentionInputs) -> str:
         return reason
     by_slots = _is_whole(inputs.query.shape[2], inputs.out.shape[2])
     caches = (in_blocks(key), in_blocks(value))
-    fit = all(_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in caches)
+    fit = all(is_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in caches)
     return "" if fit else "strides that TMA cannot follow"
 
 
@@ -188,13 +189,7 @@ def why_not_queries(inputs: AttentionInputs) -> str:
     has_scales = inputs.k_scale is not None or inputs.v_scale is not None or inputs.out_scale != 1.0
     if has_scales and not inputs.format.takes_scales:
         return "scales of a cache that is not fp8"
-    return "" if _aligned(query) else "strides that TMA cannot follow"
-
-
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether TMA can read it: 16-byte addresses, the last dimension contiguous."""
-    steps = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
-    return tensor.data_ptr() % 16 == 0 and steps and tensor.stride(-1) == 1
+    return "" if is_aligned(query) else "strides that TMA cannot follow"
 
 
 def _is_matrix(cache: torch.Tensor) -> bool:
