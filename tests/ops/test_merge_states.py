@@ -23,6 +23,14 @@ def test_merge(device, path, states, tokens, heads, dim) -> None:
     assert not out[0, 0].any() and lse[0, 0] == -torch.inf
 
 
+def test_states_of_float64(device, path) -> None:
+    outputs, lses = torch.randn(3, 5, 2, 24, dtype=torch.float64), torch.randn(3, 5, 2, dtype=torch.float64)
+    want, want_lse = merge_states_oracle(outputs, lses)
+    out, lse = ops.merge_attn_states(outputs.to(device), lses.to(device), path=path)
+    assert out.dtype == lse.dtype == torch.float64
+    assert torch.allclose(out.cpu(), want, atol=1e-14) and torch.allclose(lse.cpu(), want_lse, atol=1e-14)
+
+
 def test_strided_states(device, path) -> None:
     outputs = torch.randn(13, 3, 4, 16, device=device).transpose(0, 1)
     lses = torch.randn(4, 13, 3, device=device).permute(2, 1, 0)  # [n, T, H] of a [H, T, n] tensor

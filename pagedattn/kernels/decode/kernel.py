@@ -27,7 +27,7 @@ from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
 from ..inputs import VARYING, AttentionInputs
 from ..masking import is_causal, sees_first_keys, visible
 from ..planes import scale_rows
-from ..rotated_queries import rotated_queries
+from ..products import products, rotated_queries
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import DecodeConfig
 from .split_kv import publish_and_reduce
@@ -74,10 +74,7 @@ def _attend(
         k_scale_row = scale_rows(row, slot, kv_head, K_SCALE_STRIDES)
         v_scale_row = scale_rows(row, slot, kv_head, V_SCALE_STRIDES)
         k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, None, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        k = tl.trans(k.to(q.dtype))
-        s = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if K_FORMAT.rotate is not None and q.dtype != tl.float32:
-            s = tl.dot(q_rest, k, s, input_precision=PRECISION)
+        s = products(q, q_rest, k, K_FORMAT.rotate is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
         if K_FORMAT.row_scale is not None:
             s *= K_FORMAT.row_scale(k_scales, k_scale_row, None)[None, :]
         distance = offs_n[None, :] - q_pos[:, None]

@@ -24,11 +24,11 @@ def _merge_states_kernel(
     peak = tl.max(lse, 0)
     shift = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.sum(tl.exp(lse - shift), 0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D], lse.dtype)
     for i in range(num_states):
         weight = tl.exp(tl.load(lses + i * sl_n + row * sl_t + head * sl_h) - shift)
         source = outputs + i * tl.cast(so_n, tl.int64) + row * so_t + head * so_h + dim
-        value = tl.load(source, mask=dim < DV, other=0.0).to(tl.float32)
+        value = tl.load(source, mask=dim < DV, other=0.0).to(lse.dtype)
         acc += tl.where(weight > 0, weight * value, 0.0)  # an empty state's output may be anything
     acc = acc / tl.where(total == 0, 1.0, total)
     tl.store(out + row * s_t + head * s_h + dim, acc.to(out.dtype.element_ty), mask=dim < DV)

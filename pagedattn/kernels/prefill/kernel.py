@@ -16,7 +16,7 @@ from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import end_key, first_key, is_causal, sees_first_keys, visible
 from ..planes import scale_rows
-from ..rotated_queries import rotated_queries
+from ..products import products, rotated_queries
 from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
 from .plan import AttentionConfig
 
@@ -55,10 +55,7 @@ def _attend(
         k_seen = seen if MASKED else None
         v_seen = seen & known if MASKED else None  # unseen rows are zeroed, since 0 * NaN would reach the output
         k = K_FORMAT.load_tile(key, k_row, k_scales, k_scale_row, k_seen, D, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-        k = tl.trans(k.to(q.dtype))
-        s = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if K_FORMAT.rotate is not None and q.dtype != tl.float32:
-            s = tl.dot(q_rest, k, s, input_precision=PRECISION)
+        s = products(q, q_rest, k, K_FORMAT.rotate is not None, PRECISION)  # [BLOCK_M, BLOCK_N]
         if K_FORMAT.row_scale is not None:
             s *= K_FORMAT.row_scale(k_scales, k_scale_row, k_seen)[None, :]
         distance = offs_n[None, :] - q_pos[:, None]
