@@ -1,12 +1,13 @@
 """Gluon: absorbed latent attention (MLA) of new tokens over a paged cache of latent rows, on Hopper.
 
 The work is split as by `kernel.py`, and its second launch adds up the states of items that programs share. Within a
-program one warp loads tiles of 64 rows by TMA, and two warpgroups compute (`hopper_groups.py`). Products are
-transposed, keys by query rows and latent elements by query rows, so that 16 heads are padded to 16, not to 64, which is
-what a product has of its first operand at least. Sources: FlashMLA (2025) for one load of a row and for halves of the
-latent elements, FlashAttention-3 (2024) for logits by one group, stream-K (PPoPP 2023) for the split.
+program one warp loads tiles of 64 rows by TMA, and two warpgroups compute (`hopper_groups.py`). With fewer than 64
+query rows products are transposed, so that 16 heads are padded to 16 (`Shape`). Sources: FlashMLA (2025) for one load
+of a row and for halves of the latent elements, FlashAttention-3 (2024) for logits by one group, stream-K (PPoPP 2023)
+for the split.
 
-Legend: as in `kernel.py`. `s` [KEYS, ROWS], `acc` [HALF, ROWS]; `c` counts tiles, `t` turns of the two groups.
+Legend: as in `kernel.py`. `s` [ROWS, KEYS] and `acc` [ROWS, HALF], or transposed; `c` counts tiles, `t` turns of the
+two groups.
 """
 
 # No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
@@ -89,7 +90,7 @@ def _mla_decode_kernel(
         gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 1, ROPE], _tile_layout([KEYS, 1, ROPE])),
         gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], _tile_layout([ROWS, LATENT])),
         gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], _tile_layout([ROWS, ROPE])),
-        gl.allocate_shared_memory(DTYPE, [KEYS, ROWS], _tile_layout([KEYS, ROWS])),
+        gl.allocate_shared_memory(DTYPE, shape.WEIGHTS, _tile_layout(shape.WEIGHTS)),
         gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),

@@ -28,7 +28,8 @@ SOME = gl.constexpr(8)  # rows that a group copies at a time, so that registers 
 
 @aggregate
 class Rooms:
-    """Shared memory: the parts of tiles and of queries, weights [KEYS, ROWS] and a factor of each row, and barriers.
+    """Shared memory: the parts of tiles and of queries, weights [KEYS, ROWS] or transposed, a factor of each row,
+    and barriers.
 
     full, empty: of tiles, of which both groups say that they are done. given, taken: of weights and factors, of each
     tile and at the end of an item once more, with what outputs are divided by.
@@ -69,8 +70,8 @@ class Rooms:
 
     @gluon.jit
     def values(self, c, w: gl.constexpr):
-        """A group's latent elements of a tile, [HALF, KEYS]."""
-        return self.tile(c).slice(w * HALF, HALF, 1).permute((1, 0))
+        """A group's latent elements of a tile, [KEYS, HALF]."""
+        return self.tile(c).slice(w * HALF, HALF, 1)
 
     @gluon.jit
     def wait_taken(self, t):
@@ -136,52 +137,83 @@ def _weights(s, m_i, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, sha
     else:
         s = s * scale
     if MASKED:
-        offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1, shape.PRODUCT)), 1)
+        offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1 - shape.AXIS, shape.LOGITS)), 1 - shape.AXIS)
         last = q_pos  # the last key that a row sees
         if not shape.CAUSAL:
             last = q_pos * 0 + past
             if shape.WINDOW > 0:
                 last = q_pos + (shape.WINDOW - 1)
-        visible = offs_n <= gl.expand_dims(gl.minimum(last, past - 1), 0)
+        visible = offs_n <= gl.expand_dims(gl.minimum(last, past - 1), shape.AXIS)
         if shape.WINDOW > 0:
-            visible = visible & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, 0))
+            visible = visible & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, shape.AXIS))
         s = gl.where(visible, s, -float("inf"))
-    top = gl.maximum(m_i, gl.max(s, 0))
+    top = gl.maximum(m_i, gl.max(s, shape.AXIS))
     shift = gl.where(top == -float("inf"), 0.0, top)
-    return gl.exp2(s - gl.expand_dims(shift, 0)), top, gl.exp2(m_i - shift)
+    return gl.exp2(s - gl.expand_dims(shift, shape.AXIS)), top, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def _times(acc, factor, shape):
+    """Outputs times a factor of each row."""
+    return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(shape.AXIS, shape.OUTPUT)), shape.AXIS)
+
+
+@gluon.jit
+def _logits(c, rooms, shape):
+    """Products of an item's rows with a tile's keys."""
+    s = gl.zeros(shape.WEIGHTS, gl.float32, shape.LOGITS)
+    rope = rooms.rope.index(c % STAGES).reshape([KEYS, ROPE])
+    if shape.AXIS == 1:
+        s = warpgroup_mma(rooms.q_latent, rooms.tile(c).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(rooms.q_rope, rope.permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(rooms.tile(c), rooms.q_latent.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(rope, rooms.q_rope.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=[s])
+
+
+@gluon.jit
+def _add_values(acc, weights, values, shape):
+    """Outputs and what a tile's values add to them; weights in shared memory, with AXIS 1 in registers or there."""
+    if shape.AXIS == 1:
+        acc = warpgroup_mma(weights, values, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(values.permute((1, 0)), weights, acc, is_async=True)
+    return acc
 
 
 @gluon.jit
 def _lead_tiles(item, begin, past, c, t, q_pos, scale, softcap, rooms, shape):
     """The first group's state after keys begin..past, and the numbers of tiles and turns until then."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, shape.PRODUCT)
-    m_i = gl.full([shape.ROWS], -float("inf"), gl.float32, COLUMNS)
-    l_i = gl.zeros([shape.ROWS], gl.float32, COLUMNS)
-    acc = gl.zeros([HALF, shape.ROWS], gl.float32, shape.PRODUCT)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(shape.AXIS, shape.LOGITS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.OUTPUT, k_width=2)
+    m_i = gl.full([shape.ROWS], -float("inf"), gl.float32, OF_ROWS)
+    l_i = gl.zeros([shape.ROWS], gl.float32, OF_ROWS)
+    acc = gl.zeros(shape.OUTPUTS, gl.float32, shape.OUTPUT)
     whole = past  # keys that every row sees end there
     if shape.CAUSAL:
         whole = gl.minimum(past, item.seq_len - item.q_len + item.q_block * shape.BLOCK_Q + 1)
     for key in range(begin, past, KEYS):
-        rope = rooms.rope.index(c % STAGES).reshape([KEYS, ROPE])
         rooms.wait_full(c)
         if (key + KEYS > past) | (key < item.low):
             _zero_rows(rooms.tile(c), item.low - key, past - key)
-        s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.PRODUCT)
-        s = warpgroup_mma(rooms.tile(c), rooms.q_latent.permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma(rope, rooms.q_rope.permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
+        s = _logits(c, rooms, shape)
         if (key + KEYS <= whole) & (shape.WINDOW == 0):
             p, m_i, alpha = _weights(s, m_i, q_pos, key, past, scale, softcap, False, shape)
         else:
             p, m_i, alpha = _weights(s, m_i, q_pos, key, past, scale, softcap, True, shape)
         rooms.wait_taken(t)
-        rooms.weights.store(p.to(shape.DTYPE))
+        weights = p.to(shape.DTYPE)
+        rooms.weights.store(weights)
         rooms.factors.store(alpha)
         fence_async_shared()
         mbarrier.arrive(rooms.given, count=1)
-        acc = acc * gl.expand_dims(alpha, 0)
-        acc = warpgroup_mma(rooms.values(c, 0), rooms.weights, acc, is_async=True)
-        l_i = l_i * alpha + gl.sum(p, 0)
+        acc = _times(acc, alpha, shape)
+        if shape.AXIS == 1:
+            acc = _add_values(acc, gl.convert_layout(weights, OPERAND), rooms.values(c, 0), shape)
+        else:
+            acc = _add_values(acc, rooms.weights, rooms.values(c, 0), shape)
+        l_i = l_i * alpha + gl.sum(p, shape.AXIS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         rooms.release(c)
         c += 1
@@ -192,13 +224,12 @@ def _lead_tiles(item, begin, past, c, t, q_pos, scale, softcap, rooms, shape):
 @gluon.jit
 def _follow_tiles(begin, past, c, t, rooms, shape):
     """The same of the second group, which has outputs alone."""
-    acc = gl.zeros([HALF, shape.ROWS], gl.float32, shape.PRODUCT)
+    acc = gl.zeros(shape.OUTPUTS, gl.float32, shape.OUTPUT)
     for _ in range(begin, past, KEYS):
         rooms.wait_full(c)
         rooms.wait_given(t)
-        alpha = rooms.factors.load(gl.SliceLayout(0, shape.PRODUCT))
-        acc = acc * gl.expand_dims(alpha, 0)
-        acc = warpgroup_mma(rooms.values(c, 1), rooms.weights, acc, is_async=True)
+        acc = _times(acc, rooms.factors.load(gl.SliceLayout(shape.AXIS, shape.OUTPUT)), shape)
+        acc = _add_values(acc, rooms.weights, rooms.values(c, 1), shape)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(rooms.taken, count=1)
         rooms.release(c)
@@ -212,7 +243,10 @@ def _finish(acc, w: gl.constexpr, item, part, results, rooms, shape):
     """Write a group's half of an item's output, by way of the queries' memory, to have 16 bytes a thread."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     half = rooms.q_latent.slice(w * HALF, HALF, 1)
-    half.permute((1, 0)).store(acc.to(shape.DTYPE))
+    if shape.AXIS == 1:
+        half.store(acc.to(shape.DTYPE))
+    else:
+        half.permute((1, 0)).store(acc.to(shape.DTYPE))
     thread_barrier()
     for i in gl.static_range(shape.ROWS // SOME):
         row = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
@@ -233,11 +267,11 @@ def _state(item, at, states, shape):
 @gluon.jit
 def _publish(acc, w: gl.constexpr, item, part, state, shape):
     """Leave a group's half of a partial state."""
-    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.PRODUCT))
+    row = gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.OUTPUT))
     _, _, exists = item.rows(row, part, shape)
-    dim = w * HALF + gl.arange(0, HALF, gl.SliceLayout(1, shape.PRODUCT))
-    to = state + 2 * shape.ROWS + gl.expand_dims(row * LATENT, 0) + gl.expand_dims(dim, 1)
-    gl.store(to, acc.to(gl.int32, bitcast=True), mask=gl.expand_dims(exists, 0))
+    dim = w * HALF + gl.arange(0, HALF, gl.SliceLayout(1 - shape.AXIS, shape.OUTPUT))
+    to = state + 2 * shape.ROWS + gl.expand_dims(row * LATENT, shape.AXIS) + gl.expand_dims(dim, 1 - shape.AXIS)
+    gl.store(to, acc.to(gl.int32, bitcast=True), mask=gl.expand_dims(exists, shape.AXIS))
 
 
 @gluon.jit
@@ -258,7 +292,7 @@ def _write_sums(m_i, l_i, item, part, whole, state, lse_out, results, shape):
 @gluon.jit
 def _note_splits(item, part, share, splits, max_tokens, shape):
     """Say of all rows of an item which programs have parts of it."""
-    row = gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.PRODUCT))
+    row = gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.LOGITS))
     q_row, _, exists = item.rows(row, part, shape)
     token = (item.q_start + q_row).to(gl.int64)
     field = splits + (token * shape.PARTS + part) * 3
@@ -286,7 +320,7 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
             at = gl.maximum(at, item.origin)
             rooms.wait_taken(t)  # the second group has left the queries' memory
             _load_queries(query, sq_t, sq_h, item, part, rooms, shape)
-            q_row, _, _ = item.rows(gl.arange(0, shape.ROWS, gl.SliceLayout(0, shape.PRODUCT)), part, shape)
+            q_row, _, _ = item.rows(gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.LOGITS)), part, shape)
             begin, past = item.key_range(at, stop)
             q_pos = item.seq_len - item.q_len + q_row
             acc, m_i, l_i, c, t = _lead_tiles(item, begin, past, c, t, q_pos, scale, softcap, rooms, shape)
@@ -303,7 +337,7 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
                     _note_splits(item, part, share, splits, max_tokens, shape)
             _write_sums(m_i, l_i, item, part, whole, state, lse_out, results, shape)
             if whole:
-                _finish(acc * gl.expand_dims(factor, 0), 0, item, part, results, rooms, shape)
+                _finish(_times(acc, factor, shape), 0, item, part, results, rooms, shape)
             else:
                 if splits is not None:
                     _publish(acc, 0, item, part, state, shape)
@@ -330,8 +364,8 @@ def follow(states, results, rooms, step, shape):
             acc, c, t = _follow_tiles(begin, past, c, t, rooms, shape)
             rooms.wait_given(t)
             if (item.origin == at) & (stop == item.close):
-                factor = rooms.factors.load(gl.SliceLayout(0, shape.PRODUCT))
-                _finish(acc * gl.expand_dims(factor, 0), 1, item, part, results, rooms, shape)
+                factor = rooms.factors.load(gl.SliceLayout(shape.AXIS, shape.OUTPUT))
+                _finish(_times(acc, factor, shape), 1, item, part, results, rooms, shape)
             else:
                 if states is not None:
                     _publish(acc, 1, item, part, _state(item, at, states, shape), shape)

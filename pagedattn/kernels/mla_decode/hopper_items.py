@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_even_split import key_tiles, tiles_before, tiles_of
-from .plan import HOPPER_DIMS, HOPPER_KEYS
+from .plan import HOPPER_DIMS, HOPPER_KEYS, MAX_ROWS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
 HALF = gl.constexpr(LATENT.value // 2)  # of the latent elements: what each computing warpgroup has of outputs
@@ -17,7 +17,12 @@ KEYS = gl.constexpr(HOPPER_KEYS)  # of a tile
 @aggregate
 class Shape:
     """What the kernel is compiled for. ROWS of a query block, G heads of each of PARTS groups; PAGE slots of a block,
-    COPY of them a copy."""
+    COPY of them a copy.
+
+    A product's first side is 64 at least. So with 64 rows logits and weights are [ROWS, KEYS] and outputs [ROWS, HALF],
+    and with fewer both are transposed, and rows not padded. AXIS: that of keys and of latent elements, 1 or 0. WEIGHTS
+    and OUTPUTS are the shapes, LOGITS and OUTPUT the layouts of these products.
+    """
 
     ROWS: gl.constexpr
     G: gl.constexpr
@@ -32,7 +37,11 @@ class Shape:
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
     BLOCK_Q: gl.constexpr
-    PRODUCT: gl.constexpr
+    AXIS: gl.constexpr
+    WEIGHTS: gl.constexpr
+    OUTPUTS: gl.constexpr
+    LOGITS: gl.constexpr
+    OUTPUT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE):
@@ -43,7 +52,13 @@ class Shape:
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
         self.DTYPE = gl.constexpr(DTYPE)
         self.BLOCK_Q = gl.constexpr(ROWS // G)
-        self.PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+        if ROWS == MAX_ROWS:
+            axis, weights, outputs = 1, [ROWS, KEYS.value], [ROWS, HALF.value]
+        else:
+            axis, weights, outputs = 0, [KEYS.value, ROWS], [HALF.value, ROWS]
+        self.AXIS, self.WEIGHTS, self.OUTPUTS = gl.constexpr(axis), gl.constexpr(weights), gl.constexpr(outputs)
+        layouts = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sides[1], 16]) for sides in (weights, outputs))
+        self.LOGITS, self.OUTPUT = (gl.constexpr(layout) for layout in layouts)
 
 
 @aggregate
