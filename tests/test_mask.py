@@ -19,18 +19,27 @@ MASKS = [
     *(Mask(causal, None, own_block=size) for causal, size in product((True, False), (1, 4, 12))),
     *(Mask(causal, 5, own_block=4) for causal in (True, False)),
     *(Mask(True, window, earlier_blocks=size) for window, size in product((None, 6), (1, 4, 12))),
+    *(
+        Mask(causal, window, own_block=3, recent_blocks=n)
+        for causal, window, n in product((True, False), (None, 4), (1, 2))
+    ),
+    *(Mask(True, window, earlier_blocks=3, recent_blocks=n) for window, n in product((None, 11), (1, 2))),
 ]
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:
     """Written out: a query sees no later key where causal, of a window's W keys itself and W - 1 on each side, and of
-    blocks its own only, or those before it only."""
+    blocks its own only, or those before it only, where some before it count as its own."""
+    recent = mask.recent_blocks or 0
     if mask.causal and key > query:
         return False
-    if mask.own_block is not None and key not in range(query - query % mask.own_block, KEYS)[: mask.own_block]:
-        return False
-    if mask.earlier_blocks is not None and key >= query - query % mask.earlier_blocks:
-        return False
+    if mask.own_block is not None:
+        first = query - query % mask.own_block
+        if key not in range(first - recent * mask.own_block, first + mask.own_block):
+            return False
+    if mask.earlier_blocks is not None:
+        if key >= query - query % mask.earlier_blocks - recent * mask.earlier_blocks:
+            return False
     return mask.sliding_window is None or abs(query - key) <= mask.sliding_window - 1
 
 
@@ -93,10 +102,10 @@ def test_an_op_is_causal_where_its_mask_leaves_that_open() -> None:
     "values",
     [
         *({"sliding_window": 0}, {"sliding_window": -1}, {"causal": 2}, {"causal": "yes"}),
-        *({"own_block": 0}, {"earlier_blocks": -3}),
+        *({"own_block": 0}, {"earlier_blocks": -3}, {"recent_blocks": 2}, {"recent_blocks": 0, "own_block": 4}),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, object]) -> None:
-    (name,) = values
+    name = next(iter(values))
     with pytest.raises(InvalidInputError, match=f"^{name} must be"):
         Mask(**values)  # type: ignore[arg-type]

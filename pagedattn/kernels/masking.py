@@ -1,7 +1,7 @@
 """Device code that attention kernels share: which keys a query sees. The host half is `pagedattn/spec/mask.py`.
 
-MASK is `Mask.constants`: whether causal, the window, and where they are given the blocks of `own_block` and
-`earlier_blocks` (0 is none). Kernels pass it on and read nothing of it.
+MASK is `Mask.constants`: whether causal, the window, and where they are given the blocks of `own_block`, of
+`earlier_blocks` and `recent_blocks` (0 is none). Kernels pass it on and read nothing of it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,16 @@ def visible(q_pos, k_pos, MASK: tl.constexpr):
     OWN: tl.constexpr = length_of(MASK, 2)
     EARLIER: tl.constexpr = length_of(MASK, 3)
     if OWN > 0:
-        keep = keep & (q_pos // OWN == k_pos // OWN)
+        keep = keep & (k_pos // OWN <= q_pos // OWN) & (k_pos >= _first_recent(q_pos, OWN, MASK))
     if EARLIER > 0:
-        keep = keep & (k_pos < q_pos // EARLIER * EARLIER)
+        keep = keep & (k_pos < _first_recent(q_pos, EARLIER, MASK))
     return keep
+
+
+@triton.jit
+def _first_recent(position, SIZE: tl.constexpr, MASK: tl.constexpr):
+    """The first key of the query's own block, or of the first that counts as it; may be negative."""
+    return (position // SIZE - length_of(MASK, 4)) * SIZE
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def first_key(position, MASK: tl.constexpr):
         low = position - MASK[1] + 1
     OWN: tl.constexpr = length_of(MASK, 2)
     if OWN > 0:
-        low = tl.maximum(low, position // OWN * OWN)
+        low = tl.maximum(low, _first_recent(position, OWN, MASK))
     return low
 
 
@@ -77,5 +83,5 @@ def end_key(position, num_keys, MASK: tl.constexpr):
         end = tl.minimum(end, position + MASK[1])
     EARLIER: tl.constexpr = length_of(MASK, 3)
     if EARLIER > 0:
-        end = tl.minimum(end, position // EARLIER * EARLIER)
+        end = tl.minimum(end, tl.maximum(_first_recent(position, EARLIER, MASK), 0))
     return end

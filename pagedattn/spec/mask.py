@@ -12,7 +12,7 @@ import torch
 from ..errors import InvalidInputError
 
 # What the kernels' own masking serves, and what the torch path does.
-KERNEL_FEATURES: tuple[str, ...] = ("sliding_window", "own_block", "earlier_blocks")
+KERNEL_FEATURES: tuple[str, ...] = ("sliding_window", "own_block", "earlier_blocks", "recent_blocks")
 ALL_FEATURES = (*KERNEL_FEATURES, "mask_mod")
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -29,9 +29,11 @@ class Mask:
         own_block: only keys of the query's own block of so many tokens: j // S == i // S.
         earlier_blocks: only keys of blocks of so many tokens before the query's own: j // S < i // S. These two are the
             halves of attention over a cache whose open blocks lie in a group of their own (`docs/formats.md`).
+        recent_blocks: with either of them: so many blocks before the query's own count as its own.
 
     Raises:
-        InvalidInputError: a window or a block below 1, or a causality that is no bool.
+        InvalidInputError: a window or a block below 1, recent blocks without either of the two, or a causality that is
+            no bool.
     """
 
     causal: bool | None = None
@@ -39,6 +41,7 @@ class Mask:
     mask_mod: MaskMod | None = None
     own_block: int | None = None
     earlier_blocks: int | None = None
+    recent_blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name in KERNEL_FEATURES:
@@ -47,6 +50,9 @@ class Mask:
                 object.__setattr__(self, name, int(length))
             if length is not None and length < 1:
                 raise InvalidInputError(name, "at least 1", length)
+        if self.recent_blocks is not None and self.own_block is None and self.earlier_blocks is None:
+            remedy = "pass own_block or earlier_blocks with it"
+            raise InvalidInputError("recent_blocks", "None without a block size", self.recent_blocks, remedy)
         if self.causal is not None and not isinstance(self.causal, bool | np.bool_):
             raise InvalidInputError("causal", "True, False or None", repr(self.causal))
 
@@ -98,15 +104,19 @@ class Mask:
             if not self.causal:
                 keep = keep & (distance < self.sliding_window)
         if self.own_block is not None:
-            keep = keep & (key // self.own_block == query // self.own_block)
+            own, block = query // self.own_block, key // self.own_block
+            keep = keep & (block <= own) & (block >= own - (self.recent_blocks or 0))
         if self.earlier_blocks is not None:
-            keep = keep & (key // self.earlier_blocks < query // self.earlier_blocks)
+            own, block = query // self.earlier_blocks, key // self.earlier_blocks
+            keep = keep & (block < own - (self.recent_blocks or 0))
         return keep
 
     def first_key(self, position: int) -> int:
         """The first key that a query at this position, or at a later one, sees."""
         low = 0 if self.sliding_window is None else max(position - self.sliding_window + 1, 0)
-        return low if self.own_block is None else max(low, position // self.own_block * self.own_block)
+        if self.own_block is None:
+            return low
+        return max(low, (position // self.own_block - (self.recent_blocks or 0)) * self.own_block)
 
     def first_needed_block(self, position: int, block_size: int) -> int:
         """The first block that a query at this position, or at a later one, reads; those before may be released."""
@@ -114,5 +124,6 @@ class Mask:
 
     def max_visible_keys(self, max_query_len: int, max_seq_len: int) -> int:
         """The most keys that a sequence's new tokens see together."""
-        lengths = [one for one in (self.sliding_window, self.own_block) if one is not None]
+        blocks = None if self.own_block is None else self.own_block * (1 + (self.recent_blocks or 0))
+        lengths = [one for one in (self.sliding_window, blocks) if one is not None]
         return min(max_seq_len, min(lengths) + max_query_len) if lengths else max_seq_len

@@ -14,11 +14,11 @@ FORMAT = [
 ]
 # A query sees the keys of its own chunk (Llama 4's chunked attention).
 MASK = [
-    ("spec/mask.py", '"own_block", "earlier_blocks")', '"own_block", "earlier_blocks", "chunk")'),
+    ("spec/mask.py", '"earlier_blocks", "recent_blocks")', '"earlier_blocks", "recent_blocks", "chunk")'),
     (
         "spec/mask.py",
-        "    earlier_blocks: int | None = None\n\n    def __post",
-        "    earlier_blocks: int | None = None\n    chunk: int | None = None\n\n    def __post",
+        "    recent_blocks: int | None = None\n\n    def __post",
+        "    recent_blocks: int | None = None\n    chunk: int | None = None\n\n    def __post",
     ),
     (
         "spec/mask.py",
@@ -28,21 +28,21 @@ MASK = [
     ),
     (
         "spec/mask.py",
-        "        return low if self.own_block is None else",
+        "        if self.own_block is None:\n            return low\n",
         "        low = low if self.chunk is None else max(low, position // self.chunk * self.chunk)\n"
-        "        return low if self.own_block is None else",
+        "        if self.own_block is None:\n            return low\n",
     ),
-    ("kernels/masking.py", "mask[2:3])", "(*mask[2:3], *mask[4:5]))"),
+    ("kernels/masking.py", "mask[2:3])", "(*mask[2:3], *mask[5:6]))"),
     (
         "kernels/masking.py",
         "    return keep\n",
-        "    CHUNK: tl.constexpr = length_of(MASK, 4)\n    if CHUNK > 0:\n"
+        "    CHUNK: tl.constexpr = length_of(MASK, 5)\n    if CHUNK > 0:\n"
         "        keep = keep & (q_pos // CHUNK == k_pos // CHUNK)\n    return keep\n",
     ),
     (
         "kernels/masking.py",
         "    return low\n",
-        "    CHUNK: tl.constexpr = length_of(MASK, 4)\n    if CHUNK > 0:\n"
+        "    CHUNK: tl.constexpr = length_of(MASK, 5)\n    if CHUNK > 0:\n"
         "        low = tl.maximum(low, position // CHUNK * CHUNK)\n    return low\n",
     ),
 ]
