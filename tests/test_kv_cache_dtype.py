@@ -54,8 +54,14 @@ def test_keys_and_values_apart() -> None:
     ("make", "message"),
     [
         (lambda: KVCacheDtype.of("int9:skip=0"), "kv_cache_dtype must be one of auto, .*, got 'int9'"),
-        (lambda: KVCacheDtype.of("int8:0,1"), "kv_cache_dtype must be the name of a format, or NAME:skip=LAYERS"),
-        (lambda: KVCacheDtype.of("int8:skip=first"), "NAME:skip=LAYERS such as int8:skip=0,-1, got 'int8:skip=first'"),
+        (
+            lambda: KVCacheDtype.of("int8:0,1"),
+            "kv_cache_dtype must be the name of a format, or NAME:window=TOKENS:skip=LAYERS",
+        ),
+        (
+            lambda: KVCacheDtype.of("int8:skip=first"),
+            "or with one of the two, such as int8:skip=0,-1, got 'int8:skip=first'",
+        ),
         (lambda: KVCacheDtype.of(cast(Any, 8)), "kv_cache_dtype must be the name of a format, .* got 8"),
         (
             lambda: KVCacheDtype(key="rotated_int4", value="int8"),

@@ -1,9 +1,10 @@
-"""Attention over two caches: full blocks as their format encodes them, and open ones in the model's dtype.
+"""Attention over two caches: full blocks as their format encodes them, and recent ones in the model's dtype.
 
-A query at position p reads the blocks before its own as they are encoded, and its own one (p // S) as it came: those
-that were open when its token came are not. That depends on nothing but p, so that neither chunks, drafts that are taken
-back, nor a prefix that is found change a result. So a step writes its rows to the second cache, encodes the blocks that
-they fill, and then attends to both, by two calls with a mask each, whose states are merged.
+A query at position p reads its own block (p // S), and of a format with a window as many before it as hold the window,
+as they came, and the blocks before those as they are encoded. That depends on nothing but p, so that neither chunks,
+drafts that are taken back, nor a prefix that is found change a result. So a step writes its rows to the second cache,
+encodes the blocks that they fill or put behind the window, and then attends to both, by two calls with a mask each,
+whose states are merged.
 """
 
 from __future__ import annotations
@@ -172,10 +173,11 @@ _BOUNDS = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len", "num_decode
 
 
 def _parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
-    """Of the call over full blocks, and of that over open ones."""
+    """Of the call over full blocks, and of that over recent ones."""
     size = spec.block_size
-    sealed = spec.replace(earlier_blocks=size, needs_lse=True, has_sinks=False)
-    return sealed, spec.replace(kv_cache_dtype="auto", own_block=size, needs_lse=True)
+    recent = {"recent_blocks": spec.format.recent_blocks(size) or None if size else None, "needs_lse": True}
+    sealed = spec.replace(earlier_blocks=size, has_sinks=False, **recent)
+    return sealed, spec.replace(kv_cache_dtype="auto", own_block=size, **recent)
 
 
 def _dense(spec: AttentionSpec) -> AttentionSpec:

@@ -26,9 +26,10 @@ class PagedKVCache:
     groups that overlay the same slabs, so that a block id belongs to one group at a time (see `group_layers`). A block
     of one layer is contiguous: its keys, then its values, then its scales. Block 0 is a block like any other here.
 
-    A format that encodes whole blocks has a second cache, `recent`, for blocks that are not full: of the layers that
-    have this format, in the model's dtype, with `recent_blocks` blocks of the same size, which a `BlockPool` of their
-    own hands out. `layer(i).recent` is its part of a layer. What moves blocks is called for each cache with its ids.
+    A format that encodes whole blocks has a second cache, `recent`, for blocks that are not encoded yet: of the layers
+    that have this format, in the model's dtype, with `recent_blocks` blocks of the same size, which a `BlockPool` of
+    their own hands out. `layer(i).recent` is its part of a layer. What moves blocks is called for each cache with its
+    ids.
     """
 
     recent: PagedKVCache | None
@@ -243,7 +244,9 @@ def _recent_specs(specs: Sequence[KVCacheSpec], recent_blocks: int | None, num_g
     recent = [spec.recent for spec in specs if spec.format.whole_blocks]
     names = ", ".join(sorted({spec.kv_cache_dtype for spec in specs if bool(recent) == spec.format.whole_blocks}))
     if recent and recent_blocks is None:
-        remedy = "one for each sequence, and one for each block_size of a step's new tokens, are enough"
+        before = max(spec.format.recent_blocks(spec.block_size) for spec in specs)
+        each = f"{1 + before} for each sequence" if before else "one for each sequence"
+        remedy = f"{each}, and one for each block_size of a step's new tokens, are enough"
         raise InvalidInputError("recent_blocks", f"given for kv_cache_dtype={names!r}", "None", remedy)
     if not recent and recent_blocks is not None:
         expected = f"None for kv_cache_dtype={names!r}, which stores each token when it comes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -135,13 +135,39 @@ class RowFormat(ABC):
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
     """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
-    block sizes are multiples."""
+    block sizes are multiples. window: of how many tokens before its own block a query reads what was not encoded."""
 
     name: str
     key: RowFormat
     value: RowFormat
     has_csrc: bool = False
     block_multiple: int = 1
+    window: int = 0
+
+    def with_window(self, window: int) -> CacheFormat:
+        """The same with a window of so many tokens, named NAME:window=N.
+
+        Raises:
+            InvalidInputError: a window below 0, or one of a format that stores what the model computes, that takes
+                scales with each call, or that stores a full block otherwise than its rows.
+        """
+        if window < 0:
+            raise InvalidInputError("window", "0 or more tokens", window)
+        sides = (self.key, self.value)
+        if window and (self.name == "auto" or any(one.takes_scale or one.seals for one in sides)):
+            remedy = "pass window=0, or a format such as turboquant4 or int4"
+            raise InvalidInputError("window", f"0 for kv_cache_dtype={self.name!r}", window, remedy)
+        return replace(self, name=f"{self.name}:window={window}", window=window) if window else self
+
+    @property
+    def without_window(self) -> str:
+        """The name of the same format without a window."""
+        return self.name.partition(":")[0]
+
+    def recent_blocks(self, block_size: int) -> int:
+        """Blocks before its own of which a query reads what was not encoded: whole ones, so that neither chunks nor the
+        place of a block in a step change a result."""
+        return -(-self.window // block_size)
 
     def check_block_size(self, size: int) -> None:
         """Raise InvalidInputError for blocks that the format has not."""
@@ -151,14 +177,19 @@ class CacheFormat:
             raise InvalidInputError("block_size", expected, size, remedy)
 
     @property
+    def default_block_size(self) -> int:
+        """Tokens per block where nobody says: 16, or what block sizes are multiples of."""
+        return -(-16 // self.block_multiple) * self.block_multiple
+
+    @property
     def takes_scales(self) -> bool:
         """Whether scales of K and V come with each call."""
         return self.key.takes_scale or self.value.takes_scale
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether full blocks only are encoded: a layer has a second cache for open ones (`LayerCache.recent`)."""
-        return self.key.whole_blocks
+        """Whether full blocks only are encoded: a layer has a second cache for others (`LayerCache.recent`)."""
+        return self.key.whole_blocks or self.window > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +200,7 @@ class LayerCache:
         value a view of key. key_scale, value_scale: second planes, [P, S or 1, Hkv, n].
     format: the name of their CacheFormat; None: known by their dtype.
     recent: of formats that encode whole blocks, the layer's second cache, of the model's dtype, which holds the rows of
-        blocks that are not full, in blocks of the same size and a pool of its own.
+        blocks that are not encoded yet, in blocks of the same size and a pool of its own.
     """
 
     key: torch.Tensor

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ..errors import InvalidInputError, UnsupportedError
 from .registry import format_of, format_of_pair
 
-_SKIP = "skip="
-_TEXT = "the name of a format, or NAME:skip=LAYERS such as int8:skip=0,-1"
+_SKIP, _WINDOW = "skip=", "window="
+_TEXT = "the name of a format, or NAME:window=TOKENS:skip=LAYERS, or with one of the two, such as int8:skip=0,-1"
 _PAIR = re.compile("key=([^=,]+),value=([^=,]+)")
 
 
@@ -23,10 +23,12 @@ class KVCacheDtype:
         name: of a format, as "k8v4", which says how K and V are stored; "auto" where nothing is said.
         skip_layers: indices of layers whose format is "auto"; negative ones count from the last layer.
         key, value: what K and V are stored as, in place of `name`: "int8" and "rotated_int4" are "k8v4".
+        window: of how many tokens before its own block a query reads keys and values as the model computed them. The
+            attribute `name` has it, as "turboquant4:window=64".
 
     Raises:
         InvalidInputError: an unknown format, a pair of K and V that no format has, one of them only, an index that is
-            no integer or stands there twice, or layers of "auto".
+            no integer or stands there twice, layers of "auto", or a window that the format has not.
     """
 
     name: str
@@ -39,6 +41,7 @@ class KVCacheDtype:
         *,
         key: str | None = None,
         value: str | None = None,
+        window: int = 0,
     ) -> None:
         if key is not None or value is not None:
             if name is not None or key is None or value is None:
@@ -48,6 +51,8 @@ class KVCacheDtype:
         name = "auto" if name is None else name
         if not isinstance(name, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(name))
+        if window:
+            name = format_of(name).with_window(window).name
         native, skip_layers = format_of(name).name == "auto", tuple(skip_layers)
         if any(type(index) is not int for index in skip_layers) or len({*skip_layers}) < len(skip_layers):
             raise InvalidInputError("skip_layers", "integers, each once", repr(skip_layers))
@@ -72,8 +77,8 @@ class KVCacheDtype:
 
     @classmethod
     def of(cls, given: str | KVCacheDtype) -> KVCacheDtype:
-        """What is given, or what a text says: the name of a format, or as `int8:skip=0,-1`, where
-        `key=int8,value=rotated_int4` may stand for a name.
+        """What is given, or what a text says: the name of a format, or as `int8:skip=0,-1` or
+        `turboquant4:window=64:skip=0`, where `key=int8,value=rotated_int4` may stand for a name.
 
         Raises:
             InvalidInputError: as of the class, or another text.
@@ -83,26 +88,31 @@ class KVCacheDtype:
         if not isinstance(given, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
         name, colon, rest = given.partition(":")
+        window = 0
+        if rest.startswith(_WINDOW):
+            text, colon, rest = rest.removeprefix(_WINDOW).partition(":")
+            if not text.isdecimal():
+                raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
+            window = int(text)
         pair = _PAIR.fullmatch(name)
         if pair is not None:
             name = format_of_pair(pair[1], pair[2]).name
         elif "=" in name:
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given), "for NAME key=NAME,value=NAME may stand")
         if not colon:
-            return cls(name)
+            return cls(name, window=window)
         try:
             indices = tuple(int(one) for one in rest.removeprefix(_SKIP).split(","))
         except ValueError:
             indices = None
         if indices is None or not rest.startswith(_SKIP):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
-        return cls(name, indices)
+        return cls(name, indices, window=window)
 
     @property
     def default_block_size(self) -> int:
         """Tokens per block where nobody says: 16, or what the format's block sizes are multiples of."""
-        multiple = format_of(self.name).block_multiple
-        return -(-16 // multiple) * multiple
+        return format_of(self.name).default_block_size
 
     def of_one_layer(self) -> str:
         """The format of a layer that does not know which one of a model it is, by name.

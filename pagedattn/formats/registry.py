@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import lru_cache
 
 import torch
 
@@ -23,17 +24,27 @@ _BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 def format_of(name: str) -> CacheFormat:
-    """The format of a `kv_cache_dtype`.
+    """The format of a `kv_cache_dtype`: a name, or NAME:window=N for one whose last N tokens are not encoded.
 
     Raises:
-        InvalidInputError: there is none of this name.
+        InvalidInputError: there is none of this name, or it has no such window.
     """
     found = FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    if found is None and isinstance(name, str):
+        plain, _, window = name.partition(":window=")
+        if window.isdecimal():
+            return _windowed(plain, int(window))
     if found is None:
         near = get_close_matches(name.lower(), NAMES, 1) if isinstance(name, str) else []
         remedy = f"did you mean {near[0]}?" if near else "name one of these; docs/formats.md says which to take"
         raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(NAMES)}", repr(name), remedy)
     return found
+
+
+@lru_cache(maxsize=64)
+def _windowed(name: str, window: int) -> CacheFormat:
+    """One object however often it is asked for."""
+    return format_of(name).with_window(window)
 
 
 def format_of_pair(key: str, value: str) -> CacheFormat:

@@ -10,7 +10,7 @@ from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache, check_scales
 from ..formats.fp8.format import POSITIVE_SCALE, is_scale
-from ..formats.registry import stored_as
+from ..formats.registry import format_of, stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
     check_lengths_fit_table,
@@ -190,7 +190,7 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
             expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
             raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
     if kv_cache.recent is not None:
-        _check_recent_table(common, kv_cache.recent, lens, query_lens)
+        _check_recent_table(common, kv_cache, lens, query_lens)
         blocks = kv_cache.recent.num_blocks
     slots = common.slot_mapping.cpu()
     written = slots[(slots >= 0) & (slots < blocks * size)]  # others mean to write nothing
@@ -199,18 +199,20 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
 
 
 def _check_recent_table(
-    common: CommonAttentionMetadata, recent: LayerCache, lens: torch.Tensor, query_lens: torch.Tensor
+    common: CommonAttentionMetadata, kv_cache: LayerCache, lens: torch.Tensor, query_lens: torch.Tensor
 ) -> None:
-    """Blocks of the second cache, from that of each sequence's first new token on."""
-    if common.recent_table is None:
+    """Blocks of the second cache, from the first that each sequence's new tokens read there on."""
+    if common.recent_table is None or kv_cache.recent is None:
         return
-    size, table = recent.block_size, common.recent_table.cpu()
+    recent, size, table = kv_cache.recent, kv_cache.block_size, common.recent_table.cpu()
+    before = format_of(kv_cache.format or "auto").recent_blocks(size)
     column = torch.arange(table.shape[1], device="cpu")
-    live = (column * size < lens[:, None]) & (column >= ((lens - query_lens) // size)[:, None])
+    live = (column * size < lens[:, None]) & (column >= ((lens - query_lens) // size - before)[:, None])
     bad = (live & ((table < 0) | (table >= recent.num_blocks))).nonzero()
     if len(bad):
         row, at = bad[0].tolist()
-        expected = f"blocks in [0, {recent.num_blocks}) from that of the first new token on"
+        first = f"{before} before that of the first new token" if before else "that of the first new token"
+        expected = f"blocks in [0, {recent.num_blocks}) from {first} on"
         raise InvalidInputError("recent_table", expected, f"{int(table[row, at])} at row {row}, column {at}")
 
 

@@ -29,15 +29,15 @@ def seal_blocks(
 ) -> None:
     """Store each block that a step's new tokens filled as a format that encodes whole blocks does.
 
-    Of sequence b these are blocks (seq_lens[b] - query_len[b]) // S to seq_lens[b] // S - 1: which they are follows
-    from the lengths on the device, so that a CUDA graph may capture it. A block outside either cache is skipped, and
-    doing the same again writes the same.
+    Of sequence b these are blocks (seq_lens[b] - query_len[b]) // S to seq_lens[b] // S - 1, of a format with a window
+    as many blocks before: which they are follows from the lengths on the device, so that a CUDA graph may capture it.
+    A block outside either cache is skipped, and doing the same again writes the same.
 
     Args:
         key: [P', S, Hkv, D], the second cache, whose blocks of S tokens hold rows as the model computes them. value:
             [P', S, Hkv, Dv].
         recent_table: [B, max_blocks] int32, of blocks of that cache by the same columns as in block_table; read where a
-            block was open before the step.
+            block is to be stored.
         key_cache, value_cache: codes [P, S, Hkv, n]. k_scale_cache, v_scale_cache: second planes [P, S or 1, Hkv, n].
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32, new tokens included.
         max_query_len: host upper bound.
@@ -102,7 +102,8 @@ def _run(
         tables = (recent_table, block_table, query_start_loc, seq_lens)
         load("kernels.cache_write.block_kernel").launch(*tensors, *tables, columns, form)
         return
-    sources, targets = _blocks(key, key_cache, recent_table, block_table, query_start_loc, seq_lens, columns)
+    tables = (recent_table, block_table, query_start_loc, seq_lens)
+    sources, targets = _blocks(key, key_cache, *tables, columns, form.recent_blocks(key.shape[1]))
     for rows, kind, planes in (
         (key, form.key, (key_cache, k_scale_cache)),
         (value, form.value, (value_cache, v_scale_cache)),
@@ -119,12 +120,14 @@ def _blocks(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     columns: int,
+    recent: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks [B * columns] of the second cache to read, and of the cache to write: -1 where none is to be."""
+    """Blocks [B * columns] of the second cache to read, and of the cache to write: -1 where none is to be. recent: full
+    blocks that stay as they are."""
     size, width = key.shape[1], min(recent_table.shape[1], block_table.shape[1])
-    first = (seq_lens.long() - query_start_loc.long().diff()).clamp(min=0) // size
+    first = (seq_lens.long() - query_start_loc.long().diff()).clamp(min=0) // size - recent
     column = first[:, None] + torch.arange(columns, device=key.device)
-    live = (column < seq_lens[:, None] // size) & (column < width)
+    live = (column >= 0) & (column < seq_lens[:, None] // size - recent) & (column < width)
     column = torch.where(live, column, 0)
     source, target = (table.gather(1, column).long() for table in (recent_table, block_table))
     live &= (source >= 0) & (source < len(key)) & (target >= 0) & (target < len(key_cache))

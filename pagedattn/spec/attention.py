@@ -119,7 +119,7 @@ class AttentionSpec:
         default(self, "softcap", None if not self.softcap else float(self.softcap))
         default(self, "kv_cache_dtype", format_of(self.kv_cache_dtype).name)
         if self.block_size is None and self.uses_cache and self.format.whole_blocks:
-            default(self, "block_size", self.format.block_multiple)
+            default(self, "block_size", self.format.default_block_size)
         self._check()
 
     def _default_latent(self, latent_dim: int) -> None:

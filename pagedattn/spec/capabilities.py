@@ -103,7 +103,7 @@ class Capabilities:
         members: list[tuple[str, Any, Any, str]] = [
             ("device_type", spec.device_type, self.devices, ""),
             ("dtype", _short(spec.dtype), tuple(map(_short, self.dtypes)), "cast the model"),
-            ("kv_cache_dtype", spec.kv_cache_dtype, self.kv_cache_dtypes, "build the cache with one of these"),
+            ("kv_cache_dtype", spec.format.without_window, self.kv_cache_dtypes, "build the cache with one of these"),
             ("kv_scale", spec.kv_scale, self.kv_scales, ""),
             ("gqa_ratio", spec.gqa_ratio, self.gqa_ratios, ""),
             ("cache_layout", spec.cache_layout, self.cache_layouts, "build the cache with this layout"),
@@ -146,11 +146,12 @@ class Capabilities:
 
     def _recent_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         """What stands against attention over full and open blocks, which is two calls with masks of their own."""
+        masks = ("own_block", "earlier_blocks", "recent_blocks")[: 3 if spec.format.window else 2]
         asked = (
             ("attn_type", spec.attn_type is not AttentionType.DECODER, spec.attn_type.value, "decoder"),
             ("causal", not spec.causal, False, "causal attention"),
             ("own_block", spec.mask.own_block is not None, spec.mask.own_block, "none"),
-            ("masks", not {"own_block", "earlier_blocks"} <= {*self.masks}, "own_block, earlier_blocks", "neither"),
+            ("masks", not {*masks} <= {*self.masks}, ", ".join(masks), "not all of them"),
             ("needs_lse", not self.lse, True, "no backend without LSE"),
         )
         name = spec.kv_cache_dtype

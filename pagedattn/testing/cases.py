@@ -144,6 +144,12 @@ _TURBO_K4V3: dict[str, Any] = {"kv_cache_dtype": "turboquant_k4v3"}
 _TURBO_K3V4: dict[str, Any] = {"kv_cache_dtype": "turboquant_k3v4"}
 _TURBO3: dict[str, Any] = {"kv_cache_dtype": "turboquant3"}
 _TURBO2: dict[str, Any] = {"kv_cache_dtype": "turboquant2"}
+
+
+def _windowed(name: str, window: int) -> dict[str, Any]:
+    return {"kv_cache_dtype": f"{name}:window={window}"}
+
+
 _STORED = (
     *(Case(**_E4M3, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
     *(_decode(**_E5M2, kv_scale=kind) for kind in ("none", "float", "tensor", "head")),
@@ -190,6 +196,18 @@ _STORED = (
     Case(**_INT4, query_lens=(2, 1), seq_lens=(0, 9), write=False, sinks=1.0, note="sinks without keys over int4"),
     Case(**_INT4, query_lens=(1, 1, 1), seq_lens=(33, 70, 57), shared_prefix=32),
     Case(**_INT4, paged=False, seq_lens=(5, 1, 17)),
+    Case(**_windowed("turboquant4", 20)),
+    _decode(**_windowed("turboquant4", 16), heads=(8, 4), head_dim=64),
+    _chunks(**_windowed("turboquant_k3v4", 1), sinks=0.5, sliding_window=40, head_dim=24, head_dim_v=7),
+    Case(**_windowed("turboquant2", 64), query_lens=(130, 1, 17), seq_lens=(300, 97, 81), layout="HND", softcap=9.0),
+    _decode(**_windowed("int8", 33), sliding_window=70, poison_behind=True, alibi=True),
+    Case(**_windowed("k8v4", 10), block_size=5, query_lens=(3, 11, 3), seq_lens=(64, 34, 129), padding_rows=2),
+    Case(
+        **_windowed("turboquant4", 48), query_lens=(1, 1, 0, 0), seq_lens=(9, 140, 0, 0), note="padded, with a window"
+    ),
+    Case(**_windowed("turboquant3", 16), query_lens=(40, 1), seq_lens=(70, 33), write=False, note="a window, no write"),
+    Case(**_windowed("int4", 40), block_size=32, query_lens=(33, 1, 70), seq_lens=(164, 133, 71)),
+    Case(**_windowed("turboquant4", 32), query_lens=(1, 1, 1), seq_lens=(33, 170, 97), shared_prefix=32),
 )
 
 CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS, *_STORED)

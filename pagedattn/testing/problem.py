@@ -12,6 +12,7 @@ from ..backends.base import AttentionBackend
 from ..backends.hybrid import make_builder, make_impl
 from ..call import AttentionCall, lse_dtype
 from ..formats.base import LayerCache
+from ..formats.registry import format_of
 from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
@@ -146,12 +147,13 @@ def _paged(
         if row and length:
             _share(case.shared_prefix, size, 0, row, keys, values, table)
     for row in range(len(keys)):
-        held = table[row, : -(-_old(case, row) // size)].long()
+        old = _stored(case, row)
+        held = table[row, : -(-old // size)].long()
         for side, rows, planes in sides:
             for plane, blocks_of_row in zip(
-                planes, side.blocks(rows[row][: _old(case, row)], size, _sealed(case, row)), strict=True
+                planes, side.blocks(rows[row][:old], size, _sealed(case, row)), strict=True
             ):
-                _place(plane, blocks_of_row, held, _old(case, row))
+                _place(plane, blocks_of_row, held, old)
                 if case.poison_behind:  # released blocks, somebody else's by now
                     mask = case.spec(table.device).mask
                     behind = mask.first_needed_block(case.seq_lens[row] - case.query_lens[row], size)
@@ -170,6 +172,12 @@ def _read(case: Case, side: StoredRows, rows: list[torch.Tensor]) -> list[torch.
 def _old(case: Case, row: int) -> int:
     """Tokens of a sequence that were there before the step."""
     return max(case.seq_lens[row] - (case.query_lens[row] if case.write else 0), 0)
+
+
+def _stored(case: Case, row: int) -> int:
+    """Those that the cache has: of a format with a window, none of recent blocks."""
+    recent = format_of(case.kv_cache_dtype).recent_blocks(case.block_size)
+    return max((_old(case, row) // case.block_size - recent) * case.block_size, 0) if recent else _old(case, row)
 
 
 def _sealed(case: Case, row: int) -> int:
@@ -289,7 +297,7 @@ def _written(
     ):
         copies = [plane.clone() for plane in planes if plane is not None]
         sides.append(copies)
-        for row, slot in enumerate([] if side.rows.whole_blocks else slots.tolist()):
+        for row, slot in enumerate([] if side.whole_blocks else slots.tolist()):
             if rows is not None and slot >= 0:
                 block, offset = divmod(slot, case.block_size)
                 for plane, new in zip(copies, side.blocks(rows[row : row + 1], 1, 0), strict=True):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from ..formats.base import LayerCache
+from ..formats.registry import format_of
 from .case import Case
 from .stored import layer_cache, stored_as, unused_planes
 
@@ -16,9 +17,9 @@ def recent_cache(
     case: Case, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], generator: torch.Generator
 ) -> tuple[LayerCache, torch.Tensor]:
     """A poisoned cache of the model's dtype with the rows that the step finds there, and its table: garbage but for the
-    blocks from that of each sequence's first new token on."""
+    blocks from the first on that a sequence's new tokens read there."""
     size, native = case.block_size, case.but(kv_cache_dtype="auto")
-    firsts = [_first_position(case, row) // size for row in range(len(keys))]
+    firsts = [max(_first_position(case, row) // size - _before(case), 0) for row in range(len(keys))]
     counts = [max(-(-n // size) - first, 0) for n, first in zip(case.seq_lens, firsts, strict=True)]
     ids = 1 + torch.randperm(sum(counts) + 1, generator=generator).to(torch.int32)
     width = max((-(-n // size) for n in case.seq_lens), default=0) + 1
@@ -43,12 +44,12 @@ def recent_cache(
 def by_own_block(
     case: Case, query: torch.Tensor, stored: Sequence[torch.Tensor], came: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """One sequence's queries, those of a block together, with the keys and values that they see: of blocks before as
-    they are stored, of their own as they came."""
+    """One sequence's queries, those of a block together, with the keys and values that they see: of their own block and
+    of recent ones as they came, of blocks before as they are stored."""
     size, first = case.block_size, len(came[0]) - len(query)
     cuts = [0, *(at for at in range(1, len(query)) if (first + at) % size == 0), len(query)]
     for start, stop in pairwise(cuts):
-        begin, end = max((first + start) // size * size, 0), max(first + stop, 0)
+        begin, end = max(((first + start) // size - _before(case)) * size, 0), max(first + stop, 0)
         key, value = (torch.cat((a[:begin], b[begin:end].to(a.dtype))) for a, b in zip(stored, came, strict=True))
         yield query[start:stop], key, value
 
@@ -56,17 +57,24 @@ def by_own_block(
 def sealed_after(
     case: Case, cache: LayerCache, table: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> LayerCache:
-    """The cache of full blocks after the step, in which those that its rows filled are encoded."""
+    """The cache of full blocks after the step, in which those that its rows filled, or put behind the window, are
+    encoded."""
     sides, size = [], case.block_size
     for side, rows, planes in zip(stored_as(case), (keys, values), cache.sides, strict=True):
         copies = [plane.clone() for plane in planes]
         sides.append(copies)
         for row, length in enumerate(case.seq_lens if case.write else ()):
-            first, end = _first_position(case, row) // size, length // size
+            positions = (_first_position(case, row), length)
+            first, end = (max(position // size - _before(case), 0) for position in positions)
             held = table[row, first:end].long()
             for plane, blocks in zip(copies, side.blocks(rows[row], size, 0), strict=True):
                 plane[held] = blocks[first:end]
     return layer_cache(sides[0], sides[1], case.kv_cache_dtype)
+
+
+def _before(case: Case) -> int:
+    """Recent blocks before a query's own."""
+    return format_of(case.kv_cache_dtype).recent_blocks(case.block_size)
 
 
 def _first_position(case: Case, row: int) -> int:

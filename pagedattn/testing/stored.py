@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,15 +17,18 @@ _GARBAGE = 0x55  # in unused slots of integers, which have no NaN
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Those of K, or of V: their format, and the scale that comes with the call."""
+    """Those of K, or of V: their format, and the scale that comes with the call.
+
+    whole_blocks: full blocks only are encoded, and rows of others lie in a second cache."""
 
     rows: RowFormat
     scale: Scale = None
+    whole_blocks: bool = False
 
     def blocks(self, rows: torch.Tensor, size: int, sealed: int) -> list[torch.Tensor]:
         """Planes [n, S or 1, Hkv, width] of one sequence's rows [L, Hkv, D], its first `sealed` blocks sealed; of full
         blocks only, where the format encodes no others."""
-        if self.rows.whole_blocks:
+        if self.whole_blocks:
             full = len(rows) // size
             return list(self.rows.encode(rows[: full * size].reshape(full, size, *rows.shape[1:])))
         scale = torch.tensor([self.scale]) if isinstance(self.scale, int | float) else self.scale
@@ -53,7 +56,8 @@ class StoredRows:
 
     def to(self, device: torch.device) -> StoredRows:
         """The same with a scale tensor on `device`."""
-        return StoredRows(self.rows, self.scale.to(device) if isinstance(self.scale, torch.Tensor) else self.scale)
+        scale = self.scale.to(device) if isinstance(self.scale, torch.Tensor) else self.scale
+        return replace(self, scale=scale)
 
 
 def stored_as(case: Case) -> tuple[StoredRows, StoredRows]:
@@ -67,7 +71,8 @@ def stored_as(case: Case) -> tuple[StoredRows, StoredRows]:
         heads = torch.arange(case.heads[1], dtype=torch.float32)
         scales = 0.03 + 0.01 * heads, 0.011 + 0.003 * heads
     form = format_of(case.kv_cache_dtype)
-    return StoredRows(form.key, scales[0]), StoredRows(form.value, scales[1])
+    key, value = (StoredRows(*side, form.whole_blocks) for side in zip((form.key, form.value), scales, strict=True))
+    return key, value
 
 
 def unused_planes(planes: Sequence[Plane], num_blocks: int, case: Case) -> list[torch.Tensor]:

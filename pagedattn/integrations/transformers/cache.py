@@ -71,7 +71,7 @@ class PagedCache(Cache):
     def __init__(self, layers: Layers, store: BlockStore, windowed: bool) -> None:
         """`windowed`: some layer has a sliding window."""
         self._columns, self._rows = Columns(), Rows(store)
-        # Of layers whose format encodes whole blocks: what lies in blocks that are not full, and the last few that are.
+        # Of layers whose format encodes whole blocks: what lies in blocks that are not encoded, and a few more.
         self._recent = None if store.recent is None else Rows(store.recent)
         self._attention, self._store, self._windowed = layers, store, windowed
         self._alike = _NOTHING
@@ -173,7 +173,8 @@ class PagedCache(Cache):
         """Room for new tokens in both caches, or in none."""
         before = list(self._rows.lengths)
         if self._recent is not None:  # what no later token reads, but for those that may be taken back
-            self._recent.release_before([max(length - _TAKEN_BACK, 0) for length in before])
+            kept = _TAKEN_BACK + self._store.recent_blocks * self._store.block_size
+            self._recent.release_before([max(length - kept, 0) for length in before])
         for done, one in enumerate(self._every()):
             try:
                 if alike > 1:
@@ -223,10 +224,11 @@ class PagedCache(Cache):
         now, given = self._columns.done, tokens_to_remove
         columns = max(0, min(now, given if given > 0 else now + given))
         lengths = self._columns.lengths(columns, len(self._rows))
-        if self._recent is not None and not self._recent.holds(lengths):
+        if self._recent is not None and not self._recent.holds(lengths, self._store.recent_blocks):
+            others = "" if self._store.recent_blocks else f", or all behind a multiple of {self._store.block_size}"
             raise UnsupportedError(
-                f"crop to {columns} of {now} columns: a cache of whole blocks (int4) takes back its last {_TAKEN_BACK} "
-                f"tokens, or all behind a multiple of {self._store.block_size}; make a new cache"
+                f"crop to {columns} of {now} columns: a cache that encodes whole blocks takes back its last "
+                f"{_TAKEN_BACK} tokens{others}; make a new cache"
             )
         for one in self._every():
             one.cut(lengths)

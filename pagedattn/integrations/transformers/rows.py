@@ -23,10 +23,11 @@ class BlockStore:
     With `num_blocks` the memory is taken at once and for good. Without, it is taken when ids are handed out, grows with
     the largest of them, and is copied when it grows.
 
-    Formats that encode whole blocks have a second store, `recent`, for the blocks of such layers that are not full. It
-    takes memory as ids are handed out, with `num_blocks` too.
+    Formats that encode whole blocks have a second store, `recent`, for the blocks of such layers that are not encoded
+    yet. It takes memory as ids are handed out, with `num_blocks` too.
 
     Attributes:
+        recent_blocks: how many blocks before its own a query reads there.
         caches: what each layer gets, in order; others after every `allocate`.
     """
 
@@ -52,6 +53,7 @@ class BlockStore:
         self._specs = specs
         second = [replace(spec, kv_cache_dtype="auto") for spec in specs if spec.format.whole_blocks]
         self.recent = BlockStore(second, None, device, most_tokens) if second else None
+        self.recent_blocks = max(spec.format.recent_blocks(self.block_size) for spec in specs)
         self._memory: list[PagedKVCache] = []
         self._num_blocks = self._wanted = 0
         if num_blocks is not None:
@@ -227,11 +229,11 @@ class Rows:
                 blocks[:first] = [pool.null_block] * first
                 self._changed.add(row)
 
-    def holds(self, lengths: Sequence[int]) -> bool:
-        """Whether each row's open block would be there, if it were cut to this length."""
+    def holds(self, lengths: Sequence[int], before: int = 0) -> bool:
+        """Whether each row's open block, and so many before it, would be there, if it were cut to this length."""
         size, null = self.store.block_size, self.store.pool.null_block
         ends = zip(self._blocks, lengths, strict=True)
-        return all(not length % size or blocks[length // size] != null for blocks, length in ends)
+        return all(null not in blocks[max(n // size - before, 0) : -(-n // size)] for blocks, n in ends)
 
     def take(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was; rows that are not named are given up."""

@@ -1,4 +1,7 @@
-"""Triton: encode the blocks that a step's tokens filled, one program per block and KV head."""
+"""Triton: encode the blocks that a step's tokens filled, one program per block and KV head.
+
+Formats that encode each row alone store a block's rows as they store a token's heads.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,63 @@ from ...formats.base import CacheFormat, plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 
+# Rows of a tile, and of those its elements at most: as many as registers hold.
+_ROWS, _ELEMENTS = tl.constexpr(32), tl.constexpr(8192)
+
+
+@triton.jit
+def _write_block(
+    rows, codes, scales, s_rows, s_codes, SCALE_STRIDES: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """S rows of a KV head; each pointer stands at the head's first slot of a block."""
+    if FORMAT.write_block is not None:
+        FORMAT.write_block(rows, codes, scales, s_rows, s_codes, SCALE_STRIDES[1], S, D)
+    else:
+        STEP: tl.constexpr = max(1, min(S, _ROWS, _ELEMENTS // triton.next_power_of_2(D)))
+        ALONG: tl.constexpr = (0, 0, SCALE_STRIDES[1])
+        for first in range(0, S - S % STEP, STEP):
+            FORMAT.write_row(
+                rows + first * s_rows, codes + first * s_codes, scales + first * SCALE_STRIDES[1], None, 1.0,
+                0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, STEP, D, None,
+            )  # fmt: skip
+        if S % STEP > 0:
+            LEFT: tl.constexpr = S - S % STEP
+            FORMAT.write_row(
+                rows + LEFT * s_rows, codes + LEFT * s_codes, scales + LEFT * SCALE_STRIDES[1], None, 1.0,
+                0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, S % STEP, D, None,
+            )  # fmt: skip
+
 
 @triton.jit(do_not_specialize=["num_recent", "num_blocks", "max_columns", "s_recent_table", "s_table"])
 def _seal_blocks_kernel(
     key, value, key_cache, value_cache, k_scale_cache, v_scale_cache, recent_table, table, query_start_loc, seq_lens,
     num_recent, num_blocks, max_columns, s_recent_table, s_table, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sck_b, sck_s,
     sck_h, scv_b, scv_s, scv_h, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Sequence program_id(0), its program_id(1)th block that was open before the step, KV head program_id(2)."""
+    """Sequence program_id(0), its program_id(1)th block that was not stored before the step, KV head program_id(2).
+    RECENT full blocks stay as they are."""
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + seq)
     new = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
-    column = tl.maximum(seq_len - new, 0) // S + tl.program_id(1)
-    if column < tl.minimum(seq_len // S, max_columns):
+    column = tl.maximum(seq_len - new, 0) // S - RECENT + tl.program_id(1)
+    if (column >= 0) & (column < tl.minimum(seq_len // S - RECENT, max_columns)):
         source = tl.load(recent_table + seq * s_recent_table + column).to(tl.int64)
         block = tl.load(table + seq * s_table + column).to(tl.int64)
         if (source >= 0) & (source < num_recent) & (block >= 0) & (block < num_blocks):
-            K_FORMAT.write_block(
+            _write_block(
                 key + source * sk_b + head * sk_h,
                 key_cache + block * sck_b + head * sck_h,
                 k_scale_cache + block * K_SCALE_STRIDES[0] + head * K_SCALE_STRIDES[2],
-                sk_s, sck_s, K_SCALE_STRIDES[1], S, D,
+                sk_s, sck_s, K_SCALE_STRIDES, K_FORMAT, S, D,
             )  # fmt: skip
-            V_FORMAT.write_block(
+            _write_block(
                 value + source * sv_b + head * sv_h,
                 value_cache + block * scv_b + head * scv_h,
                 v_scale_cache + block * V_SCALE_STRIDES[0] + head * V_SCALE_STRIDES[2],
-                sv_s, scv_s, V_SCALE_STRIDES[1], S, DV,
+                sv_s, scv_s, V_SCALE_STRIDES, V_FORMAT, S, DV,
             )  # fmt: skip
 
 
@@ -76,6 +107,7 @@ def launch(
         "V_FORMAT": form.value.kernels,
         "K_SCALE_STRIDES": plane_strides(k_scale_cache),
         "V_SCALE_STRIDES": plane_strides(v_scale_cache),
+        "RECENT": form.recent_blocks(size),
     }
     with on_device(key):
         _launch((len(seq_lens), columns, heads), arguments, constants, num_warps=4)
