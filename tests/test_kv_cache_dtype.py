@@ -50,9 +50,36 @@ def test_keys_and_values_apart() -> None:
     assert Attention(4, 8, 2, kv_cache_dtype=KVCacheDtype(key="int8", value="int8")).spec.kv_cache_dtype == "int8"
 
 
+def test_a_window() -> None:
+    some = KVCacheDtype("turboquant4", (0,), window=40)
+    assert some.name == "turboquant4:window=40" and str(some) == "turboquant4:window=40:skip=0"
+    assert (
+        KVCacheDtype.of(str(some))
+        == some
+        == KVCacheDtype(key="turboquant4", value="turboquant4", skip_layers=[0], window=40)
+    )
+    assert KVCacheDtype.of("key=int8,value=rotated_int4:window=8").name == "k8v4:window=8"
+    assert KVCacheDtype.of("int8:window=0") == KVCacheDtype("int8") and some.default_block_size == 16
+    form = format_of("turboquant4:window=40")
+    assert form is format_of("turboquant4:window=40") and form.key is FORMATS["turboquant4"].key and form.whole_blocks
+    assert [form.recent_blocks(size) for size in (1, 8, 16, 39, 40, 64)] == [40, 5, 3, 2, 1, 1]
+    assert Attention(4, 8, 2, kv_cache_dtype="int8:window=3").spec.block_size == 16
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: KVCacheDtype.of("int8:window=x"), "NAME:window=TOKENS:skip=LAYERS, .* got 'int8:window=x'"),
+        (lambda: KVCacheDtype.of("int8:window=4:0"), "NAME:window=TOKENS:skip=LAYERS, .* got 'int8:window=4:0'"),
+        (lambda: KVCacheDtype("int8", window=-1), "window must be 0 or more tokens, got -1"),
+        (lambda: KVCacheDtype("fp8", window=4), "window must be 0 for kv_cache_dtype='fp8_e4m3', got 4; pass window=0"),
+        (lambda: KVCacheDtype.of("auto:window=4"), "window must be 0 for kv_cache_dtype='auto', got 4"),
+        (lambda: format_of("int8:window=4:window=5"), "kv_cache_dtype must be one of auto"),
+        (lambda: format_of("int9:window=4"), "kv_cache_dtype must be one of auto, .* got 'int9'"),
+        (
+            lambda: PagedKVCache(1, 4, 16, 2, 8, kv_cache_dtype="int8:window=20"),
+            "recent_blocks must be given .* 3 for each sequence, and one for each block_size",
+        ),
         (lambda: KVCacheDtype.of("int9:skip=0"), "kv_cache_dtype must be one of auto, .*, got 'int9'"),
         (
             lambda: KVCacheDtype.of("int8:0,1"),

@@ -1,8 +1,9 @@
-"""A layer over full blocks of int4 and a second cache of open ones: what is read depends on the position alone."""
+"""A layer over full blocks and a second cache of recent ones: what is read depends on the position alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from pagedattn import (
     plan_step,
 )
 from pagedattn.errors import InvalidInputError, UnsupportedError
-from pagedattn.formats.int4.format import INT4
+from pagedattn.formats.registry import format_of
 from pagedattn.spec import GraphLevel
 from pagedattn.testing.oracle import attention_oracle
 
 SIZE, HEADS, KV_HEADS, DIM, LENGTH = 32, 4, 2, 64, 150
 BACKENDS = ("TORCH", "TRITON")
+STORED = ("int4", "turboquant4:window=40", "int8:window=32")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,10 +41,14 @@ KEY = normal(LENGTH, KV_HEADS, DIM, seed=2) + 2 * normal(KV_HEADS, DIM, seed=3)
 class Sequences:
     """A layer, both caches with pools of their own, and sequences in them by their block ids."""
 
-    def __init__(self, backend: str, num_blocks: int = 40, recent_blocks: int = 20, **options: Any) -> None:
-        self.layer = Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype="int4", backend=backend, **options)
+    def __init__(
+        self, backend: str, stored: str = "int4", num_blocks: int = 40, recent_blocks: int = 20, **options: Any
+    ) -> None:
+        options |= {"backend": backend, "block_size": SIZE}
+        self.layer = Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype=stored, **options)
+        self.before = format_of(stored).recent_blocks(SIZE)
         shape = (1, num_blocks, SIZE, KV_HEADS, DIM)
-        self.cache = PagedKVCache(*shape, kv_cache_dtype="int4", recent_blocks=recent_blocks)
+        self.cache = PagedKVCache(*shape, kv_cache_dtype=stored, recent_blocks=recent_blocks)
         self.cache.slabs.fill_(0x7F)  # scales that are NaN, and rows too
         self.recent.slabs.fill_(0xFF)
         self.pool, self.recent_pool = BlockPool(num_blocks), BlockPool(recent_blocks)
@@ -67,9 +73,9 @@ class Sequence1:
     def append(
         self, count: int, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (QUERY, KEY, VALUE)
     ) -> torch.Tensor:
-        """The output of `count` more tokens, in a step of its own; blocks behind the first of them are released."""
+        """The output of `count` more tokens, in a step of its own; recent blocks that they do not read are released."""
         start, self.length = self.length, self.length + count
-        self._release(start // SIZE)
+        self._release(max(start // SIZE - self.owner.before, 0))
         for blocks, pool in ((self.blocks, self.owner.pool), (self.recent, self.owner.recent_pool)):
             blocks += pool.allocate(max(-(-self.length // SIZE) - len(blocks), 0))
         tables = (torch.tensor([[*ids, 2**31 - 1]]).int() for ids in (self.blocks, self.recent))
@@ -106,18 +112,20 @@ class Sequence1:
         return other
 
 
-def by_definition(length: int = LENGTH, window: int | None = None) -> torch.Tensor:
-    """Each position alone: blocks before its own encoded, its own as it came."""
-    out = []
+@lru_cache
+def by_definition(stored: str = "int4", length: int = LENGTH, window: int | None = None) -> torch.Tensor:
+    """Each position alone: its own block and those of the format's window as they came, others encoded."""
+    out, form = [], format_of(stored)
     full = length // SIZE * SIZE
-    stored = [
-        form.decode(form.encode(x[:full].unflatten(0, (-1, SIZE))), DIM, torch.float64).flatten(0, 1)
-        for form, x in ((INT4.key, KEY), (INT4.value, VALUE))
+    before = -(-int(stored.partition("window=")[2] or 0) // SIZE)
+    encoded = [
+        side.decode(side.encode(x[:full].unflatten(0, (-1, SIZE))), DIM, torch.float64).flatten(0, 1)
+        for side, x in ((form.key, KEY), (form.value, VALUE))
     ]
     for at in range(length):
-        first = at // SIZE * SIZE
+        first = max(at // SIZE - before, 0) * SIZE
         key, value = (
-            torch.cat((a[:first], b[first : at + 1].double())) for a, b in zip(stored, (KEY, VALUE), strict=True)
+            torch.cat((a[:first], b[first : at + 1].double())) for a, b in zip(encoded, (KEY, VALUE), strict=True)
         )
         mask = Mask(True, window)
         out.append(attention_oracle(QUERY[at : at + 1], key, value, scale=DIM**-0.5, mask=mask)[0])
@@ -135,48 +143,58 @@ def test_it_is_not_exact_attention_but_near() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 45, 4096])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_chunks_of_any_size_give_one_result(backend: str, chunk: int) -> None:
-    sequence, out = Sequences(backend).new(), []
-    rows = LENGTH if backend == "TORCH" or chunk > 1 else 70  # of decodes, which are slow in the interpreter
+def test_chunks_of_any_size_give_one_result(backend: str, stored: str, chunk: int) -> None:
+    sequence, out = Sequences(backend, stored).new(), []
+    rows = LENGTH if backend == "TORCH" or chunk > 1 else 100  # of decodes, which are slow in the interpreter
     while sequence.length < rows:
         out.append(sequence.append(min(chunk, rows - sequence.length)))
-    torch.testing.assert_close(torch.cat(out).double(), WANTED[:rows], rtol=0, atol=5e-6)
+    torch.testing.assert_close(torch.cat(out).double(), by_definition(stored)[:rows], rtol=0, atol=5e-6)
 
 
-def test_chunks_give_the_same_bits_where_that_is_asked_for() -> None:
+def test_a_window_brings_attention_nearer_to_exact() -> None:
+    exact, _ = attention_oracle(QUERY, KEY, VALUE, scale=DIM**-0.5)
+    off = [float((by_definition(f"turboquant4:window={n}") - exact)[SIZE:].norm()) for n in (1, 33, 65)]
+    assert off[0] > 1.3 * off[1] > 1.3**2 * off[2] > 0
+
+
+@pytest.mark.parametrize("stored", STORED[:2])
+def test_chunks_give_the_same_bits_where_that_is_asked_for(stored: str) -> None:
     found = []
     for chunk in (7, 32, 45, 4096):
-        sequence, out = Sequences("TRITON", deterministic=True).new(), []
+        sequence, out = Sequences("TRITON", stored, deterministic=True).new(), []
         while sequence.length < LENGTH:
             out.append(sequence.append(min(chunk, LENGTH - sequence.length)))
         found.append(torch.cat(out))
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_window_reaches_over_both_caches(backend: str) -> None:
-    sequence = Sequences(backend, sliding_window=40).new()
+def test_a_sliding_window_reaches_over_both_caches(backend: str, stored: str) -> None:
+    sequence = Sequences(backend, stored, sliding_window=70).new()
     out = torch.cat([sequence.append(count) for count in (20, 1, 60, 33, 36)])
-    torch.testing.assert_close(out.double(), by_definition(window=40), rtol=0, atol=5e-6)
+    torch.testing.assert_close(out.double(), by_definition(stored, window=70), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rejected", [1, 3, 8])
-def test_drafts_that_are_taken_back_across_a_seal(backend: str, rejected: int) -> None:
+def test_drafts_that_are_taken_back_across_a_seal(backend: str, stored: str, rejected: int) -> None:
     """Eight drafts fill a block; fewer are accepted, so that it is open again, and is filled by others."""
-    sequence = Sequences(backend).new()
+    wanted, sequence = by_definition(stored), Sequences(backend, stored).new()
     sequence.append(60)
     drafts = tuple(torch.cat((x[:60], normal(8, *x.shape[1:], seed=9), x[68:])) for x in (QUERY, KEY, VALUE))
     right = 8 - rejected
     for given, taken in zip(drafts, (QUERY, KEY, VALUE), strict=True):
         given[60 : 60 + right] = taken[60 : 60 + right]
     drafted = sequence.append(8, drafts)  # type: ignore[arg-type]
-    torch.testing.assert_close(drafted[:right].double(), WANTED[60 : 60 + right], rtol=0, atol=5e-6)
+    torch.testing.assert_close(drafted[:right].double(), wanted[60 : 60 + right], rtol=0, atol=5e-6)
     sequence.take_back(rejected)
-    out = torch.cat([sequence.append(count) for count in (1, 7, 20)])
+    out = torch.cat([sequence.append(count) for count in (1, 7, 20, 50)])
     start = 60 + right
-    torch.testing.assert_close(out.double(), WANTED[start : start + 28], rtol=0, atol=5e-6)
+    torch.testing.assert_close(out.double(), wanted[start : start + 78], rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -244,11 +262,12 @@ def mixed(query_lens: Sequence[int], seq_lens: Sequence[int]) -> CommonAttention
     return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size=SIZE, recent_table=recent_table)
 
 
+@pytest.mark.parametrize("stored", STORED[:2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_captured_metadata_are_rewritten_in_place(backend: str) -> None:
+def test_captured_metadata_are_rewritten_in_place(backend: str, stored: str) -> None:
     """What a graph has recorded reads the same tensors, from which it finds slots, blocks to seal, and lengths."""
     level = GraphLevel.ALWAYS if backend == "TRITON" else GraphLevel.NEVER
-    owner = Sequences(backend, graph_level=level)
+    owner = Sequences(backend, stored, graph_level=level)
     layer, cache = owner.layer, owner.cache.layer(0)
     if backend == "TORCH":
         with pytest.raises(UnsupportedError, match="graph level"):
@@ -259,13 +278,13 @@ def test_captured_metadata_are_rewritten_in_place(backend: str) -> None:
     addresses = {
         name: getattr(captured.common, name).data_ptr() for name in ("seq_lens", "slot_mapping", "recent_table")
     }
-    rows = [torch.cat((x[:62], x[:62])) for x in (QUERY, KEY, VALUE)]
-    layer(*rows, cache, mixed([62, 62], [62, 62]))
-    for at in range(62, 67):
+    rows = [torch.cat((x[:94], x[:94])) for x in (QUERY, KEY, VALUE)]
+    layer(*rows, cache, mixed([94, 94], [94, 94]))
+    for at in range(94, 99):
         step = mixed([1, 1], [at + 1, at + 1])
         assert layer.builder.build(step, captured) is captured
         out = layer(*(x[[at, at, 0]] for x in (QUERY, KEY, VALUE)), cache, captured)
-        torch.testing.assert_close(out[:2].double(), WANTED[[at, at]], rtol=0, atol=5e-6)
+        torch.testing.assert_close(out[:2].double(), by_definition(stored)[[at, at]], rtol=0, atol=5e-6)
     assert addresses == {name: getattr(captured.common, name).data_ptr() for name in addresses}
     assert "full blocks" in captured.describe() and "open blocks" in captured.describe()
     with pytest.raises(InvalidInputError, match="recent_table must be given"):

@@ -1,4 +1,4 @@
-"""`generate` over int4: full blocks are encoded, open ones lie in a second cache, and chunks change nothing."""
+"""`generate` over int4 and formats with a window: recent blocks lie in a second cache, and chunks change nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.integrations.transformers.rows import BlockStore
 
 RAGGED = (90, 31, 64, 33)
+WINDOW = "turboquant4:window=20"  # of two blocks of 16
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -29,11 +30,13 @@ def logits(model: Any, ids: torch.Tensor, chunk: int, cache: Any = None) -> torc
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_chunks_of_any_size_give_one_result(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stored"), [*((name, "int4") for name in ("llama", "mistral", "gpt_oss")), ("llama", WINDOW)]
+)
+def test_chunks_of_any_size_give_one_result(name: str, stored: str) -> None:
     model, ids = model_of(name), tokens(100)
     exact = model(ids).logits
-    hf.enable(model, kv_cache_dtype="int4")
+    hf.enable(model, kv_cache_dtype=stored)
     found = {chunk: logits(model, ids, chunk) for chunk in (1, 7, 32, 100)}
     for one in found.values():
         torch.testing.assert_close(one, found[1], rtol=0, atol=1e-9)
@@ -42,9 +45,10 @@ def test_chunks_of_any_size_give_one_result(name: str) -> None:
     assert 1e-4 < off < 0.25
 
 
-def test_every_way_of_decoding_is_that_of_one_row_alone() -> None:
+@pytest.mark.parametrize("stored", ["int4", WINDOW])
+def test_every_way_of_decoding_is_that_of_one_row_alone(stored: str) -> None:
     model, inputs = model_of("llama"), batch(*RAGGED)
-    hf.enable(model, kv_cache_dtype="int4")
+    hf.enable(model, kv_cache_dtype=stored)
     ways: dict[str, dict[str, Any]] = {
         "greedy": {},
         "chunks": {"prefill_chunk_size": 40},
@@ -118,6 +122,20 @@ def test_open_blocks_are_handed_on_and_layers_may_be_skipped() -> None:
     assert [one.recent is not None for one in store.layer_caches()] == [False] + [True] * (len(store.caches) - 1)
     torch.testing.assert_close(logits(model, ids, 300), found, rtol=0, atol=1e-9)
     del cache
+
+
+def test_columns_that_are_taken_back_with_a_window() -> None:
+    model, ids = model_of("llama"), tokens(200)
+    hf.enable(model, kv_cache_dtype=WINDOW)
+    wanted, cache = logits(model, ids, 200), hf.new_cache(model)
+    logits(model, torch.cat((ids[:, :120], tokens(50, seed=3)), 1), 17, cache)
+    cache.crop(-50)
+    torch.testing.assert_close(logits(model, ids[:, 120:], 11, cache), wanted[:, 120:], rtol=0, atol=1e-9)
+    store: BlockStore = cache._store
+    assert store.recent is not None and store.recent.num_used <= 2 + 1 + -(-(64 + 11) // 16)
+    for columns in (40, 64):
+        with pytest.raises(UnsupportedError, match=r"takes back its last 64 tokens; make a new cache"):
+            cache.crop(columns)
 
 
 def test_block_sizes() -> None:
