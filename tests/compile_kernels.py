@@ -288,10 +288,11 @@ def main() -> None:
         report(
             f"reshape_and_cache-sm{arch}-{name}", kernel, types, {**given, **format_of_kernels(name)}, arch, num_warps=4
         )
-    given = {"S": 32, "D": 128, "DV": 128, **format_of_kernels("int4")}
     tables = {"recent_table": "*i32", **{name: TYPES[name] for name in ("table", "query_start_loc", "seq_lens")}}
-    types = {**tables, **rows, **dict.fromkeys(("key_cache", "value_cache"), "*u8"), **plane_types("int4")}
-    report("seal_blocks-sm80-int4", seal_blocks._seal_blocks_kernel, types, given, 80, num_warps=4)
+    for name, size, recent in (("int4", 32, 0), ("turboquant_k3v4", 48, 2)):
+        given = {"S": size, "D": 128, "DV": 128, "RECENT": recent, **format_of_kernels(name)}
+        types = {**tables, **rows, **dict.fromkeys(("key_cache", "value_cache"), "*u8"), **plane_types(name)}
+        report(f"seal_blocks-sm80-{name}", seal_blocks._seal_blocks_kernel, types, given, 80, num_warps=4)
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

@@ -39,6 +39,7 @@ EXPECTED = {
     "reshape_and_cache-sm80-turboquant_k3v4",
     "reshape_and_cache-sm80-turboquant2",
     "seal_blocks-sm80-int4",
+    "seal_blocks-sm80-turboquant_k3v4",
     "merge_states-sm90-bf16",
     *(f"mla_decode-sm90-bf16-H{heads}-64x1{launch}" for heads in (16, 128) for launch in ("", "-merge")),
     *(f"mla_decode-sm80-fp16-H16-8x2{launch}" for launch in ("", "-merge")),

@@ -128,9 +128,9 @@ def test_columns_that_are_taken_back_with_a_window() -> None:
     model, ids = model_of("llama"), tokens(200)
     hf.enable(model, kv_cache_dtype=WINDOW)
     wanted, cache = logits(model, ids, 200), hf.new_cache(model)
-    logits(model, torch.cat((ids[:, :120], tokens(50, seed=3)), 1), 17, cache)
-    cache.crop(-50)
-    torch.testing.assert_close(logits(model, ids[:, 120:], 11, cache), wanted[:, 120:], rtol=0, atol=1e-9)
+    logits(model, torch.cat((ids[:, :110], tokens(60, seed=3)), 1), 1, cache)
+    cache.crop(-60)
+    torch.testing.assert_close(logits(model, ids[:, 110:], 11, cache), wanted[:, 110:], rtol=0, atol=1e-9)
     store: BlockStore = cache._store
     assert store.recent is not None and store.recent.num_used <= 2 + 1 + -(-(64 + 11) // 16)
     for columns in (40, 64):

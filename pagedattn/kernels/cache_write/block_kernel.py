@@ -13,8 +13,12 @@ from ...formats.base import CacheFormat, plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 
-# Rows of a tile, and of those its elements at most: as many as registers hold.
-_ROWS, _ELEMENTS = tl.constexpr(32), tl.constexpr(8192)
+
+@triton.constexpr_function
+def _rows_at_once(size, dim):
+    """Of a block of `size`, which they divide: as many as registers hold."""
+    most = max(1, min(32, 8192 // triton.next_power_of_2(dim)))
+    return next(count for count in range(min(size, most), 0, -1) if size % count == 0)
 
 
 @triton.jit
@@ -26,18 +30,12 @@ def _write_block(
     if FORMAT.write_block is not None:
         FORMAT.write_block(rows, codes, scales, s_rows, s_codes, SCALE_STRIDES[1], S, D)
     else:
-        STEP: tl.constexpr = max(1, min(S, _ROWS, _ELEMENTS // triton.next_power_of_2(D)))
+        ROWS: tl.constexpr = _rows_at_once(S, D)
         ALONG: tl.constexpr = (0, 0, SCALE_STRIDES[1])
-        for first in range(0, S - S % STEP, STEP):
+        for first in range(0, S, ROWS):
             FORMAT.write_row(
                 rows + first * s_rows, codes + first * s_codes, scales + first * SCALE_STRIDES[1], None, 1.0,
-                0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, STEP, D, None,
-            )  # fmt: skip
-        if S % STEP > 0:
-            LEFT: tl.constexpr = S - S % STEP
-            FORMAT.write_row(
-                rows + LEFT * s_rows, codes + LEFT * s_codes, scales + LEFT * SCALE_STRIDES[1], None, 1.0,
-                0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, S % STEP, D, None,
+                0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, ROWS, D, None,
             )  # fmt: skip
 
 
