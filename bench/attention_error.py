@@ -58,7 +58,9 @@ def errors(formats: Sequence[str], keys: int, dim: int) -> list[Row]:
         form = format_of(name)
         size = max(_BLOCK, form.block_multiple)
         sides = ((form.key, key), (form.value, value))
-        stored = (StoredRows(side).read(data, size, keys // size) for side, data in sides)
+        stored = (
+            StoredRows(side, whole_blocks=form.whole_blocks).read(data, size, keys // size) for side, data in sides
+        )
         found, _ = attention_oracle(query, *stored, **every)
         cosine = torch.nn.functional.cosine_similarity(found, exact, dim=-1)
         largest = ((found - exact).abs().amax(-1) / exact.abs().amax(-1)).max()

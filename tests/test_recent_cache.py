@@ -17,7 +17,6 @@ from pagedattn import (
     Mask,
     PagedKVCache,
     SlidingWindowSpec,
-    ops,
     paged_attention,
     plan_step,
 )
@@ -255,29 +254,6 @@ def test_a_prefix_is_found_for_every_length_of_a_block(backend: str) -> None:
         owner.pool.free(other.blocks)
         other._release(len(other.recent))
     assert found >= 6
-
-
-@pytest.mark.parametrize("path", ["torch", "triton"])
-@pytest.mark.parametrize("size", [5, 37, 40, 64])
-@pytest.mark.parametrize("stored", ["int8:window=1", "k8v4:window=70", "turboquant_k3v4:window=1"])
-def test_a_block_is_encoded_row_by_row(stored: str, size: int, path: str) -> None:
-    """By formats that encode each row alone: blocks 1 and 2 of a sequence that its step put behind the window."""
-    dims, form = (40, 24), format_of(stored)
-    rows = [normal(6, size, 3, dim, seed=dim) for dim in dims]
-    cache = PagedKVCache(1, 5, size, 3, dims[0], head_dim_v=dims[1], kv_cache_dtype=stored, recent_blocks=1)
-    layer, before = cache.layer(0), -(-int(stored.partition("=")[2]) // size)
-    length = (3 + before) * size + 1
-    table = torch.tensor([[0, 1, 3, *[4] * before, 9, 9]]).int()
-    recent_table = torch.tensor([[-1, 4, 2, *[5] * before, 9, 9]]).int()
-    lengths = (torch.tensor([0, 2 * size]).int(), torch.tensor([length]).int())
-    planes: dict[str, Any] = {"k_scale_cache": layer.key_scale, "v_scale_cache": layer.value_scale}
-    options: dict[str, Any] = {"max_query_len": 3 * size, "kv_cache_dtype": stored, "path": path, **planes}
-    key, value = rows
-    ops.seal_blocks(key, value, recent_table, layer.key, layer.value, table, *lengths, **options)
-    assert not cache.slabs[0, [0, 2, 4]].any()
-    for kind, whole, planes_of_side in zip((form.key, form.value), rows, layer.sides, strict=True):
-        for plane, wanted in zip(planes_of_side, kind.encode(whole[[4, 2]]), strict=True):
-            assert torch.equal(plane[[1, 3]], wanted)
 
 
 def mixed(query_lens: Sequence[int], seq_lens: Sequence[int]) -> CommonAttentionMetadata:
