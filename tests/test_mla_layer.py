@@ -190,6 +190,23 @@ def test_nothing_is_written_without_a_latent_and_the_given_output_is_filled() ->
     torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sliding_window": 5}], ids=str)
+def test_without_a_cache_rows_of_the_call_are_attended_to(options: dict[str, Any]) -> None:
+    lengths = [20, 1, 0, 9]
+    model, layer, total = Model([20, 1, 1, 9]), layer_of(max_absorbed_len=1, **options), 30
+    rows = torch.cat([seen[:n] for seen, n in zip(model.rows, lengths, strict=True)])
+    queries, weights = (model.normal(total, HEADS, N), model.normal(total, HEADS, R)), layer.split_kv_b(model.weight)
+    step = plan_step([layer], CommonAttentionMetadata.from_lengths(lengths, lengths, device=DEVICE))
+    assert "expanded, without a cache: " in step.describe()
+    got, want, start = layer(*queries, rows[:, :L], rows[:, L:], *weights, None, step), [], 0
+    for n in lengths:
+        mine, start = slice(start, start + n), start + n
+        parts = queries[0][mine], queries[1][mine], rows[mine, :L], rows[mine, L:], *weights
+        mask, cap = layer.spec.mask, layer.spec.softcap
+        want.append(mla_expanded_oracle(*parts, scale=SCALE, mask=mask, softcap=cap)[0])
+    torch.testing.assert_close(got.double(), torch.cat(want), atol=3e-6, rtol=1e-5)
+
+
 def test_one_plan_serves_all_layers_of_a_kind_and_says_what_runs() -> None:
     layers = [layer_of(max_absorbed_len=1) for _ in range(2)]
     model = Model([17, 5, 40])
@@ -279,7 +296,12 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "k_pe alone": ({"latent": None}, "k_pe must be given exactly where latent is"),
     "halves of kv_b": ({"w_uk": torch.zeros(HEADS, L, N)}, r"w_uk must be torch.float32 \[3, 12, 16\]"),
     "strides": ({"w_uv": torch.zeros(HEADS, L, V).transpose(1, 2)}, "w_uv must be contiguous in its last dimension"),
-    "no cache": ({"kv_cache": None}, "kv_cache must be a LayerCache of latent rows"),
+    "no cache": ({"kv_cache": None}, "kv_cache must be None exactly where the metadata have no block table"),
+    "no table": (
+        {"metadata": CommonAttentionMetadata.from_lengths([2], [2])},
+        "seq_lens must be at most 0, the table's width",
+    ),
+    "another object": ({"kv_cache": torch.zeros(2)}, "kv_cache must be a LayerCache of latent rows"),
     "a cache of pairs": (
         {"kv_cache": PagedKVCache(1, 9, S, 1, L + R, head_dim_v=L).layer(0)},
         "kv_cache must be of latent rows, got values of their own; build the cache from MLASpec",

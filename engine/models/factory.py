@@ -9,7 +9,15 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from pagedattn import Attention, FullAttentionSpec, LayerCache, SlidingWindowSpec, StepMetadata
+from pagedattn import (
+    Attention,
+    FullAttentionSpec,
+    LayerCache,
+    MLAAttention,
+    MLASpec,
+    SlidingWindowSpec,
+    StepMetadata,
+)
 from pagedattn.errors import NoBackendError, UnsupportedError
 
 from ..config import EngineConfig
@@ -65,9 +73,9 @@ class CausalModel(Protocol):
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
-    def attention_layers(self) -> list[Attention]: ...
+    def attention_layers(self) -> Sequence[Attention | MLAAttention]: ...
 
-    def kv_cache_specs(self, block_size: int) -> Sequence[FullAttentionSpec | SlidingWindowSpec]: ...
+    def kv_cache_specs(self, block_size: int) -> Sequence[FullAttentionSpec | SlidingWindowSpec | MLASpec]: ...
 
 
 def make_model(

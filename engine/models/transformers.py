@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pagedattn import Attention, FullAttentionSpec, LayerCache, SlidingWindowSpec, StepMetadata
+from pagedattn import (
+    Attention,
+    FullAttentionSpec,
+    LayerCache,
+    MLAAttention,
+    MLASpec,
+    SlidingWindowSpec,
+    StepMetadata,
+)
 from pagedattn.errors import CapacityError, InvalidInputError, SecurityError, UnsupportedError, WeightsError
 
 from ..config import EngineConfig
@@ -79,11 +87,11 @@ class TransformersModel:
         """Elements of all weights, of experts that rest too."""
         return sum(parameter.numel() for parameter in self._packed.model.parameters())
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[Attention | MLAAttention]:
         """The attention of every layer, in order."""
         return self._packed.attention_layers()
 
-    def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
+    def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec | MLASpec]:
         """What every layer keeps per token, for blocks of `block_size` tokens."""
         return self._packed.kv_cache_specs(block_size)
 
@@ -130,7 +138,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
         clean_cache=config.clean_cache,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    layers = packed.attention_layers()
+    layers = [layer for layer in packed.attention_layers() if isinstance(layer, Attention)]
     if scales is not None:
         scales.check_layers(layers)
     set_kv_scales(config, folder, layers, scales)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache
+from pagedattn import Attention, CommonAttentionMetadata, MLAAttention, PagedKVCache
 
 from .stored_rows import layers_and_slots, stored_rows
 
@@ -23,7 +23,7 @@ class RangeCheck:
     cut off. Waits for the device, so it looks at one step only.
     """
 
-    def __init__(self, layers: Sequence[Attention]) -> None:
+    def __init__(self, layers: Sequence[Attention | MLAAttention]) -> None:
         self._layers = layers
 
     def saw_step(self, cache: PagedKVCache, common_by_group: Mapping[int, CommonAttentionMetadata], /) -> bool:
@@ -31,7 +31,7 @@ class RangeCheck:
         worst, text = 0.0, ""
         for index, layer, slots in layers_and_slots(cache, common_by_group):
             attention = self._layers[index]
-            if not attention.spec.format.takes_scales or not len(slots):
+            if isinstance(attention, MLAAttention) or not attention.spec.format.takes_scales or not len(slots):
                 continue
             sides = zip(("keys", "values"), (layer.key, layer.value), attention.kv_scales, strict=True)
             for name, codes, scale in sides:

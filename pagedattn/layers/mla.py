@@ -127,7 +127,7 @@ class MLAAttention(PagedLayer):
             capability=spec.capability,
             attn_type=AttentionType.ENCODER_ONLY,
             scale=spec.scale,
-            mask=Mask(causal),
+            mask=Mask(causal, spec.sliding_window if causal else None),
             softcap=spec.softcap,
             needs_lse=True,
         )
@@ -163,7 +163,7 @@ class MLAAttention(PagedLayer):
         k_pe: torch.Tensor | None,
         w_uk: torch.Tensor,
         w_uv: torch.Tensor,
-        kv_cache: LayerCache,
+        kv_cache: LayerCache | None,
         metadata: StepMetadata | AttentionMetadata | CommonAttentionMetadata,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -173,7 +173,8 @@ class MLAAttention(PagedLayer):
             q_nope: [T, H, N]. q_pe: [T, H, R], rotated.
             latent: [T', L], normalised. k_pe: [T', R], rotated. Both None where nothing is to be written.
             w_uk: [H, N, L]. w_uv: [H, V, L]; views of the model's weight will do (`split_kv_b`).
-            kv_cache: this layer's cache, of an `MLASpec`.
+            kv_cache: this layer's cache, of an `MLASpec`; None, where metadata have no block table: writes nothing,
+                attends to `latent` and `k_pe` themselves, packed, expanded all at once.
             metadata: of `plan_step`, of `build`, or a CommonAttentionMetadata, which is built at once (slower).
             out: [T, H, V] to write to.
 
@@ -188,10 +189,17 @@ class MLAAttention(PagedLayer):
             weights = {"w_uk": w_uk, "w_uv": w_uv}
             parts = {"q_nope": q_nope, "q_pe": q_pe, "latent": latent, "k_pe": k_pe, **weights, "out": out}
             check_latent_call(self.spec, self.dims, parts, kv_cache, built.common)
-        if latent is not None and k_pe is not None:
-            ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping)
         if out is None:
             out = q_nope.new_empty(*q_nope.shape[:2], self.dims.value)
+        if kv_cache is None or built.packed is not None:
+            if kv_cache is not None or built.packed is None or latent is None or k_pe is None:
+                expected, got = "None exactly where the metadata have no block table", type(kv_cache).__name__
+                raise InvalidInputError("kv_cache", f"{expected}, and then with a latent", got, "pass cache.layer(i)")
+            key, value = self._expand(latent[:, None], k_pe[:, None], w_uk, w_uv)
+            call = AttentionCall(torch.cat((q_nope, q_pe), -1), None, key, value, out)
+            return self._dense[True].forward(call, built.packed)
+        if latent is not None and k_pe is not None:
+            ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping)
         first, last = built.first_row, built.first_row + built.num_rows
         if built.absorbed is not None:
             rows = slice(None) if not built.num_rows else slice(0, first)
@@ -231,7 +239,8 @@ class MLAAttention(PagedLayer):
         """query [T', H, N + R]. Partial results are float32 (float64 of float64), and rounded once."""
         wide, state = lse_dtype(query.dtype), None
         for chunk in metadata.chunks:
-            key, value = self._expand(chunk, w_uk, w_uv, kv_cache, metadata.block_table)
+            rows = self._gather(chunk, kv_cache, metadata.block_table)
+            key, value = self._expand(*split(rows, self.dims.latent), w_uk, w_uv)
             for causal, dense in chunk.calls:
                 lse = torch.empty(query.shape[:2], dtype=wide, device=query.device)
                 call = AttentionCall(query, None, key, value, out if len(metadata.chunks) == 1 else None, lse)
@@ -242,25 +251,22 @@ class MLAAttention(PagedLayer):
         elif state[0] is not out:
             out.copy_(state[0])
 
-    def _expand(
-        self,
-        chunk: KeyChunk,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        kv_cache: LayerCache,
-        block_table: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [n, H, N + R] and values [n, H, V] of a chunk."""
-        heads, latent_dim, rope, nope, value_dim = self.dims
+    def _gather(self, chunk: KeyChunk, kv_cache: LayerCache, block_table: torch.Tensor | None) -> torch.Tensor:
+        """The rows of a chunk, [n, 1, L + R]."""
         if block_table is None:
             raise InvalidInputError("metadata", "with the block table of expanded sequences", "None")
-        rows, _ = ops.gather_kv(kv_cache.key, None, block_table, chunk.cu_lens, chunk.num_keys, starts=chunk.starts)
-        latent, k_pe = split(rows, latent_dim)  # [n, 1, L] and [n, 1, R]
+        return ops.gather_kv(kv_cache.key, None, block_table, chunk.cu_lens, chunk.num_keys, starts=chunk.starts)[0]
+
+    def _expand(
+        self, latent: torch.Tensor, k_pe: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [n, H, N + R] and values [n, H, V] of n rows: latent [n, 1, L] and k_pe [n, 1, R]."""
+        heads, _, rope, nope, value_dim = self.dims
         shared = latent.transpose(0, 1).expand(heads, -1, -1)
-        key = rows.new_empty(chunk.num_keys, heads, nope + rope)
+        key = latent.new_empty(len(latent), heads, nope + rope)
         _multiply(shared, w_uk.transpose(1, 2), key[..., :nope].transpose(0, 1))
         key[..., nope:] = k_pe
-        value = rows.new_empty(chunk.num_keys, heads, value_dim)
+        value = latent.new_empty(len(latent), heads, value_dim)
         _multiply(shared, w_uv.transpose(1, 2), value.transpose(0, 1))
         return key, value
 

@@ -62,15 +62,19 @@ class KeyChunk:
 
 @dataclass
 class MLAMetadata(AttentionMetadata):
-    """The first rows of a step are attended to absorbed, `first_row` and later ones expanded, chunk by chunk."""
+    """The first rows of a step are attended to absorbed, `first_row` and later ones expanded, chunk by chunk. `packed`
+    is of a step without a cache: causal attention to its own keys, expanded."""
 
     absorbed: AttentionMetadata | None = None
     first_row: int = 0
     num_rows: int = 0  # of the expanded part
     block_table: torch.Tensor | None = None  # of its sequences
     chunks: tuple[KeyChunk, ...] = field(default=(), repr=False)
+    packed: AttentionMetadata | None = None
 
     def describe(self) -> str:
+        if self.packed is not None:
+            return f"expanded, without a cache: {self.packed.describe()}"
         parts = [] if self.absorbed is None else [f"absorbed: {self.absorbed.describe()}"]
         if self.num_rows:
             keys = sum(chunk.num_keys for chunk in self.chunks)
@@ -80,7 +84,8 @@ class MLAMetadata(AttentionMetadata):
 
 class MLAMetadataBuilder(AttentionMetadataBuilder):
     """Leading sequences of at most `most_absorbed` new tokens are absorbed, the others expanded, at most `chunk_keys`
-    of their keys at once. Captured steps are absorbed whole: how keys are cut into chunks depends on lengths.
+    of their keys at once. Captured steps are absorbed whole: how keys are cut into chunks depends on lengths. A step
+    without block tables has no cache.
 
     It needs lengths on the host where there are longer sequences; where the step does not bring them, it waits for the
     device and copies them.
@@ -106,6 +111,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
                 raise InvalidInputError("into", "captured metadata of a latent layer", into.describe())
             self._absorbed.build(common, into.absorbed)
             return into
+        if not (capture or common.block_table.shape[1]):
+            return MLAMetadata(common, packed=self._dense[True].build(common))
         if capture or common.max_query_len <= self._most_absorbed:
             whole = self._absorbed.build(common, None, capture)
             return MLAMetadata(whole.common, absorbed=whole)

@@ -88,7 +88,7 @@ def check_latent_call(
     spec: AttentionSpec,
     dims: LatentDims,
     parts: Mapping[str, torch.Tensor | None],
-    kv_cache: LayerCache,
+    kv_cache: LayerCache | None,
     common: CommonAttentionMetadata,
 ) -> None:
     """Level 1 of a call of `MLAAttention`, by the names of its arguments."""
@@ -113,7 +113,8 @@ def check_latent_call(
             raise InvalidInputError(name, "contiguous in its last dimension", f"strides {part.stride()}")
         if name in ("q_nope", "q_pe", "out") and len(part) < tokens:
             raise InvalidInputError(name, f"at least {tokens} rows, as the metadata says", len(part))
-    _check_latent_cache(spec, kv_cache, common, parts["latent"] is not None)
+    if kv_cache is not None:
+        _check_latent_cache(spec, kv_cache, common, parts["latent"] is not None)
 
 
 def _check_latent_cache(

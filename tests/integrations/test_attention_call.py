@@ -12,7 +12,8 @@ from hf_models import hf_model, prompts
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, plan_step
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.integrations.transformers import PackedModel
-from pagedattn.integrations.transformers.attention import AttentionCall, ForwardContext, attention_forward
+from pagedattn.integrations.transformers.attention import AttentionCall, attention_forward
+from pagedattn.integrations.transformers.packed_step import ForwardContext
 from pagedattn.integrations.transformers.probe import Recorder
 
 

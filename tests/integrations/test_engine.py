@@ -12,6 +12,7 @@ import pytest
 import torch
 from hf_models import MODELS, VOCAB, hf_model, prompts
 
+from pagedattn import MLASpec
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.models import factory
 from pagedattn.engine.models.decoder import Decoder
@@ -73,7 +74,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.token_ids) for output in llm.generate(ragged(), params, progress=False)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])
 def test_tokens_equal_generate(name: str, folders: Any) -> None:
     """Chunks of 6 beside decodes, too few blocks for all, prefixes shared; then again, with the prefixes cached."""
     windowed = {"mixtral", "phi3", "mistral"} & {name}
@@ -91,6 +92,16 @@ def test_tokens_equal_generate(name: str, folders: Any) -> None:
     assert tokens_of(roomy) == tokens_of(roomy) == generated(name)
     assert roomy.stats().counters.cached_tokens > 20 and roomy.stats().counters.preemptions == 0
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+def test_latent_models_keep_rows(folders: Any) -> None:
+    llm = make_llm(folders("deepseek_v3"))
+    cache = llm.runner.cache
+    assert cache.groups[0].specs == (MLASpec(head_dim=24, latent_dim=16, block_size=4, dtype=torch.float64),) * 2
+    assert cache.nbytes == cache.num_blocks * 4 * 2 * 24 * 8
+    assert "latent" in llm.runner.describe()
+    with pytest.raises(UnsupportedError, match=r"kv_cache_dtype='int8' is not served for the latent rows"):
+        make_llm(folders("deepseek_v3"), kv_cache_dtype="int8")
 
 
 def test_the_models_are_not_degenerate() -> None:

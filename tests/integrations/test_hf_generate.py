@@ -81,11 +81,11 @@ def test_tokens_equal_eager_in_every_way_of_decoding(name: str) -> None:
     assert hf.new_cache(model).num_blocks_used == 0, "every generation gave all its blocks back"
 
 
-@pytest.mark.parametrize("num_blocks", [None, 100])
+@pytest.mark.parametrize(("name", "num_blocks"), [("gemma2", None), ("gemma2", 100), ("deepseek_v3", None)])
 @torch.no_grad()
-def test_a_forward_over_padding_alone(num_blocks: int | None) -> None:
+def test_a_forward_over_padding_alone(name: str, num_blocks: int | None) -> None:
     """Rows may all begin after the first chunk of a prompt."""
-    model, inputs = model_of("gemma2"), {key: torch.nn.functional.pad(x, (8, 0)) for key, x in batch(9, 5).items()}
+    model, inputs = model_of(name), {key: torch.nn.functional.pad(x, (8, 0)) for key, x in batch(9, 5).items()}
     ways: list[dict[str, Any]] = [{"prefill_chunk_size": 6}, {"prefill_chunk_size": 3, "num_beams": 2}]
     wanted = [generate(model, inputs, **way) for way in ways]
     hf.enable(model, block_size=4, num_blocks=num_blocks)
@@ -113,7 +113,7 @@ def test_hidden_states(name: str) -> None:
     torch.testing.assert_close(states(), wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_assisted_decoding(name: str) -> None:
     """A draft is cut from the cache where it was wrong; both models may be enabled."""
     model, assistant, inputs = model_of(name), model_of(name), batch(30)
@@ -208,7 +208,7 @@ def test_embeddings_instead_of_tokens() -> None:
     assert torch.equal(generate(model, embedded), wanted)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "deepseek_v3"])
 @torch.no_grad()
 def test_the_models_own_positions(name: str) -> None:
     """Who gives no positions gets those after what the cache holds; without a cache all tokens are given each time."""
@@ -251,7 +251,7 @@ def test_loaded_by_name(tmp_path: Any) -> None:
     assert type(again.past_key_values).__name__ == "DynamicCache"
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "nemotron"])
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron", "deepseek_v3"])
 def test_a_copied_model_is_enabled_too(name: str) -> None:
     model, inputs = model_of(name), batch(*RAGGED)
     wanted = generate(model, inputs)
@@ -261,10 +261,16 @@ def test_a_copied_model_is_enabled_too(name: str) -> None:
     assert torch.equal(generate(twin, inputs), wanted)
 
 
-COMPILED = [("llama", "aot_eager"), ("gemma2", "eager"), ("granite_swa", "eager"), ("nemotron", "eager")]
+COMPILED = [
+    ("llama", "aot_eager"),
+    ("gemma2", "eager"),
+    ("granite_swa", "eager"),
+    ("nemotron", "eager"),
+    ("deepseek_v3", "eager"),
+]
 
 
-# By default the two kinds of layers in one model; the others (aot_eager, sinks, layers without keywords) take 7 s each.
+# By default the two kinds of layers in one model; the others (aot_eager, sinks, layers without keywords, rows) take 7 s each.
 @pytest.mark.parametrize(
     ("name", "backend"), [pytest.param(*one, marks=[pytest.mark.grid] * (one[0] != "gemma2")) for one in COMPILED]
 )
@@ -274,7 +280,8 @@ def test_torch_compile(name: str, backend: str) -> None:
 
     torch.compiler.reset()
     counters.clear()
-    model, inputs = model_of(name), batch(*RAGGED)
+    dense = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}  # its experts, run eagerly, cannot be traced
+    model, inputs = model_of(name, **dense), batch(*RAGGED)
     wanted = generate(model, inputs, max_new_tokens=4)
     hf.enable(model, block_size=4)
     model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)

@@ -261,6 +261,6 @@ def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nan_is_never_alike() -> None:
-    assert probe._alike(torch.ones(3), torch.ones(3))
-    assert not probe._alike(torch.ones(3), torch.full((3,), float("nan")))
+    assert probe.alike(torch.ones(3), torch.ones(3))
+    assert not probe.alike(torch.ones(3), torch.full((3,), float("nan")))
     assert hf_config("gemma2").layer_types == ["sliding_attention", "full_attention"]

@@ -5,15 +5,15 @@ Everything the function needs comes with the forward, as the keyword `paged_step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from ... import Attention, LayerCache, StepMetadata
-from ...errors import InvalidInputError, UnsupportedError
+from ... import Attention, MLAAttention
+from ...errors import UnsupportedError
 from .masks import describe_mask
 
 # One name, without the words that transformers treats specially in it ("flash", "sdpa", "flex", a slash).
@@ -170,7 +170,7 @@ def _read_call(
     )
 
 
-Layers = Mapping[int, tuple[AttentionCall, Attention]]
+Layers = Mapping[int, tuple[AttentionCall, Attention | MLAAttention]]
 
 
 def layer_of(
@@ -179,44 +179,16 @@ def layer_of(
     call: AttentionCall,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-) -> Attention:
+) -> Attention | MLAAttention:
     """The attention that was made for the layer that calls, and with its sinks.
 
     Raises:
         UnsupportedError: the layer asks for something else than when it was probed, or comes with a mask.
     """
     learnt, layer = layers.get(call.layer, (None, None))
-    if layer is None or call != learnt or sinks is not layer.sinks:
+    known = layer.sinks if isinstance(layer, Attention) else None
+    if layer is None or call != learnt or sinks is not known:
         raise UnsupportedError(f"{type(module).__name__} of layer {call.layer} asks for {call}, it used to: {learnt}")
     if mask is not None:
         raise UnsupportedError(f"layer {call.layer} was given a mask, which a packed step has no place for")
     return layer
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """One step of many sequences in one row, for all layers of a model."""
-
-    layers: Layers
-    caches: Sequence[LayerCache] | None
-    metadata: StepMetadata
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        call: AttentionCall,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """As `Attends`; `sinks` are those that the layer was built with."""
-        layer = layer_of(self.layers, module, call, mask, sinks)
-        if len(query) != 1:
-            raise InvalidInputError("input_ids", "one row [1, T] with all sequences", f"{len(query)} rows")
-        # A float32 residual stream may come with a half-precision cache.
-        q, k, v = (x[0].transpose(0, 1).to(layer.spec.dtype) for x in (query, key, value))
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out = layer(q, k, v, None if self.caches is None else self.caches[call.layer], self.metadata)
-        return out[None].to(value.dtype)

@@ -10,6 +10,7 @@ import torch
 
 from ... import CommonAttentionMetadata, LayerCache, StepMetadata, plan_step
 from .attention import AttentionCall, Layers, layer_of
+from .latent_rows import run_layer, value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class BatchStep:
         layer = layer_of(self.layers, module, call, mask, sinks)
         rows, columns, dtype = query.shape[0], query.shape[2], layer.spec.dtype
         if self.tokens is not None and not len(self.tokens):  # padding alone; the cache may have no memory yet
-            return value.new_zeros(rows, columns, call.num_heads, call.head_dim_v)
+            return value.new_zeros(rows, columns, call.num_heads, value_dim(layer))
         q, k, v = (self._packed(x, dtype) for x in (query, key, value))
-        out = layer(q, k, v, None if self.caches is None else self.caches[call.layer], self.metadata)
+        cache = None if self.caches is None else self.caches[call.layer]
+        out = run_layer(layer, module, q, k, v, cache, self.metadata)
         if self.tokens is not None:
             out = out.new_zeros(rows * columns, *out.shape[1:]).index_copy_(0, self.tokens, out)
         if out.dtype != value.dtype:

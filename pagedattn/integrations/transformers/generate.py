@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ... import CommonAttentionMetadata, FullAttentionSpec, KVCacheDtype, KVScales
+from ... import Attention, CommonAttentionMetadata, KVCacheDtype, KVScales
 from ...errors import InvalidInputError, UnsupportedError
 from .attention import NAME, import_transformers, register
 from .batch import BatchStep
 from .dense import sequences
 from .hand_on import probe_handing_on
 from .kv_scales import load_kv_scales, set_kv_scales
-from .layers import kept_per_token, make_attention
+from .latent_probe import find_latent
+from .latent_rows import expand_rows
+from .layers import cache_spec, make_attention, with_formats
 from .modalities import attention_of, refuse_other_inputs
 from .probe import packs_rows
 from .refusals import check_model, check_signature, refuse
@@ -43,6 +45,7 @@ def enable(
     num_blocks: int | None = None,
     kv_cache_dtype: str | KVCacheDtype = "auto",
     kv_scales: str | os.PathLike[str] | KVScales | None = None,
+    latent: bool = True,
 ) -> None:
     """Make the model's forward and `generate` run over a paged cache. Again: with other options, and new caches.
 
@@ -54,6 +57,8 @@ def enable(
         kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "int4", "turboquant4", "fp8",
             "fp8_e5m2" or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
+        latent: latent attention (MLA) keeps one row per token and layer, where the model is seen to be that; a warning
+            of the logger "pagedattn" says why where it is not. False keeps keys and values of every head.
 
     Raises:
         InvalidInputError: an unknown format, or scales that are not of this model or format.
@@ -72,8 +77,9 @@ def enable(
     try:
         scales = load_kv_scales(kv_scales, stored.name, model)
         size = stored.default_block_size if block_size is None else block_size
-        model.__dict__[_ATTRIBUTE] = Paged(model, before, size, backend, num_blocks, stored, scales)
+        model.__dict__[_ATTRIBUTE] = Paged(model, before, size, backend, num_blocks, stored, scales, latent)
     except Exception:
+        expand_rows(model)
         model.set_attn_implementation(before)
         raise
 
@@ -85,6 +91,7 @@ def disable(model: Any) -> None:
         for hook in paged.hooks:
             hook.remove()
         paged.layers.clear()  # which its caches know it by
+        expand_rows(model)
         model.set_attn_implementation(paged.before)
 
 
@@ -142,22 +149,24 @@ class Paged:
         num_blocks: int | None,
         kv_cache_dtype: KVCacheDtype,
         scales: KVScales | None,
+        latent: bool,
     ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
+            if latent:
+                learnt = find_latent(model, learnt)
         options = {"block_size": block_size, "backend": backend}
-        stored = list(zip(learnt, kv_cache_dtype.of_layers(len(learnt)), strict=True))
+        stored = with_formats(model, learnt, kv_cache_dtype)
         self.layers = {
-            layer.call.layer: (layer.call, make_attention(layer, model, kv_cache_dtype=name, **options))
-            for layer, name in stored
+            layer.call.layer: (layer.call, make_attention(layer, model, name, **options)) for layer, name in stored
         }
         if scales is not None:
-            set_kv_scales(scales, kv_cache_dtype.name, {index: layer for index, (_, layer) in self.layers.items()})
+            scaled = {index: layer for index, (_, layer) in self.layers.items() if isinstance(layer, Attention)}
+            set_kv_scales(scales, kv_cache_dtype.name, scaled)
         self.windowed = any(layer.window is not None for layer in learnt)
-        kept = [kept_per_token(layer, model.dtype, block_size, name) for layer, name in stored]
-        self.specs = [FullAttentionSpec(**fields) for fields in kept]
+        self.specs = [cache_spec(layer, model.dtype, block_size, name) for layer, name in stored]
         self.placed = model.dtype, model.device
         self.names = list(inspect.signature(model.forward).parameters)
         self.pool = None if num_blocks is None else BlockStore(self.specs, num_blocks, model.device)

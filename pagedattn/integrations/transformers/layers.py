@@ -1,18 +1,44 @@
-"""The `pagedattn.Attention` and the cache of each layer of a transformers model, by what it was seen to ask for."""
+"""The attention and the cache of each layer of a transformers model, by what it was seen to ask for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ... import Attention
+from ... import Attention, FullAttentionSpec, KVCacheDtype, MLAAttention, MLASpec, SlidingWindowSpec
+from ...errors import UnsupportedError
 from .probe import ProbedLayer
 
 
-def make_attention(layer: ProbedLayer, model: Any, **options: Any) -> Attention:
-    """Attention for one probed layer, on the model's device and in its dtype; `options` are those of `Attention`."""
-    call = layer.call
+def with_formats(model: Any, layers: Sequence[ProbedLayer], stored: KVCacheDtype) -> list[tuple[ProbedLayer, str]]:
+    """Each layer with the format of its cache.
+
+    Raises:
+        UnsupportedError: latent rows in another format than the model's dtype.
+    """
+    out = list(zip(layers, stored.of_layers(len(layers)), strict=True))
+    other = next((name for layer, name in out if layer.latent is not None and name != "auto"), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"kv_cache_dtype={other!r} is not served for the latent rows of {type(model).__name__}, which are of the "
+            'model\'s dtype; leave it at "auto", or keep keys and values of every head, in that format and in many '
+            "times the memory, by latent=False of enable or PackedModel"
+        )
+    return out
+
+
+def make_attention(layer: ProbedLayer, model: Any, kv_cache_dtype: str, **options: Any) -> Attention | MLAAttention:
+    """Attention for one probed layer, on the model's device and in its dtype; `options` are those of both classes.
+
+    Raises:
+        UnsupportedError: no backend serves it.
+    """
+    call, placed = layer.call, {"dtype": model.dtype, "device": model.device}
+    if layer.latent is not None:
+        sizes = layer.latent
+        return MLAAttention(call.num_heads, *sizes, scale=call.scale, softcap=call.softcap, **placed, **options)
     return Attention(
         call.num_heads,
         call.head_dim,
@@ -22,14 +48,21 @@ def make_attention(layer: ProbedLayer, model: Any, **options: Any) -> Attention:
         sliding_window=layer.window,
         softcap=call.softcap,
         sinks=layer.sinks,
-        dtype=model.dtype,
-        device=model.device,
+        kv_cache_dtype=kv_cache_dtype,
+        **placed,
         **options,
     )
 
 
-def kept_per_token(layer: ProbedLayer, dtype: torch.dtype, block_size: int, kv_cache_dtype: str) -> dict[str, Any]:
-    """What one probed layer keeps, as fields of a `KVCacheSpec`."""
-    call = layer.call
-    heads = {"num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim, "head_dim_v": call.head_dim_v}
-    return {**heads, "dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+def cache_spec(
+    layer: ProbedLayer, dtype: torch.dtype, block_size: int, kv_cache_dtype: str
+) -> FullAttentionSpec | SlidingWindowSpec | MLASpec:
+    """What one probed layer keeps per token."""
+    call, stored = layer.call, {"dtype": dtype, "block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    if layer.latent is not None:
+        width = layer.latent.latent + layer.latent.rope
+        return MLASpec(head_dim=width, latent_dim=layer.latent.latent, **stored)
+    stored |= {"num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim, "head_dim_v": call.head_dim_v}
+    if layer.window is None:
+        return FullAttentionSpec(**stored)
+    return SlidingWindowSpec(sliding_window=layer.window, **stored)

@@ -12,16 +12,20 @@ from ... import (
     FullAttentionSpec,
     KVCacheDtype,
     LayerCache,
+    MLAAttention,
+    MLASpec,
     PagedKVCache,
     SlidingWindowSpec,
     StepMetadata,
 )
-from .attention import ForwardContext
 from .attention import register as register_attention
 from .hand_on import probe_handing_on
 from .head import decoder_of, without_decoder
-from .layers import kept_per_token, make_attention
+from .latent_probe import find_latent
+from .latent_rows import expand_rows
+from .layers import cache_spec, make_attention, with_formats
 from .modalities import attention_of
+from .packed_step import ForwardContext
 from .probe import Recorder
 from .refusals import check_model, check_signature, refuse
 
@@ -29,8 +33,8 @@ from .refusals import check_model, check_signature, refuse
 class PackedModel:
     """A causal language model whose forward takes one row of tokens of many sequences, as a continuous batch is.
 
-    Each layer's attention is a `pagedattn.Attention`; heads, scale, window, soft cap and sinks are those of the layer's
-    own call. transformers builds no mask and keeps no cache.
+    Each layer's attention is a `pagedattn.Attention`, or an `MLAAttention` where it keeps latent rows; heads, scale,
+    window, soft cap and sinks are those of the layer's own call. transformers builds no mask and keeps no cache.
 
     Attributes:
         model: the transformers model, with `attn_implementation="pagedattn"` and in eval mode from now on.
@@ -47,6 +51,7 @@ class PackedModel:
         max_model_len: int | None = None,
         clean_cache: bool = False,
         kv_cache_dtype: str | KVCacheDtype = "auto",
+        latent: bool = True,
     ) -> None:
         """Wrap a loaded model; runs it on two tokens to learn what its layers ask for.
 
@@ -57,6 +62,7 @@ class PackedModel:
             max_model_len: longest sequence that will be run; None is the model's own limit.
             clean_cache: blocks are zeroed when handed out (`PagedKVCache.zero_blocks`), which some backends need.
             kv_cache_dtype: format of the cache, as of `Attention`, or as `int8:skip=0,-1`.
+            latent: latent attention (MLA) keeps rows, as of `enable`.
 
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
@@ -73,12 +79,14 @@ class PackedModel:
         before = attention_of(model)
         try:
             with torch.inference_mode():
-                self._learnt, _ = probe_handing_on(model, self._split)
+                learnt, _ = probe_handing_on(model, self._split)
+                learnt = find_latent(model, learnt) if latent else learnt
+                self._learnt = with_formats(model, learnt, stored)
         except Exception:
+            expand_rows(model)
             model.set_attn_implementation(before)
             raise
-        self._kv_cache_dtypes = stored.of_layers(len(self._learnt))
-        calls = [layer.call for layer in self._learnt]
+        calls = [layer.call for layer, _ in self._learnt]
         self._layers = {
             call.layer: (call, attention)
             for call, attention in zip(calls, self._attentions(block_size, backend, clean_cache), strict=True)
@@ -98,34 +106,27 @@ class PackedModel:
         """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, with what the model does to its logits."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[Attention | MLAAttention]:
         """The attention of every layer, in order."""
         return [attention for _, attention in self._layers.values()]
 
-    def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec]:
+    def kv_cache_specs(self, block_size: int) -> list[FullAttentionSpec | SlidingWindowSpec | MLASpec]:
         """What every layer keeps per token, for blocks of `block_size` tokens."""
-        stored = zip(self._learnt, self._kv_cache_dtypes, strict=True)
-        kept = [kept_per_token(layer, self.dtype, block_size, name) for layer, name in stored]
-        return [
-            FullAttentionSpec(**fields)
-            if layer.window is None
-            else SlidingWindowSpec(sliding_window=layer.window, **fields)
-            for layer, fields in zip(self._learnt, kept, strict=True)
-        ]
+        return [cache_spec(layer, self.dtype, block_size, name) for layer, name in self._learnt]
 
-    def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention]:
+    def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention | MLAAttention]:
         layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
         return [
             make_attention(
                 layer,
                 self.model,
+                name,
                 block_size=layout.groups[layout.group_of(index)].spec.block_size,
                 backend=backend,
-                kv_cache_dtype=self._kv_cache_dtypes[index],
                 clean_cache=clean_cache,
                 kv_group=layout.group_of(index),
             )
-            for index, layer in enumerate(self._learnt)
+            for index, (layer, name) in enumerate(self._learnt)
         ]
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: ForwardContext | Recorder) -> torch.Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import PagedAttnError, UnsupportedError, describe_error
-from .attention import NAME, PAIR_NAME, PROBE_NAME, AttentionCall
+from .attention import NAME, PAIR_NAME, PROBE_NAME, Attends, AttentionCall
+from .latent_rows import expand_rows
 from .masks import CausalMask, MaskNote
 from .modalities import set_attention
 
@@ -23,13 +24,23 @@ from .modalities import set_attention
 _ROUNDING = {8: 1e-6, 4: 1e-3, 2: 6e-2}
 
 
+class LatentSizes(NamedTuple):
+    """Of a latent row, and of a head that is expanded from it beside its rotated part."""
+
+    latent: int
+    rope: int
+    nope: int
+    value: int
+
+
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """What one layer asks for, its sinks, and the mask that transformers has for it."""
+    """What one layer asks for, its sinks, and the mask that transformers has for it; `latent` where it keeps rows."""
 
     call: AttentionCall
     sinks: torch.Tensor | None
     mask: CausalMask | None
+    latent: LatentSizes | None = None
 
     @property
     def window(self) -> int | None:
@@ -83,17 +94,18 @@ def probe(
     device, name = model.device, type(model).__name__
     text = model.config.get_text_config()
     first, second, third = (torch.tensor(i, device=device) % text.vocab_size for i in (11, 23, 37))
+    expand_rows(model)
     one, other, pair = Recorder(), Recorder(), torch.stack((first, second))
     set_attention(model, PROBE_NAME)
     try:
-        logits = _whole(model, pair, torch.tensor((0, 1), device=device), one)
+        logits = run_whole(model, pair, torch.tensor((0, 1), device=device), one)
     finally:
         set_attention(model, NAME)
     layers = [one.layers[index] for index in sorted(one.layers)]
     _check_layers(name, layers, text.num_hidden_layers)
     tokens, positions = torch.stack((second, third)), torch.tensor((1, 7), device=device)
     if split is None:
-        again = _whole(model, tokens, positions, other)
+        again = run_whole(model, tokens, positions, other)
     else:
         with _saying_why(name):
             again = split(tokens, positions, other)
@@ -102,14 +114,14 @@ def probe(
     }:
         raise UnsupportedError(f"{name} does not call attention in the same way in every forward")
     for layer, (a, b) in enumerate(zip(one.queries, other.queries, strict=True)):
-        if not _alike(a[1], b[0]):
+        if not alike(a[1], b[0]):
             raise UnsupportedError(
                 f"{name} cannot share a row between sequences: a token's query in layer {layer} depends on the token "
                 "before it, or on its place in the row, and not on its position_ids alone"
             )
-    if not _alike(logits[1], again[0]):
+    if not alike(logits[1], again[0]):
         raise UnsupportedError(f"{name} has logits that are no function of its decoder's last hidden state alone")
-    if split is not None and not _alike(_whole(model, pair, None, Recorder()), logits):
+    if split is not None and not alike(run_whole(model, pair, None, Recorder()), logits):
         raise UnsupportedError(
             f"{name} does not count positions from 0 (RoBERTa's begin after padding_idx), as packed rows do; run it "
             "with transformers' generate over enable(model), which leaves positions to the model"
@@ -122,17 +134,17 @@ def packs_rows(model: Any) -> bool:
     recorder, pair = Recorder(), torch.zeros(2, dtype=torch.long, device=model.device)
     set_attention(model, PAIR_NAME)
     try:
-        _whole(model, pair, pair, recorder)
+        run_whole(model, pair, pair, recorder)
     finally:
         set_attention(model, NAME)
     return any(layer.mask is not None and layer.mask.window == 1 for layer in recorder.layers.values())
 
 
-def _whole(model: Any, input_ids: torch.Tensor, positions: torch.Tensor | None, recorder: Recorder) -> torch.Tensor:
+def run_whole(model: Any, input_ids: torch.Tensor, positions: torch.Tensor | None, step: Attends) -> torch.Tensor:
     """Input ids [2] and positions [2] (None: the model's own) to logits [2, vocab], by the model's own forward."""
     name, given = type(model).__name__, {} if positions is None else {"position_ids": positions[None]}
     with _saying_why(name):
-        out = model(input_ids=input_ids[None], use_cache=False, paged_step=recorder, **given)
+        out = model(input_ids=input_ids[None], use_cache=False, paged_step=step, **given)
     if getattr(out, "logits", None) is None:
         raise UnsupportedError(f"{name} gives no logits; load it with a language model head (AutoModelForCausalLM)")
     return out.logits[0]
@@ -169,7 +181,7 @@ def _check_layers(name: str, layers: list[ProbedLayer], count: int) -> None:
             )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal up to rounding; NaN is never alike."""
     limit = _ROUNDING[one.element_size()] * float(one.abs().max())
     return bool((one - other).abs().max() <= limit)

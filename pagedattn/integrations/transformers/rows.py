@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from ... import BlockPool, BlockTable, FullAttentionSpec, LayerCache, PagedKVCache, ops
+from ... import BlockPool, BlockTable, FullAttentionSpec, LayerCache, MLASpec, PagedKVCache, SlidingWindowSpec, ops
 
 MOST_TOKENS = 1 << 21  # ids cost the host some bytes each, used or not
 _GROWTH = 1.5
@@ -35,7 +35,7 @@ class BlockStore:
 
     def __init__(
         self,
-        specs: Sequence[FullAttentionSpec],
+        specs: Sequence[FullAttentionSpec | SlidingWindowSpec | MLASpec],
         num_blocks: int | None,
         device: torch.device,
         most_tokens: int = MOST_TOKENS,
