@@ -34,6 +34,6 @@ FAULTS: tuple[Fault, ...] = (
           f"{REFUSALS_TEST} masks_that_cannot"),
     Fault("generate: padding counted as tokens", "Columns.lengths", "(seen.sum(1) + max(",
           "((seen | True).sum(1) + max(", f"{ROWS_TEST} columns_count"),
-    Fault("generate: sinks of another layer", "layer_of", " or sinks is not layer.sinks", "",
+    Fault("generate: sinks of another layer", "layer_of", " or sinks is not known", "",
           "test_attention_call.py built_with"),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Faults of latent attention: its kernel, its rows, the layer and the division of a step into both forms."""
+"""Faults of latent attention: its kernel, its rows, the layer, the division of a step into both forms, and models of
+transformers that keep rows."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ LAYER = "test_mla_layer.py"
 FORM = f"{LAYER} every_form"
 PEERS = "test_latent_peers.py"
 PARITY = "test_mla_parity.py every_form"
+ROWS = "test_hf_latent.py"
+ROWS_LOGITS = f"{ROWS} logits_equal_eager"
+ROWS_OTHERS = f"{ROWS} stays_expanded"
 
 FAULTS = (
     Fault("a block outside the cache by its neighbour's NaN", "_attend_latent",
@@ -110,4 +114,34 @@ FAULTS = (
           f"{PEERS} order_of_latent"),
     Fault("a graph of FlashInfer's latent plan", "_latent_rejections",
           "if spec.graph_level > GraphLevel.NEVER else None", "if False else None", f"{PEERS} not_served"),
+    Fault("rows: the scale without yarn's mscale", "make_attention", "*sizes, scale=call.scale",
+          "*sizes, scale=call.head_dim**-0.5", f"{ROWS_LOGITS} v2"),
+    Fault("rows: the scale of a row", "make_attention", "*sizes, scale=call.scale",
+          "*sizes, scale=(sizes.latent + sizes.rope) ** -0.5", f"{ROWS_LOGITS} v3"),
+    Fault("rows: rotated parts of queries taken for the others", "run_layer",
+          "query.split((layer.dims.nope, layer.dims.rope), -1)",
+          "query.roll(layer.dims.rope, -1).split((layer.dims.nope, layer.dims.rope), -1)", f"{ROWS_LOGITS} v3"),
+    Fault("rows: pairs of the rotation moved apart in keys alone", "run_layer", "value[:, 0], *weights",
+          "value[:, 0].unflatten(-1, (-1, 2)).mT.flatten(-2), *weights", f"{ROWS_LOGITS} v2"),
+    Fault("rows: halves of the rotation made pairs in keys alone", "run_layer", "value[:, 0], *weights",
+          "value[:, 0].unflatten(-1, (2, -1)).mT.flatten(-2), *weights", f"{ROWS_LOGITS} halves"),
+    Fault("rows: kept while other attention runs", "_rows_as_they_are",
+          "if module.config._attn_implementation == NAME:", "if True:", f"{ROWS} disable_and_other"),
+    Fault("rows: kept after disable", "disable", "expand_rows(model)", "pass", f"{ROWS} disable_and_other"),
+    Fault("rows: kept after an enable that failed", "enable", "expand_rows(model)", "pass", f"{ROWS} refused_for_rows"),
+    Fault("rows: a cache of keys and values", "cache_spec", "if layer.latent is not None:", "if False:",
+          f"{ROWS} one_row_per_token"),
+    Fault("rows: any format", "with_formats", 'layer.latent is not None and name != "auto"', "False",
+          f"{ROWS} refused_for_rows"),
+    Fault("rows: keys of another function", "_Rows.attend", "or not alike(one, other)", "", ROWS_OTHERS),
+    Fault("rows: a bias left out", "_found", "or linear.bias is not None", "", f"{ROWS_OTHERS} bias"),
+    Fault("rows: a hook left out", "_found", "or hooked", "", f"{ROWS_OTHERS} hook"),
+    Fault("rows: an adapter left out", "up_projection", "if type(linear) is not nn.Linear:", "if linear is None:",
+          f"{ROWS} adapter_that_comes_later"),
+    Fault("rows: the width of rows where there is padding alone", "value_dim",
+          "layer.spec.value_dim if isinstance(layer, Attention) else layer.dims.value", "layer.spec.value_dim",
+          "test_hf_generate.py padding_alone deepseek"),
+    Fault("rows: no window without a cache", "MLAAttention._expanded_spec", "spec.sliding_window if causal else None",
+          "None", "test_mla_layer.py without_a_cache"),
+    Fault("rows: calibrated", "KVMaxima.layers", "if self._latent:", "if False:", "test_kv_scales.py rows_of_latent"),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models import _BASE, _HALF, register_exact
+from hf_models import _BASE, _HALF, MORE, register_exact
 
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -30,6 +30,22 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**_QWEN, "deepstack_visual_indexes": [0]},
     ),
 }
+# Queries of Mistral-4 grow with their position, from the 16th on here.
+_GROWING = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
+_MOON = {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4}
+# Their text parts have latent attention. Older releases of transformers have no kimi_k25.
+LATENT: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "kimi_k25": ("Kimi_K25Config", "DeepseekV3Config", MORE["deepseek_v3"][1], _MOON),
+    "mistral4": (
+        "Mistral3Config",
+        "Mistral4Config",
+        {**MORE["deepseek_v3"][1], "rope_parameters": _GROWING},
+        {**_VISION, "model_type": "pixtral"},
+    ),
+}
 
 
 def multimodal_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -38,10 +54,12 @@ def multimodal_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
 
     transformers.logging.set_verbosity_error()
     register_exact()
-    kind, text_kind, text, vision = MULTIMODAL[name]
+    kind, text_kind, text, vision = {**MULTIMODAL, **LATENT}[name]
     text_config = getattr(transformers, text_kind)(**{**_BASE, **text}).to_dict()
     config = getattr(transformers, kind)(text_config=text_config, vision_config=vision, tie_word_embeddings=False)
     config.mm_tokens_per_image = 4  # of Gemma-3
+    for part in (config, config.text_config):
+        part._experts_implementation = "eager"  # grouped matrix products have no float64
     config.image_token_id = 32_000  # no token of these small vocabularies, as Mistral-3's is
     torch.manual_seed(0)
     attention = {"": "exact", "text_config": "exact", "vision_config": "eager"}

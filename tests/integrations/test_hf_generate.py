@@ -270,7 +270,8 @@ COMPILED = [
 ]
 
 
-# By default the two kinds of layers in one model; the others (aot_eager, sinks, layers without keywords, rows) take 7 s each.
+# By default the two kinds of layers in one model; the others (aot_eager, sinks, layers without keywords, latent rows)
+# take 7 s each.
 @pytest.mark.parametrize(
     ("name", "backend"), [pytest.param(*one, marks=[pytest.mark.grid] * (one[0] != "gemma2")) for one in COMPILED]
 )
@@ -280,7 +281,9 @@ def test_torch_compile(name: str, backend: str) -> None:
 
     torch.compiler.reset()
     counters.clear()
-    dense = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}  # its experts, run eagerly, cannot be traced
+    dense: dict[str, Any] = (
+        {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
+    )  # its experts, run eagerly, cannot be traced
     model, inputs = model_of(name, **dense), batch(*RAGGED)
     wanted = generate(model, inputs, max_new_tokens=4)
     hf.enable(model, block_size=4)

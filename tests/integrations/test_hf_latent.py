@@ -9,6 +9,7 @@ import torch
 import transformers
 from hf_models import _BASE, MORE, VOCAB, build
 from hf_more_models import batch, generate
+from hf_multimodal import LATENT, multimodal_model
 
 import pagedattn.integrations.transformers as hf
 from pagedattn import FullAttentionSpec, MLAAttention, MLASpec
@@ -80,6 +81,17 @@ def test_logits_equal_eager_in_every_chunking(kind: str, caplog: pytest.LogCaptu
     for chunks in CHUNKS.values():
         got = logits(model, chunks, past_key_values=hf.new_cache(model))
         torch.testing.assert_close(got, wanted, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_the_text_part_of_a_model_that_takes_images_keeps_rows(name: str) -> None:
+    if not hasattr(transformers, LATENT[name][0]):
+        pytest.skip(f"transformers {transformers.__version__} has no {LATENT[name][0]}")
+    model, inputs = multimodal_model(name), batch(40, 3, 17)
+    wanted = generate(model, inputs)
+    hf.enable(model, block_size=4)
+    assert {type(spec) for spec in paged(model).specs} == {MLASpec}
+    assert torch.equal(generate(model, inputs), wanted)
 
 
 @pytest.mark.parametrize("kind", ["v2", "v3"])
