@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import pagedattn.integrations.transformers as hf
 from pagedattn import FullAttentionSpec, MLAAttention, MLASpec
 from pagedattn.errors import UnsupportedError
 from pagedattn.integrations.transformers.generate import Paged
+from pagedattn.testing import interpreted
 
 L, R, N, V, LAYERS = 32, 16, 16, 12, 2
 SIZES = {"kv_lora_rank": L, "qk_rope_head_dim": R, "qk_nope_head_dim": N, "v_head_dim": V}
@@ -81,6 +84,16 @@ def test_logits_equal_eager_in_every_chunking(kind: str, caplog: pytest.LogCaptu
     for chunks in CHUNKS.values():
         got = logits(model, chunks, past_key_values=hf.new_cache(model))
         torch.testing.assert_close(got, wanted, rtol=0, atol=bound)
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON on the CPU")
+def test_the_triton_kernels_are_the_model() -> None:
+    model, chunks = latent_model("v3"), [40, 1, 3, 1]
+    wanted = logits(model, [45])
+    hf.enable(model, block_size=16, backend="TRITON")
+    assert "TRITON" in repr(paged(model).layers[0][1])
+    got = logits(model, chunks, past_key_values=hf.new_cache(model))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -252,6 +265,20 @@ def test_an_adapter_that_comes_later_is_refused_until_the_model_is_enabled_again
     wanted = generate(model, inputs)
     hf.enable(model, block_size=4)
     assert torch.equal(generate(model, inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_keeps_rows_of_its_own(copied: Any) -> None:
+    model, inputs = latent_model("v3", torch.float64, "exact"), batch(12, 5)
+    wanted = generate(model, inputs)
+    hf.enable(model, block_size=4)
+    twin = copied(model)
+    for one, other in zip(model.model.layers, twin.model.layers, strict=True):
+        torch.nn.init.zeros_(one.self_attn.kv_b_proj.weight)
+        assert other.self_attn.expand_kv.args == (other.self_attn,)
+    assert torch.equal(generate(twin, inputs), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

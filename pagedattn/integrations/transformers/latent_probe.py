@@ -27,7 +27,8 @@ def find_latent(model: Any, learnt: list[ProbedLayer]) -> list[ProbedLayer]:
 
     All layers do or none: what is not exactly latent attention stays expanded, and a warning says why.
     """
-    if not any(hasattr(module, "kv_a_proj_with_mqa") for module in model.modules()):
+    signs = "kv_a_proj_with_mqa", "expand_kv"
+    if not any(hasattr(module, sign) for module in model.modules() for sign in signs):
         return learnt
     try:
         return _found(model, learnt)

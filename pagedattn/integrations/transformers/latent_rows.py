@@ -8,7 +8,7 @@ module's: projections, norms, rotation, scale, gates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def latent_modules(model: nn.Module) -> Iterator[nn.Module]:
 def keep_rows(model: nn.Module) -> None:
     """Have the latent modules give their rows, latent [B, 1, S, L] and k_pe [B, 1, S, R], for keys and values."""
     for module in latent_modules(model):
-        setattr(module, _METHOD, MethodType(_rows_as_they_are, module))
+        setattr(module, _METHOD, partial(_rows_as_they_are, module))
 
 
 def expand_rows(model: nn.Module) -> None:
