@@ -51,6 +51,8 @@ class EngineConfig:
             "fp8_e5m2" a byte per element, with the scales of kv_scales, else the checkpoint's, else 1.
             "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
             "key=int8,value=rotated_int4" names what K and V are stored as.
+        latent: models of latent attention (MLA) keep one row per token and layer; False keeps keys and values of every
+            head, and so does None with another kv_cache_dtype than "auto".
         kv_scales: a file of `pagedattn calibrate`, from which an fp8 cache gets a scale for each layer and KV head.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.
@@ -93,6 +95,7 @@ class EngineConfig:
     start_timeout: float = 3600.0
     backend: str | None = None
     kv_cache_dtype: str | KVCacheDtype = "auto"
+    latent: bool | None = None
     kv_scales: str | None = None
     model_impl: str = "auto"
     load_format: str = "auto"

@@ -143,5 +143,5 @@ FAULTS = (
           "test_hf_generate.py padding_alone deepseek"),
     Fault("rows: no window without a cache", "MLAAttention._expanded_spec", "spec.sliding_window if causal else None",
           "None", "test_mla_layer.py without_a_cache"),
-    Fault("rows: calibrated", "KVMaxima.layers", "if self._latent:", "if False:", "test_kv_scales.py rows_of_latent"),
+    Fault("rows: for every format", "keeps_rows", 'stored.name == "auto"', "True", "test_engine.py models_keep_rows"),
 )  # fmt: skip

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from pagedattn import CommonAttentionMetadata, LayerMaxima, MLASpec, PagedKVCache
-from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn import CommonAttentionMetadata, LayerMaxima, PagedKVCache
+from pagedattn.errors import InvalidInputError
 
 from .stored_rows import layers_and_slots, stored_rows
 
@@ -18,13 +18,9 @@ class KVMaxima:
     def __init__(self) -> None:
         self._maxima: dict[tuple[int, int], torch.Tensor] = {}
         self._dims: dict[int, tuple[int, int]] = {}
-        self._latent = False
 
     def saw_step(self, cache: PagedKVCache, common_by_group: Mapping[int, CommonAttentionMetadata], /) -> bool:
-        """As `StepObserver`; wants every step, of latent rows one."""
-        self._latent = any(isinstance(group.spec, MLASpec) for group in cache.groups)
-        if self._latent:
-            return False
+        """As `StepObserver`; wants every step."""
         for index, layer, slots in layers_and_slots(cache, common_by_group):
             self._dims[index] = layer.key.shape[3], layer.value.shape[3]
             for side, plane in enumerate((layer.key, layer.value)):
@@ -39,13 +35,7 @@ class KVMaxima:
 
         Raises:
             InvalidInputError: some key or value is NaN or infinite.
-            UnsupportedError: the model keeps latent rows.
         """
-        if self._latent:
-            raise UnsupportedError(
-                "calibrate over a model of latent attention (MLA), whose rows are kept in the model's dtype and no "
-                "fp8 cache holds: it needs no scales; serve it without kv_scales"
-            )
         for (index, side), maxima in self._maxima.items():
             if not maxima.isfinite().all():
                 what = f"{('keys', 'values')[side]} of layer {index} up to {maxima.tolist()}"

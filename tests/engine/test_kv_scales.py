@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, on_ranks
 from tiny_models import hf_model, save
 
-from pagedattn import KVScales, MLASpec, PagedKVCache
+from pagedattn import KVScales
 from pagedattn.engine import LLM, EngineConfig, SamplingParams, calibrate
 from pagedattn.engine.models import factory
 from pagedattn.engine.models.config import refuse_quantised_weights
@@ -216,13 +216,6 @@ def test_a_calibration_of_other_shapes_is_refused_by_transformers_models(
     replace(scales, layers=scales.layers[:3]).save(tmp_path / "cut.json")
     with pytest.raises(InvalidInputError, match="of a model with 4 layers, got 3"):
         run(folder, kv_cache_dtype="fp8", kv_scales=tmp_path / "cut.json", model_impl="transformers")
-
-
-def test_rows_of_latent_attention_have_no_scales() -> None:
-    cache, maxima = PagedKVCache.from_specs([MLASpec(head_dim=24, latent_dim=16)], 3), KVMaxima()
-    assert not maxima.saw_step(cache, {})
-    with pytest.raises(UnsupportedError, match=r"^calibrate over a model of latent attention"):
-        maxima.layers()
 
 
 def test_what_cannot_be_calibrated_is_refused(folder: Path, tmp_path: Path) -> None:

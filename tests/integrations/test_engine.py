@@ -100,8 +100,11 @@ def test_latent_models_keep_rows(folders: Any) -> None:
     assert cache.groups[0].specs == (MLASpec(head_dim=24, latent_dim=16, block_size=4, dtype=torch.float64),) * 2
     assert cache.nbytes == cache.num_blocks * 4 * 2 * 24 * 8
     assert "latent" in llm.runner.describe()
+    for expanded in ({"kv_cache_dtype": "int8"}, {"latent": False}):
+        specs = make_llm(folders("deepseek_v3"), **expanded).runner.cache.groups[0].specs
+        assert not any(isinstance(spec, MLASpec) for spec in specs) and specs[0].num_kv_heads > 1
     with pytest.raises(UnsupportedError, match=r"kv_cache_dtype='int8' is not served for the latent rows"):
-        make_llm(folders("deepseek_v3"), kv_cache_dtype="int8")
+        make_llm(folders("deepseek_v3"), kv_cache_dtype="int8", latent=True)
 
 
 def test_the_models_are_not_degenerate() -> None:

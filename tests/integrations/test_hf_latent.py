@@ -175,15 +175,19 @@ def test_formats_are_refused_for_rows_and_served_expanded(form: str) -> None:
     model, inputs = latent_model("v3", qk_nope_head_dim=16, v_head_dim=32), batch(12, 5)
     message = rf"kv_cache_dtype='{form[:3]}.*latent rows of DeepseekV3ForCausalLM.* leave it at \"auto\".*latent=False"
     with pytest.raises(UnsupportedError, match=message):
-        hf.enable(model, kv_cache_dtype=form)
+        hf.enable(model, kv_cache_dtype=form, latent=True)
     assert model.config._attn_implementation == "eager"
     assert not any("expand_kv" in vars(module) for module in model.modules())
     if form != "int4":
         with pytest.raises(UnsupportedError, match=message):
-            hf.PackedModel(model, kv_cache_dtype=form)
+            hf.PackedModel(model, kv_cache_dtype=form, latent=True)
     model.set_attn_implementation("eager")
-    hf.enable(model, kv_cache_dtype=form, latent=False)
-    assert generate(model, inputs, max_new_tokens=3).shape == (2, 15)
+    found = []
+    for latent in (None, False):
+        hf.enable(model, kv_cache_dtype=form, latent=latent)
+        assert not any("expand_kv" in vars(module) for module in model.modules())
+        found.append(generate(model, inputs, max_new_tokens=3))
+    assert found[0].shape == (2, 15) and torch.equal(*found)
 
 
 class _Adapter(torch.nn.Linear):

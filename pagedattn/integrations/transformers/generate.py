@@ -23,7 +23,7 @@ from .hand_on import probe_handing_on
 from .kv_scales import load_kv_scales, set_kv_scales
 from .latent_probe import find_latent
 from .latent_rows import expand_rows
-from .layers import cache_spec, make_attention, with_formats
+from .layers import cache_spec, keeps_rows, make_attention, with_formats
 from .modalities import attention_of, refuse_other_inputs
 from .probe import packs_rows
 from .refusals import check_model, check_signature, refuse
@@ -45,7 +45,7 @@ def enable(
     num_blocks: int | None = None,
     kv_cache_dtype: str | KVCacheDtype = "auto",
     kv_scales: str | os.PathLike[str] | KVScales | None = None,
-    latent: bool = True,
+    latent: bool | None = None,
 ) -> None:
     """Make the model's forward and `generate` run over a paged cache. Again: with other options, and new caches.
 
@@ -58,7 +58,8 @@ def enable(
             "fp8_e5m2" or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
         latent: latent attention (MLA) keeps one row per token and layer, where the model is seen to be that; a warning
-            of the logger "pagedattn" says why where it is not. False keeps keys and values of every head.
+            of the logger "pagedattn" says why where it is not. False keeps keys and values of every head, and so does
+            None with another kv_cache_dtype than "auto", which no rows are stored in.
 
     Raises:
         InvalidInputError: an unknown format, or scales that are not of this model or format.
@@ -149,13 +150,13 @@ class Paged:
         num_blocks: int | None,
         kv_cache_dtype: KVCacheDtype,
         scales: KVScales | None,
-        latent: bool,
+        latent: bool | None,
     ) -> None:
         self.before = before
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
-            if latent:
+            if keeps_rows(latent, kv_cache_dtype):
                 learnt = find_latent(model, learnt)
         options = {"block_size": block_size, "backend": backend}
         stored = with_formats(model, learnt, kv_cache_dtype)

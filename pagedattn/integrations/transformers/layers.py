@@ -12,6 +12,11 @@ from ...errors import UnsupportedError
 from .probe import ProbedLayer
 
 
+def keeps_rows(latent: bool | None, stored: KVCacheDtype) -> bool:
+    """Whether a model of latent attention is to keep rows: as asked for, else where their format is the cache's."""
+    return stored.name == "auto" if latent is None else latent
+
+
 def with_formats(model: Any, layers: Sequence[ProbedLayer], stored: KVCacheDtype) -> list[tuple[ProbedLayer, str]]:
     """Each layer with the format of its cache.
 

@@ -23,7 +23,7 @@ from .hand_on import probe_handing_on
 from .head import decoder_of, without_decoder
 from .latent_probe import find_latent
 from .latent_rows import expand_rows
-from .layers import cache_spec, make_attention, with_formats
+from .layers import cache_spec, keeps_rows, make_attention, with_formats
 from .modalities import attention_of
 from .packed_step import ForwardContext
 from .probe import Recorder
@@ -51,7 +51,7 @@ class PackedModel:
         max_model_len: int | None = None,
         clean_cache: bool = False,
         kv_cache_dtype: str | KVCacheDtype = "auto",
-        latent: bool = True,
+        latent: bool | None = None,
     ) -> None:
         """Wrap a loaded model; runs it on two tokens to learn what its layers ask for.
 
@@ -80,7 +80,7 @@ class PackedModel:
         try:
             with torch.inference_mode():
                 learnt, _ = probe_handing_on(model, self._split)
-                learnt = find_latent(model, learnt) if latent else learnt
+                learnt = find_latent(model, learnt) if keeps_rows(latent, stored) else learnt
                 self._learnt = with_formats(model, learnt, stored)
         except Exception:
             expand_rows(model)
