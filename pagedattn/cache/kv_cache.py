@@ -83,6 +83,13 @@ class PagedKVCache:
         cache._allocate(specs, num_blocks, device, layout, recent_blocks)
         return cache
 
+    @classmethod
+    def layout_of(cls, specs: Sequence[KVCacheSpec]) -> PagedKVCache:
+        """A cache of one block, and of one of `recent` where there is one, without memory (device "meta"): it says what
+        groups and places layers get, and how many bytes a block takes."""
+        whole_blocks = any(spec.format.whole_blocks for spec in specs)
+        return cls.from_specs(specs, 1, device="meta", recent_blocks=1 if whole_blocks else None)
+
     def _allocate(
         self,
         specs: Sequence[KVCacheSpec],

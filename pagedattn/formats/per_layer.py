@@ -109,10 +109,17 @@ class KVCacheDtype:
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
         return cls(name, indices, window=window)
 
-    @property
-    def default_block_size(self) -> int:
-        """Tokens per block where nobody says: 16, or what the format's block sizes are multiples of."""
-        return format_of(self.name).default_block_size
+    def block_size(self, given: int | None) -> int:
+        """Tokens per block: as given, or where None, 16 or what the format's block sizes are multiples of.
+
+        Raises:
+            InvalidInputError: blocks of a size that the format has not.
+        """
+        form = format_of(self.name)
+        if given is None:
+            return form.default_block_size
+        form.check_block_size(given)
+        return given
 
     def of_one_layer(self) -> str:
         """The format of a layer that does not know which one of a model it is, by name.
@@ -134,7 +141,7 @@ class KVCacheDtype:
         if format_of(self.name).whole_blocks:
             raise UnsupportedError(
                 f"kv_cache_dtype={str(self)!r} is not served by {who}, which has no second cache for open blocks; take "
-                "turboquant4, k8v4 or int8 there, or run a Hugging Face model (enable) or a layer of your own"
+                "turboquant4, k8v4 or int8 there, or the engine, a Hugging Face model or a layer of your own"
             )
         return self
 

@@ -219,6 +219,12 @@ class Attention(PagedLayer):
         return self._call(call, built, layout)
 
     @torch.no_grad()
+    def seal(self, kv_cache: LayerCache, metadata: StepMetadata | AttentionMetadata) -> None:
+        """Encode the blocks that a step's rows filled, where the caller wrote these to `kv_cache.recent` itself, at the
+        slots of the step's metadata, and calls the layer without keys. Nothing of formats that store each token."""
+        self._impl.seal(kv_cache, self._metadata(metadata))
+
+    @torch.no_grad()
     def _call(self, call: AttentionCall, built: AttentionMetadata, layout: object) -> torch.Tensor:
         """With all checks; kept under `layout` where it can be made again."""
         spec, given, key, value, out = self.spec, call.query, call.key, call.value, call.out

@@ -77,7 +77,7 @@ def enable(
     before = attention_of(model)
     try:
         scales = load_kv_scales(kv_scales, stored.name, model)
-        size = stored.default_block_size if block_size is None else block_size
+        size = stored.block_size(block_size)
         model.__dict__[_ATTRIBUTE] = Paged(model, before, size, backend, num_blocks, stored, scales, latent)
     except Exception:
         expand_rows(model)
