@@ -126,6 +126,7 @@ def engine_cases(gpus: int) -> list[EngineCase]:
         EngineCase("common, int8", *small_model, common, {**usual, "kv_cache_dtype": "int8"}),
         EngineCase("common, fp8", *small_model, common, {**usual, "kv_cache_dtype": "fp8"}),
         EngineCase("common, k8v4", *small_model, common, {**usual, "kv_cache_dtype": "k8v4"}),
+        EngineCase("common, int4", *small_model, common, {**usual, "kv_cache_dtype": "int4"}),
         EngineCase("common, serial", *small_model, common, {**usual, "overlap": False}),
         EngineCase("common, eager", *small_model, common, {**usual, "enforce_eager": True}),
         EngineCase("penalties", *small_model, penalties, usual),

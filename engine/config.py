@@ -26,7 +26,8 @@ class EngineConfig:
         max_model_len: longest sequence in tokens, prompt included; None takes the model's.
         max_num_seqs: most requests that run (hold blocks) at a time; never above max_num_batched_tokens.
         max_num_batched_tokens: token budget of one step.
-        block_size: tokens per KV block; a group of fewer bytes per token gets a multiple.
+        block_size: tokens per KV block; a group of fewer bytes per token gets a multiple. None is 16, of formats with
+            larger blocks ("int4") their smallest.
         num_kv_blocks: blocks of the KV cache; None measures what memory allows.
         gpu_memory_utilization: share of the device's memory that the engine may use.
         enable_prefix_caching: share blocks between requests with equal beginnings.
@@ -46,8 +47,9 @@ class EngineConfig:
             where that is more.
         backend: attention backend by name; None chooses.
         kv_cache_dtype: format of the KV cache: "auto" is the model's dtype, "int8" a byte per element and a scale of
-            each token and head, "k8v4" the same of keys and half a byte of values, "turboquant4" half a byte per
-            element ("turboquant_k4v3", "turboquant_k3v4", "turboquant3" and "turboquant2" less), "fp8" ("fp8_e4m3") and
+            each token and head, "k8v4" the same of keys and half a byte of values, "int4" half a byte of both, but for
+            blocks that are not full, which a second cache has, "turboquant4" half a byte per element
+            ("turboquant_k4v3", "turboquant_k3v4", "turboquant3" and "turboquant2" less), "fp8" ("fp8_e4m3") and
             "fp8_e5m2" a byte per element, with the scales of kv_scales, else the checkpoint's, else 1.
             "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
             "key=int8,value=rotated_int4" names what K and V are stored as.
@@ -81,7 +83,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 16384
-    block_size: int = 16
+    block_size: int | None = None
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
@@ -115,7 +117,7 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
-        stored = KVCacheDtype.of(self.kv_cache_dtype).require_rows("the engine")
+        stored = KVCacheDtype.of(self.kv_cache_dtype)
         object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
             if not isinstance(self.kv_scales, str | os.PathLike):
@@ -123,14 +125,14 @@ class EngineConfig:
             object.__setattr__(self, "kv_scales", os.fspath(self.kv_scales))
             KVScales.check_format(stored.name, self.kv_scales)
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if self.device is not None:
-            object.__setattr__(self, "device", str(self.device))
+        object.__setattr__(self, "device", None if self.device is None else str(self.device))
         for name, low in _LOWEST.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
+        stored.block_size(self.block_size)
         for name in ("enable_prefix_caching", "enforce_eager", "overlap", "freeze_gc", "clean_cache"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
@@ -152,6 +154,11 @@ class EngineConfig:
                 raise InvalidInputError(name, "a positive number of seconds", repr(value))
         if not _is_positive(self.heartbeat_timeout) or self.heartbeat_timeout < 1:
             raise InvalidInputError("heartbeat_timeout", "at least 1 second", repr(self.heartbeat_timeout))
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`, or where that is None, what `kv_cache_dtype` says."""
+        return KVCacheDtype.of(self.kv_cache_dtype).block_size(self.block_size)
 
     def longest_sequence(self, positions: int) -> int:
         """`max_model_len`, or what a model with `positions` positions allows; InvalidInputError where that is less."""
@@ -185,7 +192,7 @@ _LOWEST = {
     "prefix_space": 0,
     "chat_template_memory": 1 << 28,
 }
-_OPTIONAL = ("max_model_len", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
+_OPTIONAL = ("max_model_len", "block_size", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
 
 
 def _is_positive(value: object) -> bool:

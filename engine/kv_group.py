@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagedattn import Mask
@@ -9,15 +10,22 @@ from pagedattn import Mask
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table: the tokens a block holds, and the window (None: every token is kept)."""
+    """Layers that share one block table: the tokens a block holds, and the window (None: every token is kept).
+
+    `recent_blocks` is given of blocks that are not full yet, in the second cache of a format that encodes whole blocks:
+    so many, the null block included, which are a pool of their own. A sequence needs the one of its next token on. Such
+    a group stands behind those of layers, of which there is one.
+    """
 
     block_size: int
     sliding_window: int | None = None
+    recent_blocks: int | None = None
     _mask: Mask = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Made once: the scheduler asks it for every request of every step.
-        object.__setattr__(self, "_mask", Mask(sliding_window=self.sliding_window))
+        own = None if self.recent_blocks is None else self.block_size
+        object.__setattr__(self, "_mask", Mask(sliding_window=self.sliding_window, own_block=own))
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
         """Index of the first block that a token at position `num_computed_tokens`, or a later one, reads."""
@@ -27,6 +35,11 @@ class KVGroup:
         """Blocks that a sequence of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
         need, window = -(-num_tokens // self.block_size), self.sliding_window
         return need if window is None else min(need, -(-(window - 1 + chunk) // self.block_size) + 1)
+
+
+def groups_of_layers(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
+    """Without the group of blocks that are not full."""
+    return tuple(group for group in groups if group.recent_blocks is None)
 
 
 @dataclass(frozen=True, slots=True)

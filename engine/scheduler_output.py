@@ -30,7 +30,7 @@ class SchedulerOutput:
 
     Blocks are moved before anything else runs, all layers of each: first `swap_out`, then `swap_in`, then `copies`.
     `fresh_blocks` were handed out for this step and hold what others left there, unless the runner zeroes them between
-    `swap_out` and the rest.
+    `swap_out` and the rest. `recent_copies` and `recent_fresh` are the same of the second cache, where there is one.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -42,6 +42,8 @@ class SchedulerOutput:
     swap_in: tuple[tuple[int, int], ...] = ()
     """(host block, block)."""
     fresh_blocks: tuple[int, ...] = ()
+    recent_copies: tuple[tuple[int, int], ...] = ()
+    recent_fresh: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -63,18 +63,18 @@ def test_spans_that_overlap_are_counted_once() -> None:
 @CPU_ONLY
 def test_formats_are_measured_after_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_bench, "_RUNS", 1)
-    file, given = tmp_path / "engine.json", ("auto", "int8:skip=0", "k8v4", "k8v4", "int8:skip=7")
+    file, given = tmp_path / "engine.json", ("auto", "int8:skip=0", "int4", "int4", "int8:skip=7")
     formats = [text for name in given for text in ("--kv-cache-dtype", name)]
     assert command.main(["bench", "engine", "--workload", "common", "--json", str(file), *formats]) == 1
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["workload"] for row in rows] == ["common", *(f"common, {given[at]}" for at in (1, 2, 4))]
-    assert [row["options"].get("kv_cache_dtype") for row in rows] == [None, "int8:skip=0", "k8v4", "int8:skip=7"]
+    assert [row["options"].get("kv_cache_dtype") for row in rows] == [None, "int8:skip=0", "int4", "int8:skip=7"]
     assert all(row["tok_s"] > 0 for row in rows[:3])
     assert "skip_layers must be layers in [-2, 2), got 7" in rows[3]["refused"]
 
 
 def test_a_format_of_a_case_of_the_table_is_its_own() -> None:
     cases = {case.name: case for case in engine_cases(gpus=1)}
-    for name in ("int8", "fp8", "k8v4"):
+    for name in ("int8", "fp8", "k8v4", "int4"):
         assert cases["common"].over(name).options == cases[f"common, {name}"].options
         assert cases["common"].over(name).name == f"common, {name}"

@@ -13,6 +13,8 @@ import torch
 from processes import environment, run_python
 
 from pagedattn import PagedKVCache
+from pagedattn.engine import EngineConfig, KVGroup
+from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import WeightsError
 from pagedattn.formats.registry import NAMES
 
@@ -163,6 +165,18 @@ def test_what_fits_is_what_the_cache_takes() -> None:
             tokens = (room // taken - 1) * size
             numbers = f"{taken / size / 1024:.3g} {tokens:,} {tokens // 4096} {plain * size / taken:.2f}"
             assert told == numbers.split(), name
+
+
+def test_what_fits_beside_open_blocks_is_what_the_engine_takes() -> None:
+    config = EngineConfig(model="m", kv_cache_dtype="int4")
+    shape: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "meta"}
+    cache = PagedKVCache(32, 1, 32, **shape, kv_cache_dtype="int4", recent_blocks=1)
+    assert cache.recent is not None
+    of_one = kv_memory.BlockBytes(cache.slabs.numel(), cache.recent.nbytes)
+    found = kv_memory._split(40 << 30, config, of_one, [KVGroup(config.tokens_per_block)])
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    tokens = (found.cache - 1) * config.tokens_per_block
+    assert f"{found.recent:,} blocks of {of_one.recent >> 20} MiB, beside which 40 GiB hold {tokens:,} tokens" in text
 
 
 def test_numbers_have_a_file() -> None:

@@ -1,8 +1,11 @@
-"""Which KV blocks each request holds: several KV groups (full and sliding window) over one BlockPool.
+"""Which KV blocks each request holds: several KV groups (full and sliding window) over one BlockPool, and the blocks
+that are not full, of formats that encode whole blocks, in a pool of their own.
 
 The one rule of sizes: a group with blocks of S tokens needs ceil(n / S) table entries for n tokens. A table only grows
 at its end while the request runs; entries that a sliding window has passed become the null block. A block is keyed
-(made findable for other requests) only by `commit`, after the step that filled it succeeded.
+(made findable for other requests) only by `commit`, after the step that filled it succeeded. That is also when its
+block in the pool of those that are not full goes back: the next step may be handed it, since steps run one after
+another on the device.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagedattn import BlockPool
+from pagedattn.errors import InvalidInputError
 
-from ..kv_group import KVGroup
+from ..kv_group import KVGroup, groups_of_layers
 from ..request import Request
 from .offload import PrefixCopies, SwapSpace, contents_of, found_tables
 from .prefix_cache import PrefixCache, PrefixHit, first_extra
@@ -30,19 +34,28 @@ class KVCacheManager:
     ) -> None:
         """Manage `pool`, whose block ids all `groups` share (an id belongs to one group at a time).
 
+        A last group with `recent_blocks` has `recent_pool`, which is made here; None without one.
+
         Args:
             num_swap_blocks: blocks of host memory that preempted requests may be swapped to.
             keeps_prefixes: what host memory has room for of evicted content is copied there, and found again.
+
+        Raises:
+            InvalidInputError: a group with `recent_blocks` that is not behind one group with blocks of the same size.
         """
-        self.pool = pool
-        self.groups = tuple(groups)
+        self.pool, self.recent_pool = pool, _recent_pool(groups)
+        self.groups, self.layer_groups = tuple(groups), groups_of_layers(groups)
         self.swap = SwapSpace(num_swap_blocks)
         self.block_sizes = tuple(group.block_size for group in groups)
-        self.windows = tuple(group.sliding_window for group in groups)
+        # A window of 1 needs no block but that of the next token.
+        self.windows = tuple(group.sliding_window if group.recent_blocks is None else 1 for group in groups)
         self.copies = PrefixCopies(pool, self.swap, keeps_prefixes)
-        self.prefixes = PrefixCache(pool, self.groups, self.copies)
+        self.prefixes = PrefixCache(pool, self.layer_groups, self.copies)
+        self._pools = tuple(pool if group.recent_blocks is None else self.recent_pool or pool for group in groups)
         self._invalid_nodes: set[int] = set()
         self._fresh: list[int] = []
+        self._recent_fresh: list[int] = []
+        self._recent_copies: list[tuple[int, int]] = []
 
     def lookup(self, request: Request) -> PrefixHit:
         """The cached beginning of a request that holds no blocks: full blocks only, never its last token."""
@@ -55,10 +68,13 @@ class KVCacheManager:
         the test is: all blocks - hit blocks <= free blocks - unreferenced hit blocks - headroom.
         """
         end = hit.num_tokens + num_new_tokens
-        need = sum(-(-end // size) - len(table) for size, table in zip(self.block_sizes, hit.blocks, strict=True))
+        sizes = zip(self.layer_groups, hit.blocks, strict=True)
+        need = sum(-(-end // group.block_size) - len(table) for group, table in sizes)
         need += sum(table.count(-1) for table in hit.blocks)
         held = [block for table in hit.blocks for block in table if block > 0]
         if need + headroom > self.pool.num_free - self.pool.num_evictable(held):
+            return False
+        if self.fit_recent(hit.num_tokens, num_new_tokens) < num_new_tokens:
             return False
         self.pool.touch(held)
         request.block_ids = [list(table) for table in hit.blocks]
@@ -70,9 +86,14 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Free a request's blocks for now; returns pairs (block, host block) to copy before they are written again.
 
-        None, and nothing done, where there is no host memory for them.
+        None, and nothing done, where there is no host memory for them. Of formats that encode whole blocks those are
+        stored: the tokens of a block that is not full, fewer than it holds, are computed again, which takes no host
+        memory for the second cache, and no more time than a decode.
         """
-        pairs = self.swap.store(request, self.pool, self.groups)
+        computed = request.num_computed_tokens
+        if self.recent_pool is not None:
+            computed -= computed % self.block_sizes[0]
+        pairs = self.swap.store(request, computed, self.pool, self.layer_groups) if computed else None
         if pairs is not None:
             self.free(request)
         return pairs
@@ -87,22 +108,25 @@ class KVCacheManager:
             Pairs (host block, block) to copy before the next step, or None where there are not enough free blocks.
         """
         swapped = request.swapped
-        found = found_tables(swapped, self.pool, self.groups, self._invalid_nodes) if swapped is not None else None
+        groups = self.layer_groups
+        found = found_tables(swapped, self.pool, groups, self._invalid_nodes) if swapped is not None else None
         if swapped is None or found is None:
             self.swap.drop(request)
             return None
         end = swapped.num_computed_tokens + num_new_tokens
         held = [block for table in found for block in table if block]
         entries = sum(block is not None for table in found for block in table)
-        need = sum(-(-end // size) for size in self.block_sizes) - entries
+        need = sum(-(-end // group.block_size) for group in groups) - entries
         if need + headroom > self.pool.num_free - self.pool.num_evictable(held):
+            return None
+        if self.fit_recent(swapped.num_computed_tokens, num_new_tokens) < num_new_tokens:
             return None
         self.pool.touch(held)
         missing = [[entry for entry, block in enumerate(table) if block is None] for table in found]
         fresh = iter(self.pool.allocate(sum(map(len, missing))))
         request.block_ids = [[next(fresh) if block is None else block for block in table] for table in found]
         request.num_computed_tokens, request.num_cached_tokens = swapped.num_computed_tokens, swapped.num_cached_tokens
-        self._open(request, [None] * len(self.groups))
+        self._open(request, [None] * len(groups))
         for group, (contents, entries) in enumerate(zip(swapped.contents, missing, strict=True)):
             # Blocks are keyed again from the first one on that is copied: its content may have been forgotten.
             keyed = min([len(contents), *entries])
@@ -110,7 +134,7 @@ class KVCacheManager:
             request.last_prefix_nodes[group] = contents[keyed - 1] if keyed else None
         self._plan_commit(request)
         self.allocate_slots(request, num_new_tokens)
-        places = zip(request.block_ids, swapped.places, missing, strict=True)
+        places = zip(request.block_ids[: len(groups)], swapped.places, missing, strict=True)
         return [(place[entry], table[entry]) for table, place, entries in places for entry in entries]
 
     def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0) -> bool:
@@ -122,45 +146,65 @@ class KVCacheManager:
         if end <= request.num_slots:
             return True
         if not request.block_ids:
-            request.block_ids = [[] for _ in self.block_sizes]
-            self._open(request, [None] * len(self.block_sizes))
+            request.block_ids = [[] for _ in self.layer_groups]
+            self._open(request, [None] * len(self.layer_groups))
         needs = [
             max(0, -(-end // size) - len(table))
             for size, table in zip(self.block_sizes, request.block_ids, strict=True)
         ]
+        recent = 0 if self.recent_pool is None else needs.pop()
         total = sum(needs)
-        if total > self.pool.num_free:
+        if total > self.pool.num_free or (self.recent_pool is not None and recent > self.recent_pool.num_free):
             return False
         fresh = self.pool.allocate(total)
         self._fresh += fresh
         taken = 0
-        for table, need in zip(request.block_ids, needs, strict=True):
+        for table, need in zip(request.block_ids, needs, strict=False):
             table.extend(fresh[taken : taken + need])
             taken += need
+        if self.recent_pool is not None and recent:
+            fresh = self.recent_pool.allocate(recent)
+            self._recent_fresh += fresh
+            request.block_ids[-1].extend(fresh)
         self._count_slots(request)
         return True
+
+    def fit_recent(self, num_computed_tokens: int, num_new_tokens: int, headroom: int = 0) -> int:
+        """How many of `num_new_tokens` after the computed ones `recent_pool` has blocks for, beside `headroom` left
+        over; all where there is none."""
+        if self.recent_pool is None:
+            return num_new_tokens
+        size = self.block_sizes[-1]
+        room = -num_computed_tokens % size + size * max(0, self.recent_pool.num_free - headroom)
+        return min(num_new_tokens, room)
 
     def take_fresh(self) -> list[int]:
         """Blocks handed out since the last call to be written token by token, with whatever others left in them."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
+    def take_recent(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Of `recent_pool`: as `take_fresh`, and the pairs (source, target) to copy since the last call."""
+        taken = self._recent_fresh, self._recent_copies
+        self._recent_fresh, self._recent_copies = [], []
+        return taken
+
     def commit(self, request: Request) -> None:
         """Key the blocks that `num_computed_tokens` has filled, then release what the windows have passed."""
         if request.num_computed_tokens < request.commit_at:
             return
-        for group in range(len(self.block_sizes)):
-            if self.pool.enable_caching:
+        for group, pool in enumerate(self._pools):
+            if pool.enable_caching:
                 self._key(request, group)
             self._release(request, group)
         self._plan_commit(request)
 
     def trim(self, request: Request) -> None:
         """Give back the blocks beyond the computed tokens: those of a failed step, or of rejected lookahead."""
-        for size, table in zip(self.block_sizes, request.block_ids, strict=False):
+        for size, pool, table in zip(self.block_sizes, self._pools, request.block_ids, strict=False):
             keep = -(-request.num_computed_tokens // size)
             if len(table) > keep:
-                self.pool.free(table[keep:])
+                pool.free(table[keep:])
                 del table[keep:]
         self._count_slots(request)
 
@@ -168,12 +212,12 @@ class KVCacheManager:
         """Give back every block; keyed ones stay findable until they are handed out again."""
         tables = request.block_ids
         request.clear_cache_state()
-        for table in tables:
-            self.pool.free(table)
+        for pool, table in zip(self._pools, tables, strict=False):
+            pool.free(table)
 
     def discard(self, request: Request) -> None:
         """Free a request whose values are not to be trusted: the blocks that it computed itself are never hit."""
-        for group, size in enumerate(self.block_sizes):
+        for group, size in enumerate(group.block_size for group in self.layer_groups):
             contents = contents_of(request, group) if request.swapped is None else request.swapped.contents[group]
             for first_own in contents[request.num_cached_tokens // size :][:1]:
                 self._invalid_nodes.add(first_own.uid)
@@ -183,28 +227,30 @@ class KVCacheManager:
         """Let a child that holds no blocks share all but its last token with its parent, and give it room for that one.
 
         The child's tokens but the last must be the beginning of the parent's computed ones. Full blocks are shared,
-        an open block is copied on write.
+        an open block is copied on write, in `recent_pool` too (`take_recent` has those pairs).
 
         Returns:
             Pairs (source, target) to copy before the next step, or None where the parent's window has moved past
-            what the child needs or there are not enough free blocks.
+            what the child needs, or it has filled that block, or there are not enough free blocks.
         """
         shared = len(child.token_ids) - 1
-        if not 0 < shared <= parent.num_computed_tokens or len(self.block_sizes) + headroom > self.pool.num_free:
+        if not 0 < shared <= parent.num_computed_tokens or len(self.layer_groups) + headroom > self.pool.num_free:
+            return None
+        if self.recent_pool is not None and not self.recent_pool.num_free:
             return None
         firsts = [group.first_needed_block(shared) for group in self.groups]
         if any(released > first for released, first in zip(parent.num_released, firsts, strict=True)):
             return None
         child.block_ids, copies, last_prefix_nodes = [], [], []
-        for group, size in enumerate(self.block_sizes):
+        for group, (size, pool) in enumerate(zip(self.block_sizes, self._pools, strict=True)):
             table = parent.block_ids[group][: -(-shared // size)]
-            table[: firsts[group]] = [self.pool.null_block] * firsts[group]
-            forked, pairs = self.pool.fork(table, has_open_block=shared % size > 0)
+            table[: firsts[group]] = [pool.null_block] * firsts[group]
+            forked, pairs = pool.fork(table, has_open_block=shared % size > 0)
             child.block_ids.append(forked)
-            copies += pairs
-            last_prefix_nodes.append(
-                _ancestor(parent.last_prefix_nodes[group], parent.num_cached_blocks[group] - shared // size)
-            )
+            (copies if pool is self.pool else self._recent_copies).extend(pairs)
+        for group, layers in enumerate(self.layer_groups):
+            steps = parent.num_cached_blocks[group] - shared // layers.block_size
+            last_prefix_nodes.append(_ancestor(parent.last_prefix_nodes[group], steps))
         child.num_computed_tokens = child.num_cached_tokens = shared
         self._open(child, last_prefix_nodes)
         self.allocate_slots(child, 1)
@@ -219,12 +265,17 @@ class KVCacheManager:
         return True
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """Blocks that a request of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a time."""
-        return sum(group.blocks_for(num_tokens, chunk) for group in self.groups)
+        """Blocks of `pool` that a request of `num_tokens` holds at most, if it is computed at most `chunk` tokens at a
+        time."""
+        return sum(group.blocks_for(num_tokens, chunk) for group in self.layer_groups)
 
     def _open(self, request: Request, last_prefix_nodes: list[PrefixNode | None]) -> None:
-        """Set up the bookkeeping of new tables, whose full blocks all carry keys already."""
+        """Set up the bookkeeping of new tables of layers, whose full blocks all carry keys already."""
         computed = request.num_computed_tokens
+        if self.recent_pool is not None:
+            if len(request.block_ids) < len(self.groups):
+                request.block_ids.append([self.recent_pool.null_block] * (computed // self.block_sizes[-1]))
+            last_prefix_nodes.append(None)
         request.last_prefix_nodes = last_prefix_nodes
         request.num_cached_blocks = [computed // size for size in self.block_sizes]
         request.num_released = [group.first_needed_block(computed) for group in self.groups]
@@ -266,7 +317,7 @@ class KVCacheManager:
             passed = table[released:first]
             table[released:first] = [self.pool.null_block] * len(passed)
             request.num_released[group] = first
-            self.pool.free(passed)
+            self._pools[group].free(passed)
 
     def _count_slots(self, request: Request) -> None:
         sizes = zip(self.block_sizes, request.block_ids, strict=False)
@@ -275,12 +326,27 @@ class KVCacheManager:
     def _plan_commit(self, request: Request) -> None:
         """Note from how many computed tokens on `commit` has something to key or to release."""
         due = sys.maxsize
-        for group, (size, window) in enumerate(zip(self.block_sizes, self.windows, strict=True)):
-            if self.pool.enable_caching:
+        for group, (size, window, pool) in enumerate(zip(self.block_sizes, self.windows, self._pools, strict=True)):
+            if pool.enable_caching:
                 due = min(due, (request.num_cached_blocks[group] + 1) * size)
             if window is not None:
                 due = min(due, (request.num_released[group] + 1) * size + window - 1)
         request.commit_at = due
+
+
+def _recent_pool(groups: Sequence[KVGroup]) -> BlockPool | None:
+    """The pool of a last group of blocks that are not full; content is found in the other one."""
+    *layers, last = groups
+    if any(group.recent_blocks is not None for group in layers):
+        raise InvalidInputError("groups", "with recent_blocks in the last one alone", list(groups))
+    if last.recent_blocks is None:
+        return None
+    if [group.block_size for group in layers] != [last.block_size] or layers[0].sliding_window is not None:
+        expected = (
+            f"one group without a window, with blocks of {last.block_size} tokens, before that with recent_blocks"
+        )
+        raise InvalidInputError("groups", expected, list(groups))
+    return BlockPool(last.recent_blocks, enable_caching=False)
 
 
 def _ancestor(node: PrefixNode | None, steps: int) -> PrefixNode | None:

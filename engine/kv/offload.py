@@ -44,8 +44,9 @@ class SwapSpace:
         """Host blocks that hold nothing."""
         return self.num_blocks - self._untouched + len(self._freed)
 
-    def store(self, request: Request, pool: BlockPool, groups: Sequence[KVGroup]) -> Pairs | None:
-        """Note the state of a request that holds blocks, before these are freed.
+    def store(self, request: Request, num_tokens: int, pool: BlockPool, groups: Sequence[KVGroup]) -> Pairs | None:
+        """Note the state of a request that holds blocks, before these are freed, as of its first `num_tokens` tokens,
+        which are computed.
 
         Returns:
             Pairs (device block, host block) to copy before the device blocks are written again; None, and nothing
@@ -55,7 +56,7 @@ class SwapSpace:
         moves = [
             (index, entry, block)
             for index, group in enumerate(groups)
-            for entry, block in _live(request, index, group)
+            for entry, block in _live(request, index, -(-num_tokens // group.block_size))
             if pool.ref_count(block) == 1 or _found(pool, contents[index], entry, index) is None
         ]
         if len(moves) > self.num_free:
@@ -68,7 +69,8 @@ class SwapSpace:
             places[index][entry] = host = self.take()
             pairs.append((block, host))
         self.num_requests += 1
-        request.swapped = SwappedRequest(request.num_computed_tokens, request.num_cached_tokens, contents, places)
+        cached = min(request.num_cached_tokens, num_tokens)
+        request.swapped = SwappedRequest(num_tokens, cached, contents, places)
         return pairs
 
     def drop(self, request: Request) -> None:
@@ -187,10 +189,9 @@ def found_tables(
     return tables
 
 
-def _live(request: Request, index: int, group: KVGroup) -> list[tuple[int, int]]:
-    """(table entry, block) of what the request's next token reads in one group."""
-    first, end = request.num_released[index], -(-request.num_computed_tokens // group.block_size)
-    return list(enumerate(request.block_ids[index]))[first:end]
+def _live(request: Request, index: int, end: int) -> list[tuple[int, int]]:
+    """(table entry, block) of what the request's next token reads in the first `end` entries of one group."""
+    return list(enumerate(request.block_ids[index]))[request.num_released[index] : end]
 
 
 def _found(pool: BlockPool, contents: list[PrefixNode], entry: int, group: int) -> int | None:

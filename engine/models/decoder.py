@@ -48,7 +48,10 @@ class SelfAttention(nn.Module):
             parts = turned(qkv, self.kv_heads, self.head_dim, norms, self.eps, *place)
             return self.o_proj(self.attn(*parts, None, metadata).flatten(1))
         slots = metadata.of(self.attn.plan_key).common.slot_mapping
-        query = turn_and_write(qkv, norms, self.eps, *place, cache, slots, self.attn.kv_scales)
+        written = cache if cache.recent is None else cache.recent
+        query = turn_and_write(qkv, norms, self.eps, *place, written, slots, self.attn.kv_scales)
+        if written is not cache:
+            self.attn.seal(cache, metadata)
         return self.o_proj(self.attn(query, None, None, cache, metadata).flatten(1))
 
 
@@ -183,7 +186,7 @@ class Decoder(nn.Module):
         self, block_size: int, device: torch.device | str, backend: str | None, clean_cache: bool
     ) -> list[Attention]:
         config = self.config
-        layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
+        layout = PagedKVCache.layout_of(self.kv_cache_specs(block_size))
         return [
             Attention(
                 config.num_heads,

@@ -119,7 +119,7 @@ def _native(
         dtype=shape.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         device=device,
         max_positions=config.longest_sequence(shape.max_position_embeddings),
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         backend=config.backend,
         clean_cache=config.clean_cache,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -132,7 +132,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
         raise CapacityError(f"the weights do not fit on {device}: {error}") from None
     packed = PackedModel(
         model,
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         backend=config.backend,
         max_model_len=config.max_model_len,
         clean_cache=config.clean_cache,

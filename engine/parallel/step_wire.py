@@ -55,7 +55,7 @@ def decode_step(data: bytes) -> HostBatch:
     """The step that was encoded."""
     _, (head, *arrays) = unpack(data)
     num_decodes, table_changed, *shared = head.tolist()
-    step, updates, moves, sampling = arrays[:5], arrays[5:10], arrays[10:14], arrays[14:]
+    step, updates, moves, sampling = arrays[:5], arrays[5:10], arrays[10:16], arrays[16:]
     changed = BlockTableUpdates._make([*updates, bool(table_changed)])
     own = SamplingMetadata._make([*sampling[:3], TokenCountUpdates._make(sampling[3:])]) if sampling else None
     return HostBatch._make([*step, changed, num_decodes, shared, own, BlockMoves._make(moves)])

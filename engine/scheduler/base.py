@@ -38,14 +38,16 @@ class BaseScheduler:
         """Schedule over the blocks of `kv`.
 
         Args:
-            max_num_seqs: most running requests; never more than the budget, so that each decode gets its token.
+            max_num_seqs: most running requests; never more than the budget, so that each decode gets its token, nor
+                than blocks in `kv.recent_pool`, so that each has one for what is not full.
             max_num_batched_tokens: token budget of a step.
             max_prefill_share: most of the budget that one prompt takes in a step.
             tokens_per_swapped_block: a preempted request is swapped, where there is room, if it has more computed
                 tokens than this many per block.
         """
         self.kv = kv
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        most = max_num_seqs if kv.recent_pool is None else min(max_num_seqs, kv.recent_pool.num_usable)
+        self.max_num_seqs = min(most, max_num_batched_tokens)
         self.budget = max_num_batched_tokens
         self.max_chunk = max(1, int(max_num_batched_tokens * max_prefill_share))
         self.running: list[Request] = []
@@ -105,10 +107,17 @@ class BaseScheduler:
             if remaining > 1:
                 # Every request behind this one is left a token of the budget, so prompts never starve decodes.
                 num_tokens = min(remaining, self.max_chunk, plan.budget - (len(running) - index))
+                if self.kv.recent_pool is not None:
+                    num_tokens = self.kv.fit_recent(start, num_tokens, self._num_without_open(index))
             if start + num_tokens > request.num_slots:
                 num_tokens = self._grow(request, num_tokens, plan)
             if num_tokens:
                 plan.add(request, num_tokens)
+
+    def _num_without_open(self, index: int) -> int:
+        """How many running requests from `index` on need a block for their next token that is not full."""
+        size = self.kv.block_sizes[-1]
+        return sum(request.num_computed_tokens % size == 0 for request in self.running[index:])
 
     def _schedule_waiting(self, plan: SchedulerOutputBuilder) -> None:
         """Admit waiting requests, oldest first, until one does not fit; pass over those that gain by waiting a step."""
@@ -152,7 +161,9 @@ class BaseScheduler:
         if request.swapped is not None:
             return False
         hit = self.kv.lookup(request)
-        chunk = min(len(request.token_ids) - hit.num_tokens, self.max_chunk, plan.budget)
+        chunk = self._chunk(request, hit.num_tokens, plan)
+        if not chunk:
+            return False
         if self.running:
             return self._noted(
                 request, self.kv.start(request, hit, chunk, self._room(request, hit.num_tokens, chunk, plan))
@@ -165,7 +176,9 @@ class BaseScheduler:
 
     def _swap_in(self, request: Request, computed: int, plan: SchedulerOutputBuilder) -> bool:
         """Bring a swapped request back, if there is room; one that was lost, or has no room alone, is dropped."""
-        chunk = min(len(request.token_ids) - computed, self.max_chunk, plan.budget)
+        chunk = self._chunk(request, computed, plan)
+        if not chunk:
+            return False
         pairs = self.kv.swap_in(request, chunk, self._room(request, computed, chunk, plan))
         if pairs is not None:
             plan.swap_in += pairs
@@ -176,6 +189,11 @@ class BaseScheduler:
         else:
             self._noted(request, False)
         return False
+
+    def _chunk(self, request: Request, computed: int, plan: SchedulerOutputBuilder) -> int:
+        """Tokens of a waiting request that this step can take; none where running ones have all of `recent_pool`."""
+        most = min(len(request.token_ids) - computed, self.max_chunk, plan.budget)
+        return self.kv.fit_recent(computed, most)
 
     def _enter(self, request: Request, plan: SchedulerOutputBuilder) -> None:
         """Move a waiting request, which has its blocks, to the running ones."""
@@ -212,9 +230,9 @@ class BaseScheduler:
         computed = victim.num_computed_tokens
         blocks = sum(len(table) - gone for table, gone in zip(victim.block_ids, victim.num_released, strict=True))
         pairs = self.kv.swap_out(victim) if computed > blocks * self._tokens_per_swapped_block else None
-        if pairs is None:
-            self.stats.recomputed_tokens += computed
-        else:
+        kept = 0 if victim.swapped is None else victim.swapped.num_computed_tokens
+        self.stats.recomputed_tokens += computed - kept
+        if pairs is not None:
             plan.swap_out += pairs
             plan.swapped_out.append(victim)
         self._requeue(victim, RequestStatus.PREEMPTED)
@@ -252,5 +270,5 @@ class BaseScheduler:
         """Blocks to leave free at an admission, so that running requests can grow before anyone is preempted."""
         if not self.running:
             return 0
-        growth = len(self.running) * len(self.kv.block_sizes)
+        growth = len(self.running) * len(self.kv.layer_groups)
         return plan.reserved + max(int(_WATERMARK * self.kv.pool.num_usable), growth)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..kv.manager import KVCacheManager
 from ..request import Request
 from ..scheduler_output import ScheduledRequest, SchedulerOutput
@@ -60,4 +62,8 @@ class SchedulerOutputBuilder:
         items = (*self._decodes, *self._prefills)
         stores, loads = self._kv.copies.moves
         moves = tuple(self.copies), (*stores, *self.swap_out), (*self.swap_in, *loads)
-        return SchedulerOutput(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))
+        step = SchedulerOutput(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))
+        if self._kv.recent_pool is None:
+            return step
+        fresh, copies = self._kv.take_recent()
+        return replace(step, recent_fresh=tuple(fresh), recent_copies=tuple(copies))

@@ -45,7 +45,7 @@ class BlockCopier:
 
     def move(self, moves: BlockMoves) -> None:
         """Make a step's copies: out, in, then from block to block; and zero in between what must be clean."""
-        swap_out, fresh, swap_in, copies = map(torch.from_numpy, moves)
+        swap_out, fresh, swap_in, copies = map(torch.from_numpy, moves[:4])
         if len(swap_out):
             self._cache.swap_blocks(self._host, swap_out)
         if self._clean and len(fresh):
@@ -54,6 +54,14 @@ class BlockCopier:
             self._host.swap_blocks(self._cache, swap_in)
         if len(copies):
             self._cache.copy_blocks(copies)
+        if self._cache.recent is not None:
+            self._move_recent(self._cache.recent, *map(torch.from_numpy, moves[4:]))
+
+    def _move_recent(self, cache: PagedKVCache, fresh: torch.Tensor, copies: torch.Tensor) -> None:
+        if self._clean and len(fresh):
+            cache.zero_blocks(fresh)
+        if len(copies):
+            cache.copy_blocks(copies)
 
     def _pinned(self, num_bytes: int) -> torch.Tensor:
         """Host memory of just this size: torch's own pinned memory comes in powers of two, up to twice as much."""

@@ -159,17 +159,23 @@ class DecodeGraphs:
             (self._sharing if shares else self._steps)[size] = self._capture(size, metadata, caches)
 
     def _capture(self, size: int, metadata: StepMetadata, caches: Sequence[LayerCache]) -> CapturedStep:
-        groups = range(len(self._state.block_sizes))
         # Layers of one group may have several formats, and so metadata with tensors of their own.
-        planned = [[one.common for key, one in metadata.by_key.items() if key[0] == group] for group in groups]
-        common_by_group = [every[0] for every in planned]
+        groups = range(self._state.num_layer_groups)
+        planned = [
+            [(key[1], one.common) for key, one in metadata.by_key.items() if key[0] == group] for group in groups
+        ]
+        common_by_group = [every[0][1] for every in planned]
+        # Of a format that encodes whole blocks new tokens go to the second cache, whose table is the last one.
+        written = [
+            (-1 if spec.has_recent else group, common) for group, every in enumerate(planned) for spec, common in every
+        ]
         rows = self._rows.first(size)
 
         def run() -> None:
-            for table, block_size, every in zip(self._state.tables, self._state.block_sizes, planned, strict=True):
-                for common in every:
-                    where = common.query_start_loc, common.seq_lens, common.slot_mapping
-                    ops.compute_slot_mapping(table, block_size, *where, rows=rows.state_rows)
+            for group, common in written:
+                table, block_size = self._state.tables[group], self._state.block_sizes[group]
+                where = common.query_start_loc, common.seq_lens, common.slot_mapping
+                ops.compute_slot_mapping(table, block_size, *where, rows=rows.state_rows)
             hidden = self._model(rows.ids, rows.positions, caches, metadata)
             self._model.logits(hidden, out=self._logits[:size])
             if self._draws:
@@ -197,13 +203,15 @@ class DecodeGraphs:
 
     def _plan(self, size: int, shares: bool) -> StepMetadata:
         """Metadata with buffers of its own for `size` decodes as long as the model allows."""
-        device = self._device
-        columns = self._state.tables.shape[2]
+        device, state = self._device, self._state
+        shape = size, state.tables.shape[2]
+        has_recent = state.num_layer_groups < len(state.tables)
         common_by_group = {
             group: CommonAttentionMetadata(
                 query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
                 seq_lens=torch.ones(size, dtype=torch.int32, device=device),
-                block_table=torch.zeros(size, columns, dtype=torch.int32, device=device),
+                block_table=torch.zeros(shape, dtype=torch.int32, device=device),
+                recent_table=torch.zeros(shape, dtype=torch.int32, device=device) if has_recent else None,
                 slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
                 num_seqs=size,
                 num_tokens=size,
@@ -213,7 +221,7 @@ class DecodeGraphs:
                 shared_prefix_len=block_size if shares else 0,
                 block_size=block_size,
             )
-            for group, block_size in enumerate(self._state.block_sizes)
+            for group, block_size in enumerate(state.block_sizes[: state.num_layer_groups])
         }
         return plan_step(self._model.attention_layers(), common_by_group, capture=device.type == "cuda")
 

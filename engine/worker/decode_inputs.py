@@ -67,8 +67,9 @@ def write_decodes(
     if sent.is_cuda:
         from .kernels.decode_inputs import write
 
-        for group, common in enumerate(common_by_group):
-            write(sent, group, count, state.tables[group], state.block_sizes[group], state.last_tokens, rows, common)
+        for group, (common, out) in enumerate(tables_of(common_by_group)):
+            table, size = state.tables[group], state.block_sizes[group]
+            write(sent, group, count, table, size, state.last_tokens, rows, common, out)
         return
     state_rows, ids, positions, *blocks = sent
     rows.state_rows.copy_(state_rows)
@@ -76,10 +77,17 @@ def write_decodes(
     rows.positions.copy_(positions)
     rows.lengths.copy_(positions + 1)
     live = torch.arange(len(ids), device=ids.device) < count
-    for table, size, block, common in zip(state.tables, state.block_sizes, blocks, common_by_group, strict=True):
+    every = zip(state.tables, state.block_sizes, blocks, tables_of(common_by_group), strict=True)
+    for table, size, block, (common, out) in every:
         column = positions // size
         table[state_rows[:count], column[:count]] = block[:count]
-        width = min(common.block_table.shape[1], table.shape[1])
-        common.block_table[:count, :width] = table[state_rows[:count], :width]
+        width = min(out.shape[1], table.shape[1])
+        out[:count, :width] = table[state_rows[:count], :width]
         common.query_start_loc.copy_(torch.arange(len(ids) + 1).clamp(max=count))
         common.seq_lens.copy_(torch.where(live, positions + 1, 0))
+
+
+def tables_of(common_by_group: Sequence[CommonAttentionMetadata]) -> list[tuple[CommonAttentionMetadata, torch.Tensor]]:
+    """The metadata and the table to write for each group of the state, that of blocks that are not full last."""
+    tables = [(common, common.block_table) for common in common_by_group]
+    return tables + [(one, one.recent_table) for one in common_by_group if one.recent_table is not None]

@@ -80,12 +80,14 @@ class BatchSender:
         ops.compute_slot_mapping(tables, sizes, starts, lens, slots, rows=rows)
         widest = -(-common.max_seq_len // min(sizes))
         table = tables[:, :, :widest].index_select(1, rows)
+        recent = table[-1] if len(table) > self._state.num_layer_groups else None
         return {
             group: common.replace(
                 block_table=table[group],
                 slot_mapping=slots[group],
                 shared_prefix_len=length,
                 block_size=sizes[group],
+                recent_table=recent,
             )
             for group, length in enumerate(shared)
         }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kv_group import KVGroup
+from ..kv_group import KVGroup, groups_of_layers
 from ..sampling.metadata import SamplingMetadata, SamplingMetadataBuilder
 from ..scheduler_output import SchedulerOutput
 from .persistent_batch import BlockTableUpdates, PersistentBatch
@@ -22,6 +22,8 @@ class BlockMoves(NamedTuple):
     fresh: np.ndarray  # [k], handed out for this step
     swap_in: np.ndarray  # from blocks of the host
     copies: np.ndarray
+    recent_fresh: np.ndarray = _NONE  # of the second cache, as `fresh` and `copies`
+    recent_copies: np.ndarray = _NONE
 
 
 class HostBatch(NamedTuple):
@@ -34,7 +36,7 @@ class HostBatch(NamedTuple):
     sampled: np.ndarray  # [n] int32, those of the B whose next token is sampled
     updates: BlockTableUpdates
     num_decodes: int
-    shared: list[int]  # by KV group, tokens that all sequences have in the same blocks
+    shared: list[int]  # by KV group of layers, tokens that all sequences have in the same blocks
     sampling: SamplingMetadata | None  # None where no sampled request has penalties, min_tokens or logprobs
     moves: BlockMoves
 
@@ -48,7 +50,8 @@ class HostBatchBuilder:
     """Packs steps for a model whose layers use `groups`, by what the device has of their requests."""
 
     def __init__(self, groups: Sequence[KVGroup], state: PersistentBatch) -> None:
-        self._groups, self._state = groups, state
+        self._groups, self._state = groups_of_layers(groups), state
+        self._has_recent = len(self._groups) < len(groups)
         self._sampling = SamplingMetadataBuilder(state.num_rows)
 
     def forget(self) -> None:
@@ -69,6 +72,8 @@ class HostBatchBuilder:
         needs = self._state.needs_processing[own].any()
         sampling = self._sampling.build([one.request for one in step.scheduled if one.samples], own) if needs else None
         moves = BlockMoves(_pairs(step.swap_out), _int32(step.fresh_blocks), _pairs(step.swap_in), _pairs(step.copies))
+        if self._has_recent:
+            moves = moves._replace(recent_fresh=_int32(step.recent_fresh), recent_copies=_pairs(step.recent_copies))
         tokens = _tokens(step)
         return HostBatch(tokens, starts, ends, rows, sampled, updates, step.num_decodes, shared, sampling, moves)
 
@@ -76,7 +81,7 @@ class HostBatchBuilder:
         """Tokens that all sequences have in the same blocks, by group; none where a window has let go of blocks."""
         return [
             0 if group.sliding_window else size * _same_columns(table.host, rows, shortest // size)
-            for table, group, size in zip(self._state.block_tables, self._groups, self._state.block_sizes, strict=True)
+            for group, table, size in zip(self._groups, self._state.block_tables, self._state.block_sizes, strict=False)
         ]
 
 

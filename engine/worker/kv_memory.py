@@ -1,6 +1,7 @@
 """How many KV blocks fit: given, or measured on a GPU after a warm-up at the full token budget, or a share of a CPU.
 
-And how many more the host has room for, where preempted requests are swapped.
+Beside them, of formats that encode whole blocks, those of the second cache, and in host memory those of preempted
+requests that are swapped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +24,7 @@ from ..sampling_params import SamplingParams
 from ..scheduler_output import ScheduledRequest, SchedulerOutput
 
 _CPU_BYTES = 1 << 30
+_MOST_RECENT = 4  # the second cache has at most one byte of this many
 _WARM_UP_CONTEXT = 4096
 _GIB = 1 << 30
 _SWAP_BYTES = 4 << 30
@@ -32,22 +35,45 @@ _RATES = {"cuda": (50e9, 4e14), "cpu": (1e10, 1e11)}
 logger = logging.getLogger("pagedattn.engine")
 
 
+class BlockBytes(NamedTuple):
+    """Of one block id, all slabs and scales together: of the cache, and of its second one for blocks that are not full,
+    which formats that encode whole blocks have."""
+
+    cache: int
+    recent: int = 0
+
+
+class NumBlocks(NamedTuple):
+    """The null block included; `recent` is of the second cache, None where there is none."""
+
+    cache: int
+    recent: int | None = None
+
+    def bytes(self, of_one: BlockBytes) -> int:
+        """That they take."""
+        return self.cache * of_one.cache + (self.recent or 0) * of_one.recent
+
+
 def size_kv_blocks(
     config: EngineConfig,
     device: torch.device,
-    block_bytes: int,
+    block_bytes: BlockBytes,
     groups: Sequence[KVGroup],
     max_model_len: int,
     run: Callable[[SchedulerOutput], object],
     graph_bytes: Callable[[], int] = lambda: 0,
-) -> int:
-    """The number of blocks of the cache, the null block included.
+) -> NumBlocks:
+    """The numbers of blocks of the cache, and of the second one where `block_bytes` has one.
+
+    The second cache has a block for each of `max_num_seqs`, and for each block_size of the tokens of a step; never more
+    than the first has, and where memory is measured, at most a quarter of it: with fewer blocks fewer requests run at a
+    time, and their chunks are shorter.
 
     On a GPU: total memory x utilization - what is in use by anybody - what activations reserve at their peak, which is
     measured by running a step at the full token budget and one of decodes - what CUDA graphs will need.
 
     Args:
-        block_bytes: of one block id, all slabs and scales together.
+        groups: those of layers.
         max_model_len: the longest sequence that the model has positions for.
         run: executes a step with a cache of one block.
         graph_bytes: called after the warm-up; captures graphs over a cache that is thrown away, returns their bytes.
@@ -57,51 +83,77 @@ def size_kv_blocks(
             `max_model_len` that the config asks for.
     """
     if config.num_kv_blocks is not None:
-        blocks = config.num_kv_blocks
-        _check_fits(blocks, block_bytes, device)
+        most_recent = _most_recent(config, groups) if block_bytes.recent else None
+        blocks = _with_recent(config.num_kv_blocks, most_recent)
+        _check_fits(blocks, block_bytes, most_recent or 0, device)
     elif device.type == "cuda":
-        blocks = _measured(config, device, block_bytes, run, len(groups), max_model_len, graph_bytes)
+        blocks = _measured(config, device, block_bytes, run, groups, max_model_len, graph_bytes)
     else:
         longest = sum(group.blocks_for(max_model_len, config.max_num_batched_tokens) for group in groups)
-        blocks = min(1 + longest * config.max_num_seqs, max(1 + longest, _CPU_BYTES // block_bytes))
-    _check_longest(config, blocks, groups, max_model_len)
+        most = _split(_CPU_BYTES, config, block_bytes, groups)
+        blocks = _with_recent(min(1 + longest * config.max_num_seqs, max(1 + longest, most.cache)), most.recent)
+    _check_longest(config, blocks.cache, groups, max_model_len)
     return blocks
+
+
+def _most_recent(config: EngineConfig, groups: Sequence[KVGroup]) -> int:
+    """Blocks of the second cache that are enough for the fullest step but for prompts in very small pieces."""
+    return 1 + config.max_num_seqs + -(-config.max_num_batched_tokens // groups[0].block_size)
+
+
+def _with_recent(blocks: int, most_recent: int | None) -> NumBlocks:
+    """What is not full yet has a block in the first cache too."""
+    return NumBlocks(blocks, None if most_recent is None else min(blocks, most_recent))
+
+
+def _split(available: int, config: EngineConfig, block_bytes: BlockBytes, groups: Sequence[KVGroup]) -> NumBlocks:
+    """How many blocks so many bytes hold."""
+    if not block_bytes.recent:
+        return NumBlocks(available // block_bytes.cache)
+    recent = min(_most_recent(config, groups), max(2, available // _MOST_RECENT // block_bytes.recent))
+    return _with_recent((available - recent * block_bytes.recent) // block_bytes.cache, recent)
 
 
 def _measured(
     config: EngineConfig,
     device: torch.device,
-    block_bytes: int,
+    block_bytes: BlockBytes,
     run: Callable[[SchedulerOutput], object],
-    num_groups: int,
+    groups: Sequence[KVGroup],
     max_model_len: int,
     graph_bytes: Callable[[], int],
-) -> int:
-    activations = _peak_of_activations(config, device, run, num_groups, max_model_len)
+) -> NumBlocks:
+    num_tables = len(groups) + (block_bytes.recent > 0)
+    activations = _peak_of_activations(config, device, run, num_tables, max_model_len)
     graphs = graph_bytes()
     free, total = torch.cuda.mem_get_info(device)
     available = int(total * config.gpu_memory_utilization) - (total - free) - activations - graphs
-    blocks = available // block_bytes
+    blocks = _split(available, config, block_bytes, groups)
     parts = (
         f"{total / _GIB:.1f} GiB x {config.gpu_memory_utilization} - {(total - free) / _GIB:.1f} GiB in use "
         f"- {activations / _GIB:.1f} GiB for activations - {graphs / _GIB:.1f} GiB for CUDA graphs"
     )
-    if blocks < 2:
+    if blocks.cache < 2:
         raise CapacityError(
             f"no memory for the KV cache: {parts} leaves {available / _GIB:.2f} GiB, two blocks need "
-            f"{2 * block_bytes / _GIB:.2f} GiB; raise gpu_memory_utilization or lower max_num_batched_tokens "
+            f"{2 * sum(block_bytes) / _GIB:.2f} GiB; raise gpu_memory_utilization or lower max_num_batched_tokens "
             f"({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
         )
-    logger.info("KV cache of %d blocks, %.1f GiB (%s)", blocks, blocks * block_bytes / _GIB, parts)
+    count = str(blocks.cache) if blocks.recent is None else f"{blocks.cache} and {blocks.recent}"
+    logger.info("KV cache of %s blocks, %.1f GiB (%s)", count, blocks.bytes(block_bytes) / _GIB, parts)
     return blocks
 
 
-def _check_fits(blocks: int, block_bytes: int, device: torch.device) -> None:
+def _check_fits(blocks: NumBlocks, block_bytes: BlockBytes, most_recent: int, device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    if free is not None and blocks * block_bytes > free:
+    if free is not None and blocks.bytes(block_bytes) > free:
+        second = f", and {blocks.recent} of {block_bytes.recent} for those that are not full," if blocks.recent else ""
+        # As many of each, or all of the second that there may be.
+        most = max(free // sum(block_bytes), (free - most_recent * block_bytes.recent) // block_bytes.cache)
         raise CapacityError(
-            f"num_kv_blocks={blocks} of {block_bytes} bytes need {blocks * block_bytes / _GIB:.2f} GiB and {device} "
-            f"has {free / _GIB:.2f} GiB free; lower num_kv_blocks to {free // block_bytes} at most"
+            f"num_kv_blocks={blocks.cache} of {block_bytes.cache} bytes{second} need "
+            f"{blocks.bytes(block_bytes) / _GIB:.2f} GiB and {device} has {free / _GIB:.2f} GiB free; lower "
+            f"num_kv_blocks to {most} at most"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from pagedattn import BlockTable
 from pagedattn.errors import InvalidInputError
 
-from ..kv_group import KVGroup
+from ..kv_group import KVGroup, groups_of_layers
 from ..request import Request
 from ..sampling.metadata import needs_processing
 from ..sampling.packed_params import PARAMS, request_params
@@ -45,6 +45,7 @@ class PersistentBatch:
         """State of at most `num_rows` requests of at most `max_model_len` tokens each."""
         self.num_rows = num_rows
         self.block_sizes = [group.block_size for group in groups]
+        self.num_layer_groups = len(groups_of_layers(groups))  # behind which the table of blocks that are not full is
         widest = -(-max_model_len // min(self.block_sizes))
         self.block_tables = BlockTable.for_groups(self.block_sizes, num_rows + 1, widest, device)
         self.tables = self.block_tables[0].stacked  # [groups, rows, widest]

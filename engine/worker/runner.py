@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,7 @@ from pagedattn import LayerCache, PagedKVCache, plan_step
 from pagedattn.errors import CapacityError, EngineDeadError, InvalidInputError, UnsupportedError
 
 from ..config import EngineConfig
-from ..kv_group import KVGroup
+from ..kv_group import KVGroup, groups_of_layers
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.factory import make_model
 from ..models.folder import ModelFolder
@@ -26,7 +27,7 @@ from .block_copier import BlockCopier
 from .decode_graphs import DecodeGraphs, default_sizes
 from .device_batch import BatchSender
 from .host_batch import HostBatch, HostBatchBuilder
-from .kv_memory import size_kv_blocks, swap_config
+from .kv_memory import BlockBytes, NumBlocks, size_kv_blocks, swap_config
 from .persistent_batch import PersistentBatch
 from .range_check import RangeCheck
 
@@ -41,7 +42,7 @@ class ModelRunner:
         max_model_len: longest sequence in tokens.
         num_kv_blocks: blocks of the cache, the null block included.
         swap_config: host memory for blocks of preempted requests.
-        kv_groups: block size and window per KV group.
+        kv_groups: block size and window per KV group, and the number of blocks of the second cache, where there is one.
         prefers_overlap: whether the device works while the host does something else.
         eos_token_ids: of the generation config, else the config, else the tokenizer.
         observer: called after each eager step until it wants no more; None for none.
@@ -70,9 +71,11 @@ class ModelRunner:
         self.eos_token_ids = self.model_config.eos_token_ids
         if not self.eos_token_ids and self.tokenizer is not None:
             self.eos_token_ids = self.tokenizer.eos_token_ids
-        self._specs = self.model.kv_cache_specs(config.block_size)
-        layout = PagedKVCache.from_specs(self._specs, 1, device="meta")
+        self._specs = self.model.kv_cache_specs(config.tokens_per_block)
+        layout = PagedKVCache.layout_of(self._specs)
         self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
+        if layout.recent is not None:
+            self.kv_groups.append(KVGroup(layout.recent.groups[0].spec.block_size, recent_blocks=1))
         self._attentions = self.model.attention_layers()
         self._state = PersistentBatch(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
         self._builder = HostBatchBuilder(self.kv_groups, self._state)
@@ -83,7 +86,7 @@ class ModelRunner:
             self._counts.reserve()
         self._graphs = self._make_graphs(config)
         self.observer: StepObserver | None = None
-        self._allocate(config, layout.nbytes, ranks)
+        self._allocate(config, layout, ranks)
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture(self._layers)
@@ -162,27 +165,34 @@ class ModelRunner:
             self._state.last_tokens.index_put_((rows.state_rows,), tokens.tokens.to(torch.int32))
         return tokens
 
-    def _allocate(self, config: EngineConfig, block_bytes: int, ranks: TPGroup | None) -> None:
+    def _allocate(self, config: EngineConfig, layout: PagedKVCache, ranks: TPGroup | None) -> None:
         """Make the cache as large as memory allows, which a run with a cache of one block finds out.
 
         On every rank it is as large as on the one that has least.
         """
         self._clean_cache = config.clean_cache
-        self._make_cache(1, 0)
-        num_kv_blocks = size_kv_blocks(
-            *(config, self.device, block_bytes, self.kv_groups, self.max_model_len, self.execute), self._graph_bytes
+        recent, groups = layout.recent, groups_of_layers(self.kv_groups)
+        block_bytes = BlockBytes(len(layout.slabs) * layout.bytes_per_block, 0 if recent is None else recent.nbytes)
+        self._make_cache(NumBlocks(1, None if recent is None else 1), 0)
+        blocks = size_kv_blocks(
+            *(config, self.device, block_bytes, groups, self.max_model_len, self.execute), self._graph_bytes
         )
-        self.num_kv_blocks = num_kv_blocks if ranks is None else ranks.smallest(num_kv_blocks)
-        self.swap_config = swap_config(config, self.device, block_bytes, self.kv_groups, self.model.num_parameters)
-        self._make_cache(self.num_kv_blocks, self.swap_config.num_blocks)
+        if ranks is not None:
+            smallest = None if blocks.recent is None else ranks.smallest(blocks.recent)
+            blocks = NumBlocks(ranks.smallest(blocks.cache), smallest)
+        self.num_kv_blocks = blocks.cache
+        if recent is not None:
+            self.kv_groups[-1] = replace(self.kv_groups[-1], recent_blocks=blocks.recent)
+        self.swap_config = swap_config(config, self.device, block_bytes.cache, groups, self.model.num_parameters)
+        self._make_cache(blocks, self.swap_config.num_blocks)
 
     def _graph_bytes(self) -> int:
         """What captured steps will take, found out with the cache that there is."""
         with torch.inference_mode():
             return 0 if self._graphs is None else self._graphs.measure(self._layers)
 
-    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        self.cache = PagedKVCache.from_specs(self._specs, num_blocks, device=self.device)
+    def _make_cache(self, blocks: NumBlocks, num_host_blocks: int) -> None:
+        self.cache = PagedKVCache.from_specs(self._specs, blocks.cache, device=self.device, recent_blocks=blocks.recent)
         self._mover = BlockCopier(self.cache, num_host_blocks, self._clean_cache)
         self._layers: Sequence[LayerCache] = [self.cache.layer(index) for index in range(self.cache.num_layers)]
 

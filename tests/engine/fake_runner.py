@@ -3,6 +3,9 @@
 Every slot holds the identity of the whole prefix whose last token was written there, cache salt included. Before a
 step runs, each context position that a request may read is looked up through its block table: a wrong hit, a stale or
 overwritten block, or a position that was never computed fails the step with AssertionError.
+
+Where there is a group of blocks that are not full, tokens are written to these, and each block that they fill to the
+other group; what is read is full blocks of the one, and the open one of the other.
 """
 
 from __future__ import annotations
@@ -70,10 +73,14 @@ class FakeRunner:
         self.broken: Callable[[Request], bool] = lambda request: False
         self.steps: list[SchedulerOutput] = []
         self.ref_count: Callable[[int], int] | None = None
-        self._slots = [np.zeros(num_kv_blocks * group.block_size, dtype=np.int64) for group in groups]
+        self._slots = [
+            np.zeros((group.recent_blocks or num_kv_blocks) * group.block_size, dtype=np.int64) for group in groups
+        ]
         self._host = [np.zeros((swap_blocks, group.block_size), dtype=np.int64) for group in groups]
+        self._recent = len(groups) - 1 if groups[-1].recent_blocks else None
         self._identities: dict[tuple[int, int], int] = {}
         self._roots: dict[str | None, int] = {}
+        self._sealed: list[tuple[int, int]] = []
         self._known: dict[int, tuple[Request, list[int], np.ndarray]] = {}
 
     def make_detokenizer(self) -> FakeDetokenizer:
@@ -114,6 +121,10 @@ class FakeRunner:
         assert all(len({target for _, target in pairs}) == len(pairs) for pairs in (step.swap_out, step.swap_in))
         for group, slots, host in zip(self.kv_groups, self._slots, self._host, strict=True):
             rows = slots.reshape(-1, group.block_size)
+            if group.recent_blocks:
+                rows[list(step.recent_fresh)] = 0
+                rows[[target for _, target in step.recent_copies]] = rows[[source for source, _ in step.recent_copies]]
+                continue
             for source, target in step.swap_out:
                 host[target] = rows[source]
             rows[list(step.fresh_blocks)] = 0
@@ -129,10 +140,13 @@ class FakeRunner:
         assert item.samples == (item.start + item.num_tokens == len(request.token_ids))
         truth = self.identities(request)
         for index, group in enumerate(self.kv_groups):
-            first = 0 if group.sliding_window is None else max(0, item.start - group.sliding_window + 1)
-            blocks, skipped = self._blocks(request, index, first, end), first % group.block_size
-            found = self._slots[index].reshape(-1, group.block_size)[blocks].ravel()[skipped : skipped + end - first]
-            assert (found == truth[first:end]).all(), f"{request}: group {index} reads wrong values at {first}..{end}"
+            first, stop = 0 if group.sliding_window is None else max(0, item.start - group.sliding_window + 1), end
+            if self._recent is not None:
+                full = end // group.block_size * group.block_size
+                first, stop = (full, end) if index == self._recent else (0, full)
+            blocks, skipped = self._blocks(request, index, first, stop), first % group.block_size
+            found = self._slots[index].reshape(-1, group.block_size)[blocks].ravel()[skipped : skipped + stop - first]
+            assert (found == truth[first:stop]).all(), f"{request}: group {index} reads wrong values at {first}..{stop}"
 
     def _write(self, item: ScheduledRequest) -> None:
         request, first, end = item.request, item.start, item.start + item.num_tokens
@@ -140,17 +154,30 @@ class FakeRunner:
         for index, group in enumerate(self.kv_groups):
             size, slots = group.block_size, self._slots[index]
             for entry, block in enumerate(self._blocks(request, index, first, end), first // size):
-                assert self.ref_count is None or self.ref_count(block) == 1, f"{request} writes shared block {block}"
+                shared = self.ref_count is not None and index != self._recent and self.ref_count(block) > 1
+                assert not shared, f"{request} writes shared block {block}"
+                if self._recent not in (None, index):
+                    if end >= (entry + 1) * size:
+                        self._sealed.append((block, request.block_ids[self._recent][entry]))
+                    continue
                 begin, stop = max(first, entry * size), min(end, (entry + 1) * size)
                 slot = (block - entry) * size
                 slots[slot + begin : slot + stop] = truth[begin:stop]
+        if self._recent is not None:
+            full, recent = (
+                slots.reshape(-1, group.block_size) for slots in (self._slots[0], self._slots[self._recent])
+            )
+            for block, source in self._sealed:
+                full[block] = recent[source]
+            self._sealed.clear()
 
     def _blocks(self, request: Request, index: int, first: int, end: int) -> list[int]:
         """The blocks that positions first..end lie in."""
         size = self.kv_groups[index].block_size
         blocks = request.block_ids[index][first // size : -(-end // size)]
         assert len(blocks) == -(-end // size) - first // size, f"{request} has no block for what it reads or writes"
-        assert not blocks or 0 < min(blocks) <= max(blocks) < self.num_kv_blocks, f"{request} reaches the null block"
+        most = self.kv_groups[index].recent_blocks or self.num_kv_blocks
+        assert not blocks or 0 < min(blocks) <= max(blocks) < most, f"{request} reaches the null block"
         return blocks
 
     def _sample(self, request: Request) -> SampledToken:

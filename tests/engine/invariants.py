@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, Request, RequestStatus
 from pagedattn.engine.api.llm import LLM
 from pagedattn.engine.scheduler.scheduler import Scheduler
@@ -14,29 +15,34 @@ def check_tables(
     kv: KVCacheManager, requests: Iterable[Request], *, exact: bool = True, held: Iterable[int] = ()
 ) -> None:
     """References, sizes and null blocks of the tables of all requests that may hold blocks; `held` are held besides."""
-    uses = Counter(held)
+    uses: dict[BlockPool, Counter[int]] = {kv.pool: Counter(held)}
+    if kv.recent_pool is not None:
+        uses[kv.recent_pool] = Counter()
     for request in requests:
         computed = request.num_computed_tokens
         assert len(request.block_ids) in (0, len(kv.block_sizes))
         assert 0 <= request.num_cached_tokens <= computed <= len(request.token_ids)
         assert request.num_cached_tokens < len(request.token_ids)
         for group, table in enumerate(request.block_ids):
-            size, window = kv.block_sizes[group], kv.windows[group]
+            size, window, recent = kv.block_sizes[group], kv.windows[group], kv.groups[group].recent_blocks
+            pool = kv.pool if recent is None else kv.recent_pool
+            assert pool is not None
             need = -(-computed // size)
             assert len(table) == need if exact else len(table) >= need
             first = 0 if window is None else max(0, computed - window + 1) // size
             assert not any(table[:first]), "a block outlived its window"
             assert all(table[first:]), "a live position has no block"
             assert len(set(table[first:])) == len(table) - first
-            assert computed % size == 0 or kv.pool.ref_count(table[computed // size]) == 1, "an open block is shared"
-            uses.update(table[first:])
-    pool = kv.pool
-    for block, count in uses.items():
-        assert pool.ref_count(block) == count, f"block {block}: {pool.ref_count(block)} holders, {count} uses"
-    rest = [block for block in range(1, pool.num_blocks) if block not in uses]
-    assert pool.num_evictable(rest) == len(rest), "a block is held that no table has"
-    assert pool.num_free == pool.num_usable - len(uses)
-    assert pool.ref_count(pool.null_block) == 1
+            assert computed % size == 0 or pool.ref_count(table[computed // size]) == 1, "an open block is shared"
+            assert recent is None or not exact or len(table) - first <= 1, "blocks that are full are kept"
+            uses[pool].update(table[first:])
+    for pool, counts in uses.items():
+        for block, count in counts.items():
+            assert pool.ref_count(block) == count, f"block {block}: {pool.ref_count(block)} holders, {count} uses"
+        rest = [block for block in range(1, pool.num_blocks) if block not in counts]
+        assert pool.num_evictable(rest) == len(rest), "a block is held that no table has"
+        assert pool.num_free == pool.num_usable - len(counts)
+        assert pool.ref_count(pool.null_block) == 1
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -70,9 +76,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def check_idle(llm: LLM) -> None:
     """Nothing is left of any request: every block is free, every queue and register empty."""
     check_scheduler(llm._scheduler)
-    pool = llm._scheduler.kv.pool
     assert not llm.has_unfinished and not llm._owners and not llm._scheduler.running and not llm._scheduler.waiting
-    assert pool.num_free == pool.num_usable
+    for pool in filter(None, (llm._scheduler.kv.pool, llm._scheduler.kv.recent_pool)):
+        assert pool.num_free == pool.num_usable
     assert llm._scheduler.kv.swap.num_free + len(llm._scheduler.kv.copies) == llm._scheduler.kv.swap.num_blocks
 
 

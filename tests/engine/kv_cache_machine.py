@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from invariants import check_tables
 
@@ -36,6 +36,7 @@ class KVCacheMachine:
         # Per group: what each slot holds, and which blocks can be found, by the identity of their last token.
         self.slots: list[dict[tuple[int, int], int]] = [{} for _ in groups]
         self.keyed: list[dict[int, int]] = [{} for _ in groups]
+        self.has_recent = self.kv.recent_pool is not None
 
     def step(self, name: str, a: int, b: int) -> None:
         self.counts[name] += bool(getattr(self, name)(a, b))
@@ -60,14 +61,14 @@ class KVCacheMachine:
 
     def start(self, request: Request, num_tokens: int, headroom: int) -> bool:
         hit = self.kv.lookup(request)
-        assert hit == PrefixCache(self.kv.pool, self.kv.groups, self.kv.copies).lookup(
+        assert hit == PrefixCache(self.kv.pool, self.kv.layer_groups, self.kv.copies).lookup(
             request, self.kv._invalid_nodes
         ), "as at first sight"
         expected, certain = self.longest_hit(request)
         assert hit.num_tokens == expected if certain else hit.num_tokens <= expected
-        free, num_tokens = self.kv.pool.num_free, min(num_tokens, len(request.token_ids) - hit.num_tokens)
+        free, num_tokens = self.free, min(num_tokens, len(request.token_ids) - hit.num_tokens)
         if not self.kv.start(request, hit, num_tokens, headroom):
-            assert self.kv.pool.num_free == free and not request.block_ids
+            assert self.free == free and not request.block_ids
             self.counts["refused"] += 1
             return False
         assert self.kv.pool.num_free >= headroom
@@ -102,16 +103,17 @@ class KVCacheMachine:
             return False
         length = max(2, parent.num_computed_tokens - b % 9)
         child = self.new_request(parent.token_ids[:length].tolist(), parent.cache_salt)
-        free = self.kv.pool.num_free
+        free = self.free
         copies = self.kv.fork(parent, child)
         if copies is None:
-            assert self.kv.pool.num_free == free and not child.block_ids
+            assert self.free == free and not child.block_ids
             self.counts["fork refused"] += 1
             return False
         self.requests.append(child)
-        self.forget_fresh(child, {block for table in parent.block_ids for block in table})
+        self.forget_fresh(child, self.blocks(parent))
         for group, size in enumerate(self.kv.block_sizes):
-            for source, target in copies:
+            is_recent = self.kv.groups[group].recent_blocks is not None
+            for source, target in self.kv.take_recent()[1] if is_recent else copies:
                 for offset in range(size):
                     if (source, offset) in self.slots[group]:
                         self.slots[group][target, offset] = self.slots[group][source, offset]
@@ -178,6 +180,7 @@ class KVCacheMachine:
             self.finish(0, 0)
         self.relax(0, 0)
         assert self.kv.pool.num_free == self.kv.pool.num_usable
+        assert self.kv.recent_pool is None or self.kv.recent_pool.num_free == self.kv.recent_pool.num_usable
         return self.reset(0, 0) if b % 4 == 0 else True
 
     def check(self) -> None:
@@ -186,10 +189,17 @@ class KVCacheMachine:
         for request in self.requests:
             known = self.known(request)
             for group, size in enumerate(self.kv.block_sizes):
-                first = self.first_needed_block(group, request.num_computed_tokens)
-                for position in range(first * size, request.num_computed_tokens):
+                first, end = self.first_needed_block(group, request.num_computed_tokens), request.num_computed_tokens
+                if self.has_recent and self.kv.groups[group].recent_blocks is None:
+                    end -= end % size  # what is not full lies in the other group
+                for position in range(first * size, end):
                     block = request.block_ids[group][position // size]
                     assert self.slots[group][block, position % size] == known[position]
+
+    @property
+    def free(self) -> list[int]:
+        """Blocks of each pool."""
+        return [pool.num_free for pool in (self.kv.pool, self.kv.recent_pool) if pool is not None]
 
     def pick(self, a: int) -> Request | None:
         return self.requests[a % len(self.requests)] if self.requests else None
@@ -210,10 +220,10 @@ class KVCacheMachine:
         return True
 
     def allocate(self, request: Request, num_tokens: int, lookahead: int) -> bool:
-        before = {block for table in request.block_ids for block in table}
-        tables, free = [table[:] for table in request.block_ids], self.kv.pool.num_free
+        before = self.blocks(request)
+        tables, free = [table[:] for table in request.block_ids], self.free
         if not self.kv.allocate_slots(request, num_tokens, lookahead):
-            assert request.block_ids == tables and self.kv.pool.num_free == free
+            assert request.block_ids == tables and self.free == free
             self.counts["refused"] += 1
             return False
         assert all(table[: len(old)] == old for table, old in zip(request.block_ids, tables, strict=True))
@@ -230,7 +240,7 @@ class KVCacheMachine:
         self.counts["released"] += sum(request.num_released) - released
         for group, size in enumerate(self.kv.block_sizes):
             for index in range(request.num_computed_tokens // size):
-                if tables[group][index]:
+                if tables[group][index] and self.kv.groups[group].recent_blocks is None:
                     self.keyed[group][tables[group][index]] = known[(index + 1) * size - 1]
 
     def write(self, request: Request, num_tokens: int) -> None:
@@ -239,7 +249,8 @@ class KVCacheMachine:
         for group, size in enumerate(self.kv.block_sizes):
             for position in range(start, min(start + num_tokens, len(known), request.num_slots)):
                 block = request.block_ids[group][position // size]
-                assert self.kv.pool.ref_count(block) == 1 and block not in self.keyed[group], "written while shared"
+                pool = self.kv._pools[group]
+                assert pool.ref_count(block) == 1 and block not in self.keyed[group], "written while shared"
                 self.slots[group][block, position % size] = known[position]
 
     def known(self, request: Request) -> list[int]:
@@ -250,14 +261,18 @@ class KVCacheMachine:
             known.append(identity)
         return known
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def forget(self, blocks: Iterable[int]) -> None:
         """These blocks were handed out anew: what they held is gone."""
         for keyed in self.keyed:
             for block in blocks:
                 keyed.pop(block, None)
 
     def forget_fresh(self, request: Request, before: set[int]) -> None:
-        self.forget([block for table in request.block_ids for block in table if block not in before])
+        self.forget(self.blocks(request) - before)
+
+    def blocks(self, request: Request) -> set[int]:
+        """Those that may carry keys."""
+        return {block for table in request.block_ids[: len(self.kv.layer_groups)] for block in table}
 
     def first_needed_block(self, group: int, position: int) -> int:
         window = self.kv.windows[group]

@@ -72,7 +72,8 @@ class Bench:
             assert len(steps) < limit, "the requests never end"
         for request in self.requests:
             check_tokens(request)
-        assert self.kv.pool.num_free == self.kv.pool.num_usable
+        for pool in filter(None, (self.kv.pool, self.kv.recent_pool)):
+            assert pool.num_free == pool.num_usable
         assert self.kv.swap.num_free == self.kv.swap.num_blocks
         return steps
 

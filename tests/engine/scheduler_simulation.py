@@ -60,13 +60,15 @@ class Simulation:
         self.random = random.Random(seed)
         self.sizes = [group.block_size for group in groups]
         self.windows = [group.sliding_window for group in groups]
+        self.has_recent = groups[-1].recent_blocks is not None
         host = options.pop("swap_blocks", 0)
         pool = BlockPool(num_blocks, enable_caching=options.pop("caching", True))
         self.kv = KVCacheManager(pool, groups, host, options.pop("keeps_prefixes", False))
         self.scheduler = Scheduler(self.kv, **{"max_num_seqs": 6, "max_num_batched_tokens": 24, **options})
         self.scheduler.finish = self.finish  # type: ignore[method-assign]
         self.ends: dict[str, int] = {}
-        self.slots = [[[0] * size for _ in range(num_blocks)] for size in self.sizes]
+        counts = [group.recent_blocks or num_blocks for group in groups]
+        self.slots = [[[0] * size for _ in range(count)] for size, count in zip(self.sizes, counts, strict=True)]
         self.host: list[list[list[int]]] = [[[] for _ in range(host)] for _ in self.sizes]
         self.states: dict[str, list[int]] = {}
         self.live: dict[str, Request] = {}
@@ -90,6 +92,7 @@ class Simulation:
             self.step(False)
         assert not self.scheduler.running and not self.scheduler.waiting
         assert self.kv.pool.num_free == self.kv.pool.num_usable and self.kv.swap.num_requests == 0
+        assert self.kv.recent_pool is None or self.kv.recent_pool.num_free == self.kv.recent_pool.num_usable
         self.check_accounts()
         assert self.kv.reset_prefix_cache() and self.kv.pool.num_cached == 0
         assert self.kv.swap.num_free == self.kv.swap.num_blocks
@@ -166,13 +169,17 @@ class Simulation:
         return sampled
 
     def move(self, step: SchedulerOutput) -> None:
-        for slots, host in zip(self.slots, self.host, strict=True):
+        layers = len(self.kv.layer_groups)
+        for slots, host in zip(self.slots[:layers], self.host[:layers], strict=True):
             for source, target in step.swap_out:
                 host[target] = slots[source][:]
             for source, target in step.swap_in:
                 slots[target] = host[source][:]
             for target, row in [(target, slots[source][:]) for source, target in step.copies]:
                 slots[target] = row
+        for target, row in [(target, self.slots[-1][source][:]) for source, target in step.recent_copies]:
+            self.slots[-1][target] = row
+        self.seen["recent copies"] += len(step.recent_copies)
         self.seen["swapped out"] += len(step.swap_out)
         self.seen["swapped in"] += len(step.swap_in)
         self.seen["copies"] += len(step.copies)
@@ -188,21 +195,30 @@ class Simulation:
         return states
 
     def write(self, item: ScheduledRequest) -> None:
-        states = self.known(item.request)
-        for slots, size, table in zip(self.slots, self.sizes, item.request.block_ids, strict=True):
-            for position in range(item.start, item.start + item.num_tokens):
+        states, end = self.known(item.request), item.start + item.num_tokens
+        for group, (slots, size, table) in enumerate(zip(self.slots, self.sizes, item.request.block_ids, strict=True)):
+            pool = self.kv._pools[group]
+            for position in range(item.start, end):
                 block = table[position // size]
-                assert block and self.kv.pool.ref_count(block) == 1, "a shared block is written"
-                slots[block][position % size] = states[position]
+                assert block and pool.ref_count(block) == 1, "a shared block is written"
+                if not self.has_recent or pool is self.kv.recent_pool:
+                    slots[block][position % size] = states[position]
+        if self.has_recent:
+            full, recent = item.request.block_ids
+            for entry in range(item.start // size, end // size):
+                self.slots[0][full[entry]] = self.slots[1][recent[entry]][:]
         self.seen["chunks"] += not item.samples
 
     def check_context(self, request: Request, end: int, every: bool) -> None:
         """What the token at position `end` reads, or one position of it."""
         states = self.known(request)
         for slots, size, window, table in zip(self.slots, self.sizes, self.windows, request.block_ids, strict=True):
-            low = 0 if window is None else max(0, end - window + 1)
-            if low < end:
-                positions = range(low, end) if every else (low + self.now % (end - low),)
+            low, high = 0 if window is None else max(0, end - window + 1), end
+            if self.has_recent:
+                full = end // size * size
+                low, high = (full, end) if slots is self.slots[1] else (0, full)
+            if low < high:
+                positions = range(low, high) if every else (low + self.now % (high - low),)
                 for position in positions:
                     assert slots[table[position // size]][position % size] == states[position], f"{request} {position}"
             self.seen["released"] += low >= size

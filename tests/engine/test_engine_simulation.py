@@ -87,6 +87,7 @@ class Simulation:
             assert max(item.num_tokens for item in step.scheduled) <= scheduler.max_chunk
             self.seen["chunks"] += sum(not item.samples for item in step.scheduled)
             self.seen["copies"] += len(step.copies)
+            self.seen["recent copies"] += len(step.recent_copies)
             self.seen["mixed"] += 0 < step.num_decodes < len(step.scheduled)
             self.seen["released"] += sum(any(item.request.num_released) for item in step.scheduled)
 
@@ -170,6 +171,9 @@ CASES = {
     "swap prefixes": (26, FULL, {"swap_blocks": 60, "keeps_prefixes": True}),
     "swap prefixes hybrid": (50, HYBRID, {"swap_blocks": 60, "keeps_prefixes": True, "max_num_batched_tokens": 16}),
     "one by one": (26, [KVGroup(3)], {"max_num_seqs": 1}),
+    "swap open blocks": (26, [KVGroup(4), KVGroup(4, recent_blocks=17)], {"swap_blocks": 60}),
+    "few open blocks": (26, [KVGroup(4), KVGroup(4, recent_blocks=5)], {"max_num_batched_tokens": 17}),
+    "open blocks uncached": (26, [KVGroup(4), KVGroup(4, recent_blocks=9)], {"enable_prefix_caching": False}),
     "tokens are blocks": (100, [KVGroup(1), KVGroup(2, 1)], {}),
 }
 
@@ -182,6 +186,7 @@ def events(name: str, overlap: bool) -> set[str]:
     wanted |= {"preemptions"} if name not in ("ample", "one by one") else set()
     wanted |= {"dropped", "unknown"} if overlap else set()
     wanted |= {"released"} if any(group.sliding_window for group in groups) else set()
+    wanted |= {"recent copies", "released"} if "open" in name else set()
     wanted |= {"swapped out", "swapped in", "recomputed"} if "swap" in name else set()
     wanted -= {"mixed", "copies"} if name == "one by one" else set()
     wanted -= {"copies"} if name == "tokens are blocks" else set()

@@ -23,6 +23,7 @@ GROUPS = {
     "hybrid": [KVGroup(2), KVGroup(2, 6)],
     "three": [KVGroup(2, 3), KVGroup(2), KVGroup(2, 8)],
     "unequal": [KVGroup(2), KVGroup(4, 5), KVGroup(3)],
+    "open": [KVGroup(3), KVGroup(3, recent_blocks=9)],
 }
 
 
@@ -67,7 +68,7 @@ class KVCacheRules(RuleBasedStateMachine):
         self.total.update(self.machine.counts)
 
 
-@pytest.mark.parametrize("name", ["full", "hybrid"])
+@pytest.mark.parametrize("name", ["full", "hybrid", "open"])
 def test_hypothesis_finds_no_wrong_value(name: str) -> None:
     total: Counter[str] = Counter()
 
@@ -89,6 +90,10 @@ def test_random_operations_agree_with_the_model(name: str, digest: Callable[[byt
     machine.run(seed=20260801, operations=part_of(20_000, SHARE), check_every=6)
     machine.drain(0, 0)
     wanted = [*WEIGHTS, "hits", "certain hits", "salted hits", "copies", "refused"]
-    wanted += ["released", "fork refused"] if any(group.sliding_window for group in GROUPS[name]) else []
+    wanted += (
+        ["released", "fork refused"]
+        if any(group.sliding_window or group.recent_blocks for group in GROUPS[name])
+        else []
+    )
     rare = {event: machine.counts[event] for event in wanted if machine.counts[event] < part_of(20, SHARE)}
     assert not rare

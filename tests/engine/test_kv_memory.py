@@ -14,6 +14,7 @@ from pagedattn import PagedKVCache
 from pagedattn.engine import KVGroup, SchedulerOutput
 from pagedattn.engine.config import EngineConfig
 from pagedattn.engine.worker import kv_memory
+from pagedattn.engine.worker.kv_memory import BlockBytes, NumBlocks
 from pagedattn.errors import CapacityError
 
 # Of a token and KV head, keys and values of 128 elements in a model of bfloat16.
@@ -35,8 +36,12 @@ class TestSizing:
 
     def size_of(self, block_bytes: int, device: str, **options: Any) -> int:
         """Blocks for sequences of 50 tokens, of which one takes 5 blocks of each group."""
-        config, groups = self.config(**options), [KVGroup(10), KVGroup(10)]
-        graphs = lambda: self.steps.append(GRAPHS) or 2_000  # noqa: E731
+        found = self.both(BlockBytes(block_bytes), [KVGroup(10), KVGroup(10)], device, **options)
+        assert found.recent is None
+        return found.cache
+
+    def both(self, block_bytes: BlockBytes, groups: list[KVGroup], device: str, **options: Any) -> NumBlocks:
+        config, graphs = self.config(**options), lambda: self.steps.append(GRAPHS) or 2_000
         return kv_memory.size_kv_blocks(
             config, torch.device(device), block_bytes, groups, 50, self.steps.append, graphs
         )
@@ -55,6 +60,31 @@ class TestSizing:
         with pytest.raises(CapacityError, match=words):
             self.size("cpu", num_kv_blocks=10, max_model_len=50)
         assert self.size("cpu", num_kv_blocks=10) == 10 and "sequences end at 41 tokens" in caplog.text
+
+    def second(self, device: str, **options: Any) -> tuple[int, int | None]:
+        """With a second cache of blocks of 10 tokens, beside which there is block 0."""
+        return self.both(BlockBytes(1000, 5000), [KVGroup(10)], device, **options)
+
+    def test_a_second_cache_has_a_block_for_each_sequence_and_each_block_of_a_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.second("cpu", num_kv_blocks=30) == (30, 19), "8 sequences and 100 tokens"
+        assert self.second("cpu", num_kv_blocks=30, max_num_seqs=3) == (30, 14)
+        assert self.second("cpu", num_kv_blocks=30, max_num_batched_tokens=91) == (30, 19)
+        assert self.second("cpu", num_kv_blocks=9) == (9, 9), "what is not full has a block in the first cache too"
+        assert self.second("cpu") == (41, 19)
+        monkeypatch.setattr(kv_memory, "_CPU_BYTES", 100_000)
+        assert self.second("cpu") == (41, 5), "a quarter of memory at most"
+        monkeypatch.setattr(kv_memory, "_CPU_BYTES", 42_000)
+        assert self.second("cpu", max_num_seqs=20) == (32, 2)
+
+    def test_what_is_asked_for_beside_a_second_cache_must_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for free, most in ((95_000 + 30_999, 30), (12_999, 2), (19 * 6000, 19)):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, 200_000))
+            assert self.second("cuda", num_kv_blocks=most) == (most, min(most, 19))
+            words = f"of 1000 bytes, and {min(most + 1, 19)} of 5000 for .* lower num_kv_blocks to {most} at most"
+            with pytest.raises(CapacityError, match=words):
+                self.second("cuda", num_kv_blocks=most + 1)
 
     def test_more_blocks_than_the_device_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (25_500, 100_000))
@@ -80,9 +110,12 @@ class TestSizing:
         for name, value in facts.items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
         if free < 10_000:
-            with pytest.raises(CapacityError, match="gpu_memory_utilization"):
-                self.size("cuda")
+            for of_one in (self.size, self.second):
+                with pytest.raises(CapacityError, match="gpu_memory_utilization"):
+                    of_one("cuda")
             return
+        assert self.second("cuda") == (13, 2), "2 of 5,000 and 13 of 1,000 bytes"
+        self.steps.clear()
         # 100,000 x 0.9 - 60,000 in use - 5,000 of activations - 2,000 of graphs
         assert self.size("cuda") == 23
         prompts, decodes, graphs = self.steps
@@ -120,6 +153,19 @@ class TestSizing:
         block = runner.cache.nbytes // runner.num_kv_blocks
         assert block == TOKEN_BYTES[name] * 16 * 2 * 4, "tokens, KV heads, layers"
         assert (16 << 20) - block < runner.cache.nbytes <= 16 << 20
+
+    def test_a_runner_counts_every_byte_of_a_second_cache(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv_memory, "_CPU_BYTES", 16 << 20)
+        model = save(hf_model("qwen3", torch.float64, head_dim=128), tmp_path)
+        options = {"kv_cache_dtype": "int4", "dtype": "bfloat16", "block_size": 32, "max_num_batched_tokens": 512}
+        runner = make_runner(model, num_kv_blocks=None, **options)
+        full, recent = runner.cache, runner.cache.recent
+        assert recent is not None and runner.kv_groups[-1] == KVGroup(32, recent_blocks=recent.num_blocks)
+        assert full.slabs.numel() == runner.num_kv_blocks * 148 * 32 * 2 * 4, "bytes a token, tokens, KV heads, layers"
+        assert recent.nbytes == recent.num_blocks * 512 * 32 * 2 * 4 <= (16 << 20) / 4
+        assert (16 << 20) - 148 * 32 * 2 * 4 < full.nbytes <= 16 << 20
 
     def test_warm_up_steps_run(self, folder: Path) -> None:
         runner = make_runner(folder, num_kv_blocks=2)

@@ -19,6 +19,8 @@ SHARE = 8
 FULL = [KVGroup(4)]
 HYBRID = [KVGroup(4), KVGroup(4, 7)]
 GEMMA3 = [KVGroup(4), *[KVGroup(4, 9)] * 3]
+OPEN = [KVGroup(4), KVGroup(4, recent_blocks=13)]
+FEW_OPEN = [KVGroup(4), KVGroup(4, recent_blocks=6)]
 UNEQUAL = [KVGroup(4), KVGroup(8, 10)]
 CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "ample": (150, FULL, {}),
@@ -34,6 +36,10 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "prefixes of windows": (40, HYBRID, {"swap_blocks": 20, "keeps_prefixes": True}),
     "outgrown": (15, FULL, {"swap_blocks": 30}),
     "unequal blocks": (38, UNEQUAL, {"swap_blocks": 60}),
+    "open blocks": (30, OPEN, {"swap_blocks": 60, "max_prefill_share": 0.5}),
+    "open blocks recompute": (30, OPEN, {}),
+    "ample but for open blocks": (150, FEW_OPEN, {}),
+    "few open blocks": (30, FEW_OPEN, {"swap_blocks": 14, "keeps_prefixes": True}),
 }
 
 
@@ -43,8 +49,9 @@ def test_random_traffic(name: str) -> None:
     wanted = {"rollbacks", "copies", "mixed", "chunks", "stop", "length", "error"}
     wanted |= {"aborted while waiting", "aborted while running"}
     wanted |= {"hits", "passed over"} if options.get("caching", True) else set()
-    wanted |= {"preemptions", "recomputed"} if name != "ample" else set()
+    wanted |= {"preemptions", "recomputed"} if "ample" not in name else set()
     wanted |= {"no room"} if name == "outgrown" else set()
+    wanted |= {"recent copies"} if groups[-1].recent_blocks else set()
     wanted |= {"released"} if len(groups) > 1 else set()
     swapped = {"swapped out", "swapped in", "loads" if "keeps_prefixes" in options else "aborted while swapped"}
     wanted |= swapped if "swap_blocks" in options else set()
@@ -55,6 +62,7 @@ def test_random_traffic(name: str) -> None:
         simulation = Simulation(seed, num_blocks, groups, **options)
         simulation.run(part_of(STEPS, SHARE))
         assert simulation.seen["steps"] >= part_of(STEPS, SHARE)
+        assert "ample" not in name or not simulation.seen["preemptions"]
         seen += simulation.seen
         if wanted <= seen.keys():
             break

@@ -29,6 +29,7 @@ from pagedattn.engine.worker.host_batch import HostBatch, HostBatchBuilder
 from pagedattn.engine.worker.persistent_batch import PersistentBatch
 
 GROUPS = [KVGroup(4), KVGroup(4, 9)]
+OPEN = [KVGroup(4), KVGroup(4, recent_blocks=13)]
 KINDS = [
     SamplingParams(),
     SamplingParams(temperature=0.7, top_p=0.9, seed=3, stop=("a", "b"), stop_token_ids=[7], logprobs=2),
@@ -68,13 +69,13 @@ def sent(batch: HostBatch) -> HostBatch:
     return got
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_steps_of_a_busy_scheduler(seed: int) -> None:
-    """Arrivals, aborts, preemptions, released windows, forks, failed steps and lost ones, for 400 steps."""
+@pytest.mark.parametrize(("seed", "groups"), [*((seed, GROUPS) for seed in range(4)), (0, OPEN), (2, OPEN)])
+def test_steps_of_a_busy_scheduler(seed: int, groups: list[KVGroup]) -> None:
+    """Arrivals, aborts, preemptions, released blocks, forks, failed steps and lost ones, for 400 steps."""
     draw = random.Random(seed)
-    kv = KVCacheManager(BlockPool(28), GROUPS)
+    kv = KVCacheManager(BlockPool(28 if groups is GROUPS else 16), groups)
     scheduler = Scheduler(kv, max_num_seqs=6, max_num_batched_tokens=16, max_prefill_share=0.5)
-    builder, rank = driver(), PersistentBatch(GROUPS, 6, 64, torch.device("cpu"))
+    builder, rank = driver(groups), PersistentBatch(groups, 6, 64, torch.device("cpu"))
     live: list[Request] = []
     lost = arrived = released = processed = counted = 0
     for turn in range(400):
@@ -100,7 +101,7 @@ def test_steps_of_a_busy_scheduler(seed: int) -> None:
         else:
             got = sent(batch)
             rank.apply(*map(torch.from_numpy, got.updates.parts))
-            check_rank(rank, got, step)
+            check_rank(rank, got, step, groups)
             arrived += 1
             released += any(item.request.num_released[1] for item in step.scheduled)
             processed += got.sampling is not None
@@ -114,20 +115,22 @@ def test_steps_of_a_busy_scheduler(seed: int) -> None:
     assert scheduler.stats.preemptions > 4 and scheduler.stats.rollbacks > 5
 
 
-def check_rank(rank: PersistentBatch, batch: HostBatch, step: SchedulerOutput) -> None:
+def check_rank(rank: PersistentBatch, batch: HostBatch, step: SchedulerOutput, groups: list[KVGroup]) -> None:
     """The rank's rows have the requests' blocks and parameters, and the batch their tokens."""
     tokens = [item.request.token_ids[item.start : item.start + item.num_tokens] for item in step.scheduled]
     assert batch.tokens.tolist() == [token for some in tokens for token in some]
     params = request_params([item.request for item in step.scheduled])
     for item, row, own in zip(step.scheduled, batch.rows.tolist(), params, strict=True):
         assert rank.params[row].tolist() == own.tolist()
-        for group, kind in enumerate(GROUPS):
+        for group, kind in enumerate(groups):
             used = -(-(item.start + item.num_tokens) // kind.block_size)
             first = item.request.num_released[group]
             assert rank.tables[group, row, first:used].tolist() == item.request.block_ids[group][first:used]
     pairs = (batch.moves.swap_out, batch.moves.swap_in, batch.moves.copies)
     assert [[*map(tuple, one.tolist())] for one in pairs] == [[*step.swap_out], [*step.swap_in], [*step.copies]]
     assert batch.moves.fresh.tolist() == [*step.fresh_blocks]
+    assert batch.moves.recent_fresh.tolist() == [*step.recent_fresh]
+    assert [*map(tuple, batch.moves.recent_copies.tolist())] == [*step.recent_copies]
 
 
 def test_a_decode_sends_little() -> None:
@@ -139,9 +142,11 @@ def test_a_decode_sends_little() -> None:
 
 
 def test_copies_and_a_step_of_nothing_else() -> None:
-    step = SchedulerOutput((), 0, ((1, 2), (7, 3)), ((4, 0),), ((1, 9), (2, 8)), (5, 9, 8))
-    got = sent(driver().pack(step))
-    assert [one.tolist() for one in got.moves] == [[[4, 0]], [5, 9, 8], [[1, 9], [2, 8]], [[1, 2], [7, 3]]]
+    step = SchedulerOutput((), 0, ((1, 2), (7, 3)), ((4, 0),), ((1, 9), (2, 8)), (5, 9, 8), ((2, 3),), (6, 7))
+    got = sent(driver(OPEN).pack(step))
+    moved = [[[4, 0]], [5, 9, 8], [[1, 9], [2, 8]], [[1, 2], [7, 3]], [6, 7], [[2, 3]]]
+    assert [one.tolist() for one in got.moves] == moved
+    assert [one.tolist() for one in sent(driver().pack(step)).moves] == [*moved[:4], [], []]
     assert len(got.rows) == len(got.tokens) == 0 and got.sampling is None
 
 

@@ -16,7 +16,11 @@ from scheduler_bench import Bench, prompt
 from pagedattn.engine import KVGroup
 from pagedattn.engine.api.llm import LLM
 
-GROUPS = {"full": [KVGroup(4)], "hybrid": [KVGroup(4), KVGroup(4, 12)]}
+GROUPS = {
+    "full": [KVGroup(4)],
+    "hybrid": [KVGroup(4), KVGroup(4, 12)],
+    "open": [KVGroup(4), KVGroup(4, recent_blocks=40)],
+}
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -24,7 +28,8 @@ GROUPS = {"full": [KVGroup(4)], "hybrid": [KVGroup(4), KVGroup(4, 12)]}
 def test_ten_times_more_requests_than_blocks(name: str, mode: str) -> None:
     """96 requests of 64 tokens in a tenth of the blocks that they need have the tokens of requests left alone."""
     groups, prompts = GROUPS[name], [prompt(6 + index % 7, index) for index in range(96)]
-    needed = sum(group.blocks_for(len(tokens) + 63, 1) for tokens in prompts for group in groups)
+    layers = [group for group in groups if group.recent_blocks is None]
+    needed = sum(group.blocks_for(len(tokens) + 63, 1) for tokens in prompts for group in layers)
     bench = Bench(1 + needed // 10, groups, seqs=64, budget=128, swap_blocks=needed if mode == "swap" else 0)
     # Admission that leaves room to grow would calm the storm.
     bench.scheduler._headroom = lambda plan: 0  # type: ignore[method-assign]
@@ -33,16 +38,21 @@ def test_ten_times_more_requests_than_blocks(name: str, mode: str) -> None:
     bench.finish(limit=20_000)
     stats = bench.scheduler.stats
     assert stats.preemptions >= 100 and all(request.num_generated == 64 for request in bench.requests)
-    assert stats.swaps == (stats.preemptions if mode == "swap" else 0)
-    assert (stats.recomputed_tokens == 0) == (mode == "swap") and (stats.swapped_in_blocks > 0) == (mode == "swap")
+    # Where blocks are encoded once they are full, what is in another is computed again: at most 3 of 4 tokens.
+    again = 3 * stats.preemptions if len(groups) > len(layers) else 0
+    assert stats.swaps == 0 if mode == "recompute" else stats.swaps == stats.preemptions or again > 0
+    assert (stats.recomputed_tokens <= again) == (mode == "swap") and (stats.swapped_in_blocks > 0) == (mode == "swap")
     assert max(request.num_preemptions for request in bench.requests) < 64 and not bench.requests[0].num_preemptions
 
 
-def test_a_thousand_aborts_leak_no_block() -> None:
+@pytest.mark.parametrize("groups", [[KVGroup(4), KVGroup(4, 9)], GROUPS["open"]], ids=["hybrid", "open"])
+def test_a_thousand_aborts_leak_no_block(groups: list[KVGroup]) -> None:
     """In every third step a request is aborted, in each state as often, while others come, run, are swapped and end."""
     draw = random.Random(5)
     llm = fake_llm(
-        FakeRunner(24, [KVGroup(4), KVGroup(4, 9)], swap_blocks=60), max_num_batched_tokens=24, max_prefill_share=0.2
+        FakeRunner(24 if groups[-1].sliding_window else 16, groups, swap_blocks=60),
+        max_num_batched_tokens=24,
+        max_prefill_share=0.2,
     )
     live: dict[str, list[int]] = {}
     states: Counter[str] = Counter()

@@ -146,5 +146,8 @@ def test_block_sizes() -> None:
     assert hf.new_cache(model)._store.block_size == 64
     hf.enable(model)
     assert hf.new_cache(model)._store.block_size == 16
-    with pytest.raises(UnsupportedError, match="kv_cache_dtype='int4' is not served by PackedModel"):
-        hf.PackedModel(model, kv_cache_dtype="int4")
+    with pytest.raises(InvalidInputError, match="block_size must be a multiple of 32"):
+        hf.PackedModel(model, kv_cache_dtype="int4", block_size=16)
+    for given, size in ((None, 32), (64, 64)):
+        packed = hf.PackedModel(model, kv_cache_dtype="int4", block_size=given)
+        assert {layer.spec.block_size for layer in packed.attention_layers()} == {size}

@@ -78,9 +78,9 @@ def write(
     last_tokens: torch.Tensor,
     rows: Sequence[torch.Tensor],
     common: CommonAttentionMetadata,
+    out: torch.Tensor,
 ) -> None:
-    """As `decode_inputs.write_decodes`, of one KV group; the rows themselves with the first."""
-    out = common.block_table
+    """As `decode_inputs.write_decodes`, of one KV group, to whose table `out`; the rows themselves with the first."""
     arguments = (
         *(sent, table, last_tokens, *rows, common.query_start_loc, common.seq_lens, out),
         *(count, group, out.shape[1], sent.stride(0), table.stride(0), out.stride(0)),

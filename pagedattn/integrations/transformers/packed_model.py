@@ -46,7 +46,7 @@ class PackedModel:
         self,
         model: Any,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         backend: str | None = None,
         max_model_len: int | None = None,
         clean_cache: bool = False,
@@ -58,6 +58,7 @@ class PackedModel:
         Args:
             model: a `PreTrainedModel` with a language model head, weights in place, on its device.
             block_size: tokens per block of the widest KV group; others get a multiple, see `PagedKVCache.from_specs`.
+                None: 16, of formats with larger blocks (`int4`) their smallest.
             backend: attention backend by name; None chooses.
             max_model_len: longest sequence that will be run; None is the model's own limit.
             clean_cache: blocks are zeroed when handed out (`PagedKVCache.zero_blocks`), which some backends need.
@@ -67,7 +68,8 @@ class PackedModel:
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
         """
-        stored = KVCacheDtype.of(kv_cache_dtype).require_rows("PackedModel")
+        stored = KVCacheDtype.of(kv_cache_dtype)
+        size = stored.block_size(block_size)
         register_attention()
         check_model(model)
         refuse(type(model), model.config, max_model_len)
@@ -89,7 +91,7 @@ class PackedModel:
         calls = [layer.call for layer, _ in self._learnt]
         self._layers = {
             call.layer: (call, attention)
-            for call, attention in zip(calls, self._attentions(block_size, backend, clean_cache), strict=True)
+            for call, attention in zip(calls, self._attentions(size, backend, clean_cache), strict=True)
         }
 
     def __call__(
@@ -115,7 +117,7 @@ class PackedModel:
         return [cache_spec(layer, self.dtype, block_size, name) for layer, name in self._learnt]
 
     def _attentions(self, block_size: int, backend: str | None, clean_cache: bool) -> list[Attention | MLAAttention]:
-        layout = PagedKVCache.from_specs(self.kv_cache_specs(block_size), 1, device="meta")
+        layout = PagedKVCache.layout_of(self.kv_cache_specs(block_size))
         return [
             make_attention(
                 layer,
