@@ -5,8 +5,34 @@ from __future__ import annotations
 from mutant_anchor import Fault
 
 RECOUNT, SCORES = "test_token_counts.py recount", "test_token_counts.py of_the_torch_path"
+OPEN, FEW_OPEN = "test_scheduler_simulation.py [open", "test_scheduler_simulation.py [ample but"
 
 FAULTS: tuple[Fault, ...] = (
+    Fault("full blocks kept in the pool of open ones", "KVGroup.__post_init__",
+          "None if self.recent_blocks is None else self.block_size", "None",
+          "test_kv_cache_stateful.py model[open-xxh3]"),
+    Fault("open blocks copied in the first cache", "KVCacheManager.fork",
+          "(copies if pool is self.pool else self._recent_copies).extend(pairs)", "copies.extend(pairs)", OPEN),
+    Fault("an open block that is not copied", "BlockCopier._move_recent", "if len(copies):", "if False:",
+          "test_int4.py fork_what_is_not_full"),
+    Fault("a swapped request with an open block", "KVCacheManager.swap_out",
+          "computed -= computed % self.block_sizes[0]", "pass", OPEN),
+    Fault("prompts that take the open blocks of those behind", "BaseScheduler._schedule_running",
+          "self._num_without_open(index)", "0", FEW_OPEN),
+    Fault("more requests than open blocks", "BaseScheduler.__init__", "min(max_num_seqs, kv.recent_pool.num_usable)",
+          "max_num_seqs", FEW_OPEN),
+    Fault("an admission that takes more open blocks than are free", "BaseScheduler._chunk",
+          "self.kv.fit_recent(computed, most)", "most", FEW_OPEN),
+    Fault("rows that are not encoded", "SelfAttention.forward", "self.attn.seal(cache, metadata)", "pass",
+          "test_int4.py pairs_of_axes"),
+    Fault("slots of full blocks for rows of open ones", "DecodeGraphs._capture", "-1 if spec.has_recent else group",
+          "group", "test_int4.py captured_steps"),
+    Fault("the first cache's table for open blocks", "BatchSender._by_group", "table[-1] if", "table[0] if",
+          "test_decode_inputs.py that_are_not_full"),
+    Fault("a second cache that takes nothing", "_split", "(available - recent * block_bytes.recent)", "available",
+          "test_kv_memory.py second_cache"),
+    Fault("chunks beyond the room of a block", "KVCacheManager.fit_recent", "-num_computed_tokens % size +", "size +",
+          "test_kv_cache_manager.py room_of_the_open_block"),
     Fault("padding that stands in a request's row", "packed_decodes", "target[0, count:] = padding_row",
           "target[0, count:] = 0", "test_decode_graphs.py padded_rows_are_nobodys"),
     Fault("a new block that the table does not get", "_write_kernel", "tl.store(table + column, block)",

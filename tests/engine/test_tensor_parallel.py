@@ -68,6 +68,27 @@ def test_tokens_are_those_of_one_rank(name: str, pair: Callable[[str], Pair]) ->
     assert two.counters.steps > 2 * 40 // 12 and two.num_free_blocks == two.num_blocks
 
 
+def test_both_ranks_keep_open_blocks(tmp_path: Path) -> None:
+    """Over int4, of which each rank has its heads' part in both caches: chunked, forked, preempted and hit."""
+    folder = save(hf_model("qwen3", torch.float32, num_hidden_layers=2), tmp_path)
+    options = {"kv_cache_dtype": "int4", "dtype": "float64", "device": "cpu", "num_kv_blocks": 8, "max_num_seqs": 4}
+    options |= {"max_num_batched_tokens": 48, "graph_sizes": (2, 4), "preemption": "recompute"}
+    draw = torch.Generator().manual_seed(1)
+    first, second, third = (torch.randint(3, 500, (length,), generator=draw).tolist() for length in (70, 29, 13))
+    asked = [first, second, [*first[:64], *third]]
+    params = [SamplingParams(temperature=1.0, seed=3, n=n, max_tokens=50, ignore_eos=True) for n in (1, 2, 1)]
+    found = []
+    for size in (1, 2):
+        llm = LLM(folder, tensor_parallel_size=size, **options)
+        outputs = [output for _ in range(2) for output in llm.generate(asked, params)]
+        found.append([[one.token_ids for one in output.outputs] for output in outputs])
+        stats = llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.counters.preemptions > 0 and stats.counters.cached_tokens > 0
+        llm.close()
+    assert found[0] == found[1]
+
+
 def test_images_are_refused_as_by_one_rank(pair: Callable[[str], Pair]) -> None:
     both = pair("qwen3")
     for llm in (both.one, both.two):
