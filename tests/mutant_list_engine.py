@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant_anchor import Fault
 
 RECOUNT, SCORES = "test_token_counts.py recount", "test_token_counts.py of_the_torch_path"
-OPEN, FEW_OPEN = "test_scheduler_simulation.py [open", "test_scheduler_simulation.py [ample but"
+OPEN, FEW_OPEN = "test_scheduler_simulation.py [open", "test_scheduler_simulation.py [ample but for"
 
 FAULTS: tuple[Fault, ...] = (
     Fault("full blocks kept in the pool of open ones", "KVGroup.__post_init__",
@@ -20,9 +20,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("prompts that take the open blocks of those behind", "BaseScheduler._schedule_running",
           "self._num_without_open(index)", "0", FEW_OPEN),
     Fault("more requests than open blocks", "BaseScheduler.__init__", "min(max_num_seqs, kv.recent_pool.num_usable)",
-          "max_num_seqs", FEW_OPEN),
+          "max_num_seqs", "test_scheduler.py open_blocks_that_are_free"),
     Fault("an admission that takes more open blocks than are free", "BaseScheduler._chunk",
-          "self.kv.fit_recent(computed, most)", "most", FEW_OPEN),
+          "self.kv.fit_recent(computed, most)", "most", "test_scheduler.py open_blocks_that_are_free"),
     Fault("rows that are not encoded", "SelfAttention.forward", "self.attn.seal(cache, metadata)", "pass",
           "test_int4.py pairs_of_axes"),
     Fault("slots of full blocks for rows of open ones", "DecodeGraphs._capture", "-1 if spec.has_recent else group",

@@ -235,6 +235,10 @@ class Simulation:
         newest = scheduler.running[-1].arrival if scheduler.running else -1
         assert all(victim.arrival > newest for victim in victims), "S4: an older request gave way to a newer one"
         self.seen["preemptions"] += len(victims)
+        if self.kv.recent_pool is not None and not victims and self.kv.pool.num_free > 40:
+            assert len(scheduler.running) <= self.kv.recent_pool.num_usable
+            idle = [one for one in scheduler.running if one.request_id not in names]
+            assert all(len(one.token_ids) >= one.max_total_tokens for one in idle), "no block for a token"
         admitted = [item.request.arrival for item in items if item.request.request_id in waiting]
         if not admitted:
             return

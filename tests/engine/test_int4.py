@@ -14,6 +14,7 @@ from test_greedy_grid import pairwise
 from tiny_models import hf_model, save
 
 from pagedattn import plan_step
+from pagedattn.cli import command as cli
 from pagedattn.engine import LLM, EngineConfig, SamplingParams, SchedulerOutput
 from pagedattn.engine.worker import decode_graphs, kv_memory
 from pagedattn.engine.worker.runner import ModelRunner
@@ -232,6 +233,15 @@ def test_a_clean_cache_zeroes_both(folder: Path, monkeypatch: pytest.MonkeyPatch
         dirty = 0
         tokens(make(folder, clean_cache=clean, max_num_seqs=1))
         assert (dirty == 0) == clean
+
+
+def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model, text = str(Path(__file__).parents[2] / "examples" / "tiny-qwen3"), "A block table"
+    params = SamplingParams(temperature=0, max_tokens=40)
+    expected = LLM(model, device="cpu", kv_cache_dtype="int4").generate(text, params, progress=False)[0].text
+    options = ["--kv-cache-dtype", "int4", "--max-tokens", "40", "--device", "cpu"]
+    assert cli.main(["generate", model, text, *options]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_options_that_do_not_go_with_it(folder: Path, tmp_path: Path) -> None:

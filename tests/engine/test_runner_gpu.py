@@ -116,6 +116,22 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
     assert len({token for each in wanted for token in each}) > 60
 
 
+@pytest.mark.parametrize("name", ["int4", "int4:skip=0"])
+def test_captured_steps_encode_the_blocks_that_they_fill(name: str, folder: Path, tmp_path: Path) -> None:
+    """Over int4, which has layers of one kind only."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "use_sliding_window": False}), encoding="utf-8")
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    options = {"kv_cache_dtype": name, "max_model_len": 256}
+    wanted, _ = tokens(tmp_path, KINDS[:2], enforce_eager=True, overlap=False, **options)
+    for changes in ({"overlap": False}, {"graph_sizes": [3, 10]}, {"enforce_eager": True, "overlap": True}):
+        found, llm = tokens(tmp_path, KINDS[:2], **options, **changes)
+        assert found == wanted, changes
+        kv, graphs = llm._scheduler.kv, llm.runner._graphs  # type: ignore[attr-defined]
+        assert graphs is None if "enforce_eager" in changes else graphs.replays > 20
+        assert kv.recent_pool is not None and kv.recent_pool.num_free == kv.recent_pool.num_usable
+    assert wanted != tokens(tmp_path, KINDS[:2], enforce_eager=True, overlap=False, max_model_len=256)[0]
+
+
 def test_captured_steps_have_the_scales_of_each_layer_and_head(folder: Path, tmp_path: Path) -> None:
     layers = [LayerMaxima((20.0 + index, 40.0), (3.0, 1.0 + index), 64, 64) for index in range(3)]
     files = {"model.safetensors": folder / "model.safetensors"}

@@ -294,3 +294,20 @@ def test_restart_keeps_tokens_and_ends_what_had_ended() -> None:
     bench.requests.remove(full)
     bench.finish()
     assert half.num_generated == new.num_generated == 4
+
+
+def test_a_prompt_enters_with_the_open_blocks_that_are_free() -> None:
+    """One runs with a block, of five four are left: the first chunk of a prompt has sixteen tokens, whatever it could."""
+    bench = Bench(64, [KVGroup(4), KVGroup(4, recent_blocks=6)])
+    assert bench.scheduler.max_num_seqs == 5, "each has a block"
+    bench.add(prompt(3), 20)
+    bench.step()
+    bench.add(prompt(30, 5), 2)
+    bench.add(prompt(9, 7), 2)
+    sizes = []
+    for _ in range(3):
+        step = bench.step()
+        assert step is not None
+        sizes.append([item.num_tokens for item in step.scheduled])
+    assert sizes == [[1, 16], [1, 14], [1, 1, 9]]
+    bench.finish()

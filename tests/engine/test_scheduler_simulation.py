@@ -38,7 +38,7 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "unequal blocks": (38, UNEQUAL, {"swap_blocks": 60}),
     "open blocks": (30, OPEN, {"swap_blocks": 60, "max_prefill_share": 0.5}),
     "open blocks recompute": (30, OPEN, {}),
-    "ample but for open blocks": (150, FEW_OPEN, {}),
+    "ample but for open blocks": (150, [KVGroup(4), KVGroup(4, recent_blocks=5)], {"max_prefill_share": 0.3}),
     "few open blocks": (30, FEW_OPEN, {"swap_blocks": 14, "keeps_prefixes": True}),
 }
 
