@@ -297,7 +297,7 @@ def test_restart_keeps_tokens_and_ends_what_had_ended() -> None:
 
 
 def test_a_prompt_enters_with_the_open_blocks_that_are_free() -> None:
-    """One runs with a block, of five four are left: the first chunk of a prompt has sixteen tokens, whatever it could."""
+    """One runs with a block, so that of five four are left: a prompt begins with sixteen tokens."""
     bench = Bench(64, [KVGroup(4), KVGroup(4, recent_blocks=6)])
     assert bench.scheduler.max_num_seqs == 5, "each has a block"
     bench.add(prompt(3), 20)
