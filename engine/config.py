@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pagedattn import KVCacheDtype, KVScales
-from pagedattn.errors import InvalidInputError
+from pagedattn.errors import InvalidInputError, UnsupportedError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
 _PREEMPTIONS = ("auto", "recompute", "swap")
@@ -76,6 +76,7 @@ class EngineConfig:
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
+        UnsupportedError: a kv_cache_dtype with a window of recent tokens.
     """
 
     model: str
@@ -117,7 +118,7 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
-        stored = KVCacheDtype.of(self.kv_cache_dtype)
+        stored = _format_of_engine(self.kv_cache_dtype)
         object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
             if not isinstance(self.kv_scales, str | os.PathLike):
@@ -210,3 +211,14 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1)
         raise InvalidInputError(name, f"one of {', '.join(allowed)}", repr(value), f"try {near[0]}" if near else "")
+
+
+def _format_of_engine(given: str | KVCacheDtype) -> KVCacheDtype:
+    """What is given, unless it has a window: there is a second cache for open blocks alone."""
+    stored = KVCacheDtype.of(given)
+    if stored.window:
+        raise UnsupportedError(
+            f"kv_cache_dtype={str(stored)!r} is not served by the engine, which keeps no window of recent tokens; "
+            "leave :window= out, or run the model by enable of pagedattn.integrations.transformers"
+        )
+    return stored

@@ -72,6 +72,11 @@ class KVCacheDtype:
         """What V is stored as, of layers that are not skipped."""
         return format_of(self.name).value.name
 
+    @property
+    def window(self) -> int:
+        """Of how many tokens before its own block a query reads what was not encoded."""
+        return format_of(self.name).window
+
     def __str__(self) -> str:
         return self.name + (f":{_SKIP}{','.join(map(str, self.skip_layers))}" if self.skip_layers else "")
 
