@@ -134,7 +134,7 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError(name, f"an integer of at least {low}", repr(value))
         stored.block_size(self.block_size)
-        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "freeze_gc", "clean_cache"):
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap", "freeze_gc", "clean_cache", "latent"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in _OPTIONAL):
                 raise InvalidInputError(name, "a bool", repr(value))
@@ -193,7 +193,16 @@ _LOWEST = {
     "prefix_space": 0,
     "chat_template_memory": 1 << 28,
 }
-_OPTIONAL = ("max_model_len", "block_size", "num_kv_blocks", "max_waiting", "overlap", "freeze_gc", "swap_space")
+_OPTIONAL = (
+    "max_model_len",
+    "block_size",
+    "num_kv_blocks",
+    "max_waiting",
+    "overlap",
+    "freeze_gc",
+    "swap_space",
+    "latent",
+)
 
 
 def _is_positive(value: object) -> bool:

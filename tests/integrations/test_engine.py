@@ -105,6 +105,8 @@ def test_latent_models_keep_rows(folders: Any) -> None:
         assert not any(isinstance(spec, MLASpec) for spec in specs) and specs[0].num_kv_heads > 1
     with pytest.raises(UnsupportedError, match=r"kv_cache_dtype='int8' is not served for the latent rows"):
         make_llm(folders("deepseek_v3"), kv_cache_dtype="int8", latent=True)
+    with pytest.raises(InvalidInputError, match="latent must be a bool, got 'rows'"):
+        make_llm(folders("deepseek_v3"), latent="rows")
 
 
 def test_the_models_are_not_degenerate() -> None:
