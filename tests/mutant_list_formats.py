@@ -215,7 +215,7 @@ FAULTS = (
     Fault("recent blocks read as they are encoded", "masking:visible",
           "k_pos < _first_recent(q_pos, EARLIER, MASK)", "k_pos < q_pos // EARLIER * EARLIER",
           "test_conformance.py triton recent"),
-    Fault("a window of one block less, host", "Mask.first_key", "- (self.recent_blocks or 0)", "",
+    Fault("a window of one block less, host", "Mask._first_recent", "- (self.recent_blocks or 0)", "",
           "test_mask.py may_be_released"),
     Fault("a window whose last block is not counted", "CacheFormat.recent_blocks", "-(-self.window // block_size)",
           "self.window // block_size", "test_kv_cache_dtype.py a_window"),

@@ -42,8 +42,7 @@ def calibrate(
         raise InvalidInputError("max_tokens", "a positive integer", repr(max_tokens))
     # An observer sees eager steps only, and a cached prefix is in none.
     options = {"enforce_eager": True, "enable_prefix_caching": False, "overlap": False, "log_interval": None}
-    options["latent"] = False  # an fp8 cache has keys and values
-    llm = LLM(model, dtype=dtype, device=device, **options)
+    llm = LLM(model, dtype=dtype, device=device, latent=False, **options)  # an fp8 cache has keys and values
     tokenizer, runner = llm.runner.tokenizer, llm.runner
     if tokenizer is None or not isinstance(runner, Observed):
         raise UnsupportedError("calibrate needs a tokenizer in the model folder; it has none")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..kv.manager import KVCacheManager
 from ..request import Request
 from ..scheduler_output import ScheduledRequest, SchedulerOutput
@@ -62,8 +60,6 @@ class SchedulerOutputBuilder:
         items = (*self._decodes, *self._prefills)
         stores, loads = self._kv.copies.moves
         moves = tuple(self.copies), (*stores, *self.swap_out), (*self.swap_in, *loads)
-        step = SchedulerOutput(items, len(self._decodes), *moves, tuple(self._kv.take_fresh()))
-        if self._kv.recent_pool is None:
-            return step
-        fresh, copies = self._kv.take_recent()
-        return replace(step, recent_fresh=tuple(fresh), recent_copies=tuple(copies))
+        fresh, (recent_fresh, recent_copies) = self._kv.take_fresh(), self._kv.take_recent()
+        blocks = tuple(fresh), tuple(recent_copies), tuple(recent_fresh)
+        return SchedulerOutput(items, len(self._decodes), *moves, *blocks)

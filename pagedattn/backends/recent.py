@@ -175,9 +175,9 @@ _BOUNDS = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len", "num_decode
 def _parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     """Of the call over full blocks, and of that over recent ones."""
     size = spec.block_size
-    recent = {"recent_blocks": spec.format.recent_blocks(size) or None if size else None, "needs_lse": True}
-    sealed = spec.replace(earlier_blocks=size, has_sinks=False, **recent)
-    return sealed, spec.replace(kv_cache_dtype="auto", own_block=size, **recent)
+    before = None if size is None else spec.format.recent_blocks(size) or None
+    sealed = spec.replace(earlier_blocks=size, recent_blocks=before, needs_lse=True, has_sinks=False)
+    return sealed, spec.replace(kv_cache_dtype="auto", own_block=size, recent_blocks=before, needs_lse=True)
 
 
 def _dense(spec: AttentionSpec) -> AttentionSpec:

@@ -191,13 +191,13 @@ class MLAAttention(PagedLayer):
             check_latent_call(self.spec, self.dims, parts, kv_cache, built.common)
         if out is None:
             out = q_nope.new_empty(*q_nope.shape[:2], self.dims.value)
-        if kv_cache is None or built.packed is not None:
-            if kv_cache is not None or built.packed is None or latent is None or k_pe is None:
-                expected, got = "None exactly where the metadata have no block table", type(kv_cache).__name__
-                raise InvalidInputError("kv_cache", f"{expected}, and then with a latent", got, "pass cache.layer(i)")
+        if kv_cache is None and built.packed is not None and latent is not None and k_pe is not None:
             key, value = self._expand(latent[:, None], k_pe[:, None], w_uk, w_uv)
             call = AttentionCall(torch.cat((q_nope, q_pe), -1), None, key, value, out)
             return self._dense[True].forward(call, built.packed)
+        if kv_cache is None or built.packed is not None:
+            expected, got = "None exactly where the metadata have no block table", type(kv_cache).__name__
+            raise InvalidInputError("kv_cache", f"{expected}, and then with a latent", got, "pass cache.layer(i)")
         if latent is not None and k_pe is not None:
             ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping)
         first, last = built.first_row, built.first_row + built.num_rows

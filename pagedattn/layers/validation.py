@@ -10,7 +10,7 @@ from ..call import AttentionCall
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache, check_scales
 from ..formats.fp8.format import POSITIVE_SCALE, is_scale
-from ..formats.registry import format_of, stored_as
+from ..formats.registry import stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..step.bounds import (
     check_lengths_fit_table,
@@ -206,7 +206,7 @@ def _check_recent_table(
     if common.recent_table is None or kv_cache.recent is None:
         return
     recent, size, table = kv_cache.recent, kv_cache.block_size, common.recent_table.cpu()
-    before = format_of(kv_cache.format or "auto").recent_blocks(size)
+    before = stored_as(kv_cache.format, kv_cache.key.dtype).recent_blocks(size)
     column = torch.arange(table.shape[1], device="cpu")
     live = (column * size < lens[:, None]) & (column >= ((lens - query_lens) // size - before)[:, None])
     bad = (live & ((table < 0) | (table >= recent.num_blocks))).nonzero()

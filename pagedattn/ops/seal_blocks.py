@@ -97,12 +97,11 @@ def _run(
     form, columns = format_of(kv_cache_dtype), -(-max_query_len // key.shape[1])
     if not (len(seq_lens) and columns and recent_table.shape[1] and block_table.shape[1] and len(key) * len(key_cache)):
         return
+    tables = (recent_table, block_table, query_start_loc, seq_lens)
     if choose(path, key.device) == "triton":
         tensors = (key, value, key_cache, value_cache, k_scale_cache, v_scale_cache)
-        tables = (recent_table, block_table, query_start_loc, seq_lens)
         load("kernels.cache_write.block_kernel").launch(*tensors, *tables, columns, form)
         return
-    tables = (recent_table, block_table, query_start_loc, seq_lens)
     sources, targets = _blocks(key, key_cache, *tables, columns, form.recent_blocks(key.shape[1]))
     for rows, kind, planes in (
         (key, form.key, (key_cache, k_scale_cache)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from ..errors import InvalidInputError
 # What the kernels' own masking serves, and what the torch path does.
 KERNEL_FEATURES: tuple[str, ...] = ("sliding_window", "own_block", "earlier_blocks", "recent_blocks")
 ALL_FEATURES = (*KERNEL_FEATURES, "mask_mod")
+_Positions = TypeVar("_Positions", int, torch.Tensor)
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -104,19 +106,22 @@ class Mask:
             if not self.causal:
                 keep = keep & (distance < self.sliding_window)
         if self.own_block is not None:
-            own, block = query // self.own_block, key // self.own_block
-            keep = keep & (block <= own) & (block >= own - (self.recent_blocks or 0))
+            keep = keep & (key // self.own_block <= query // self.own_block)
+            keep = keep & (key >= self._first_recent(query, self.own_block))
         if self.earlier_blocks is not None:
-            own, block = query // self.earlier_blocks, key // self.earlier_blocks
-            keep = keep & (block < own - (self.recent_blocks or 0))
+            keep = keep & (key < self._first_recent(query, self.earlier_blocks))
         return keep
+
+    def _first_recent(self, position: _Positions, size: int) -> _Positions:
+        """The first key of the query's own block, or of the first that counts as it; may be negative."""
+        return (position // size - (self.recent_blocks or 0)) * size
 
     def first_key(self, position: int) -> int:
         """The first key that a query at this position, or at a later one, sees."""
         low = 0 if self.sliding_window is None else max(position - self.sliding_window + 1, 0)
         if self.own_block is None:
             return low
-        return max(low, (position // self.own_block - (self.recent_blocks or 0)) * self.own_block)
+        return max(low, self._first_recent(position, self.own_block))
 
     def first_needed_block(self, position: int, block_size: int) -> int:
         """The first block that a query at this position, or at a later one, reads; those before may be released."""

@@ -12,12 +12,11 @@ from ..backends.base import AttentionBackend
 from ..backends.hybrid import make_builder, make_impl
 from ..call import AttentionCall, lse_dtype
 from ..formats.base import LayerCache
-from ..formats.registry import format_of
 from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
 from .oracle import attention_oracle, fp8_oracle, logit_condition
-from .recent import by_own_block, recent_cache, sealed_after
+from .recent import blocks_before, by_own_block, recent_cache, sealed_after
 from .stored import StoredRows, bits, latent_cache, layer_cache, stored_as, unused_element, unused_planes
 
 # Seed of the case's tensors; fixed, so that a failure can be run again.
@@ -176,7 +175,7 @@ def _old(case: Case, row: int) -> int:
 
 def _stored(case: Case, row: int) -> int:
     """Those that the cache has: of a format with a window, none of recent blocks."""
-    recent = format_of(case.kv_cache_dtype).recent_blocks(case.block_size)
+    recent = blocks_before(case)
     return max((_old(case, row) // case.block_size - recent) * case.block_size, 0) if recent else _old(case, row)
 
 

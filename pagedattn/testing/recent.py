@@ -19,7 +19,7 @@ def recent_cache(
     """A poisoned cache of the model's dtype with the rows that the step finds there, and its table: garbage but for the
     blocks from the first on that a sequence's new tokens read there."""
     size, native = case.block_size, case.but(kv_cache_dtype="auto")
-    firsts = [max(_first_position(case, row) // size - _before(case), 0) for row in range(len(keys))]
+    firsts = [max(_first_position(case, row) // size - blocks_before(case), 0) for row in range(len(keys))]
     counts = [max(-(-n // size) - first, 0) for n, first in zip(case.seq_lens, firsts, strict=True)]
     ids = 1 + torch.randperm(sum(counts) + 1, generator=generator).to(torch.int32)
     width = max((-(-n // size) for n in case.seq_lens), default=0) + 1
@@ -49,7 +49,7 @@ def by_own_block(
     size, first = case.block_size, len(came[0]) - len(query)
     cuts = [0, *(at for at in range(1, len(query)) if (first + at) % size == 0), len(query)]
     for start, stop in pairwise(cuts):
-        begin, end = max(((first + start) // size - _before(case)) * size, 0), max(first + stop, 0)
+        begin, end = max(((first + start) // size - blocks_before(case)) * size, 0), max(first + stop, 0)
         key, value = (torch.cat((a[:begin], b[begin:end].to(a.dtype))) for a, b in zip(stored, came, strict=True))
         yield query[start:stop], key, value
 
@@ -65,15 +65,15 @@ def sealed_after(
         sides.append(copies)
         for row, length in enumerate(case.seq_lens if case.write else ()):
             positions = (_first_position(case, row), length)
-            first, end = (max(position // size - _before(case), 0) for position in positions)
+            first, end = (max(position // size - blocks_before(case), 0) for position in positions)
             held = table[row, first:end].long()
             for plane, blocks in zip(copies, side.blocks(rows[row], size, 0), strict=True):
                 plane[held] = blocks[first:end]
     return layer_cache(sides[0], sides[1], case.kv_cache_dtype)
 
 
-def _before(case: Case) -> int:
-    """Recent blocks before a query's own."""
+def blocks_before(case: Case) -> int:
+    """Blocks before a query's own that are not encoded yet."""
     return format_of(case.kv_cache_dtype).recent_blocks(case.block_size)
 
 

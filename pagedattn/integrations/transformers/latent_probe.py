@@ -102,7 +102,7 @@ class _Rows:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        wanted, out = self.expanded[call.layer][:3], self.expanded[call.layer][3]
+        *wanted, out = self.expanded[call.layer]
         weight, latent, rope, width = up_projection(module).weight, key.shape[-1], value.shape[-1], out.shape[-1]
         sizes = LatentSizes(latent, rope, call.head_dim - rope, width)
         rows = call.num_heads * (sizes.nope + width), latent
