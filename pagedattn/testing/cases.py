@@ -90,7 +90,12 @@ _FEATURES = (
     _chunks(mask=Mask(True, 40, earlier_blocks=32), sinks=0.5, note="earlier blocks, chunks"),
     _decode(mask=Mask(True, own_block=16, recent_blocks=2), note="own and recent blocks, decodes"),
     _chunks(mask=Mask(True, own_block=8, recent_blocks=1), alibi=True, note="own and recent blocks, chunks"),
-    _decode(mask=Mask(True, earlier_blocks=8, recent_blocks=2), note="blocks before recent ones, decodes"),
+    Case(
+        query_lens=(1,) * 7,
+        seq_lens=(1, 16, 37, 129, 70, 101, 257),
+        mask=Mask(True, earlier_blocks=8, recent_blocks=2),
+        note="blocks before recent ones, decodes",
+    ),
     _chunks(mask=Mask(True, 70, earlier_blocks=16, recent_blocks=1), note="blocks before recent ones, chunks"),
     Case(
         query_lens=(3, 3, 3),
