@@ -30,7 +30,12 @@ from pagedattn.kernels.quantise_queries import kernel as quantise_queries
 from pagedattn.kernels.tiles import block_dims
 from pagedattn.runtime.target import Target
 
-TARGETS = {80: Target(108, 166912), 90: Target(132, 232448, supports_pdl=True)}
+TARGETS = {
+    80: Target(108, 166912),
+    89: Target(128, 101376),
+    90: Target(132, 232448, supports_pdl=True),
+    120: Target(170, 101376, supports_pdl=True),
+}
 
 
 TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i32") | dict.fromkeys(
@@ -253,10 +258,23 @@ def main() -> None:
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant2")
     decode_case(80, "fp16", 64, 8, 4, 8)
+    attention_case(89, "bf16", 256, 2, 0, False)
+    attention_case(120, "bf16", 128, 4, 0, False)
+    # Not bf16: where fp8 was compiled for sm_90 before, Triton 3.6 converts so on sm_89 too, by what it lacks.
+    decode_case(89, "fp16", 128, 4, 1, 64, "fp8_e4m3")
+    decode_case(120, "bf16", 256, 8, 1, 64)
+    mla_case(120, "bf16", 128, 1, 64)
     mla_case(90, "bf16", 16, 1, 64)
     mla_case(90, "bf16", 128, 1, 64)
     mla_case(80, "fp16", 16, 2, 8)
     if "--grid" in sys.argv:
+        attention_case(89, "bf16", 128, 4, 0, False)
+        attention_case(120, "bf16", 256, 2, 0, False)
+        attention_case(120, "bf16", 128, 4, 0, False, "int4")
+        decode_case(89, "bf16", 128, 4, 16, 64)
+        decode_case(120, "bf16", 128, 4, 1, 64, "int8")
+        mla_case(89, "bf16", 128, 1, 64)
+        mla_case(120, "bf16", 16, 1, 64)
         mla_case(80, "bf16", 128, 1, 64)
         mla_case(90, "fp32", 128, 2, 64)
         attention_case(90, "bf16", 128, 4, 0, False)

@@ -191,7 +191,7 @@ def mla_decode_config(
     `tuning` is taken as it is, but for what does not fit the device's shared memory; of the kernel for Hopper it says
     nothing but tile_overhead.
     """
-    most = MAX_ROWS if itemsize < 4 else 16
+    most = _most_rows(latent_dim, rope_dim, itemsize, target)
     parts = -(-num_heads // most)
     heads = -(-num_heads // parts)  # of equal parts: 96 heads are two times 48
     longest = max(max_query_len, 1)
@@ -223,19 +223,32 @@ def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:
     return MLADecodeTuning(block_n=32 if block_m == MAX_ROWS else 64, num_warps=8, num_stages=3, per_sm=1)
 
 
+def _most_rows(latent_dim: int, rope_dim: int, itemsize: int, target: Target) -> int:
+    """Rows of the largest query block: 64, where there is room for them beside 16 keys."""
+    most = MAX_ROWS if itemsize < 4 else 16
+    while most > 16 and _shared_memory(most, 16, latent_dim, rope_dim, itemsize) > target.shared_bytes:
+        most //= 2
+    return most
+
+
+def _shared_memory(block_m: int, keys: int, latent_dim: int, rope_dim: int, itemsize: int) -> int:
+    """Bytes: the query tile, the rows of all buffers, and what reductions and layouts pass through."""
+    width = next_power_of_2(latent_dim) + next_power_of_2(rope_dim)
+    return (block_m + keys) * width * itemsize + (8192 if block_m < MAX_ROWS else 16384)
+
+
 def _fitted(
     tuning: MLADecodeTuning, block_m: int, latent_dim: int, rope_dim: int, itemsize: int, target: Target
 ) -> MLADecodeTuning:
     """With fewer stages, then fewer keys a tile, until tiles fit; then as many programs per SM as there is room for."""
 
     def taken(one: MLADecodeTuning) -> int:
-        width = next_power_of_2(latent_dim) + next_power_of_2(rope_dim)
-        # The query tile, a row tile per buffer, and what reductions and layouts pass through. The products of 64 rows
-        # (wgmma) still read a tile while the next one is loaded.
+        # The products of 64 rows (wgmma) still read a tile while the next one is loaded.
         buffers = max(1, one.num_stages - (block_m < MAX_ROWS))
-        return (block_m + buffers * one.block_n) * width * itemsize + 8192
+        return _shared_memory(block_m, buffers * one.block_n, latent_dim, rope_dim, itemsize)
 
-    while taken(tuning) > target.shared_bytes and tuning.num_stages > 1:
+    # Two stages are one buffer, in which the row is key and value; with one it would be copied there for each of them.
+    while taken(tuning) > target.shared_bytes and tuning.num_stages > 2:
         tuning = tuning._replace(num_stages=tuning.num_stages - 1)
     while taken(tuning) > target.shared_bytes and tuning.block_n > 16:
         tuning = tuning._replace(block_n=tuning.block_n // 2)

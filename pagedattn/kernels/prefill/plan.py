@@ -35,12 +35,13 @@ def attention_config(
     """The configuration of the prefill kernel. It depends on the heads and the cache's format alone, so that a token's
     result may. packed_keys: codes of less than a byte, taken apart in registers, where rotated queries are too.
     tile_keys: the most that the format takes."""
-    hopper = target.shared_bytes > 200_000
-    # wgmma takes 64 rows per four warps; mma of older GPUs spills there and wants eight warps for 128.
-    block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if hopper else 128, next_power_of_2(group))), 64, 2
+    hopper, consumer = target.shared_bytes > 200_000, target.shared_bytes < 110_000
+    # wgmma takes 64 rows per four warps; mma of other GPUs spills there and wants eight warps for 128.
+    few = hopper or (consumer and packed_keys)
+    block_m, block_n, num_stages = min(_MAX_ROWS, max(64 if few else 128, next_power_of_2(group))), 64, 2
     if itemsize == 4:
         block_m, block_n = min(block_m, 64), 32
-    elif packed_keys:
+    elif packed_keys or (consumer and head_dim > 64):
         block_n = 32
     block_n = min(block_n, tile_keys or block_n)
     while shared_memory(block_m, block_n, num_stages, head_dim, head_dim_v, itemsize) > target.shared_bytes:
@@ -54,5 +55,5 @@ def attention_config(
             num_stages -= 1
         else:
             break
-    warps = 8 if block_m * block_n > 64 * 64 or packed_keys else 4
+    warps = 8 if block_m > 64 or block_n > 64 or packed_keys else 4
     return AttentionConfig(block_m, block_n, min(group, block_m), warps, num_stages)
