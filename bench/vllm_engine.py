@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def generate(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of `prompts` (lists of ids), `max_tokens` each, and seconds."""
+    """Greedy tokens of `prompts` (lists of ids), `max_tokens` each, how many of each prompt's were not computed but
+    found in a cache, and seconds."""
     options: dict[str, Any] = {
         "temperature": 0,
         "ignore_eos": True,
@@ -43,6 +44,7 @@ def generate(llm: Any, asked: dict[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     found = [one.outputs[0] for one in outputs]
     out: dict[str, Any] = {"seconds": seconds, "tokens": [[*one.token_ids] for one in found]}
+    out["cached"] = [one.num_cached_tokens or 0 for one in outputs]
     if asked.get("logprobs") is not None:
         pairs = [zip(one.logprobs or [], one.token_ids, strict=True) for one in found]
         out["logprobs"] = [[step[token].logprob for step, token in pair] for pair in pairs]

@@ -55,12 +55,15 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"the server does not answer:\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}")
 
 
-def completions(client: Any, model: str, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[str]:
-    """What follows each prompt, greedily; 32 are asked at a time."""
+def completions(
+    client: Any, model: str, prompts: Sequence[list[int]], max_tokens: Sequence[int], rank: int | None = None
+) -> list[str]:
+    """What follows each prompt, greedily; 32 are asked at a time. `rank`: the data parallel rank that is to answer."""
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
     def ask(prompt: list[int], limit: int) -> str:
-        answer = client.completions.create(model=model, prompt=prompt, max_tokens=limit, temperature=0)
-        return answer.choices[0].text
+        given: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
+        return client.completions.create(**given, extra_headers=headers).choices[0].text
 
     with ThreadPoolExecutor(32) as pool:
         return list(pool.map(ask, prompts, max_tokens))
