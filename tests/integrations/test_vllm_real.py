@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import vllm_real
-from vllm_real import BACKEND, MAX_MODEL_LEN, Model
+from vllm_real import Model, Tensors, select_ours
 from vllm_steps import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -30,8 +29,6 @@ from vllm.model_executor.layers.attention import (  # noqa: E402
     CrossAttention,
     EncoderOnlyAttention,
 )
-from vllm.platforms import current_platform  # noqa: E402
-from vllm.v1.attention import selector  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 
 from pagedattn.integrations.vllm.backend import PagedAttentionBackend  # noqa: E402
@@ -39,46 +36,7 @@ from pagedattn.integrations.vllm.backend import PagedAttentionBackend  # noqa: E
 
 @pytest.fixture(autouse=True)
 def _selected(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A platform without a device selects nothing: have it select ours, for layers that ask."""
-    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(lambda *_, **__: BACKEND))
-    selector._cached_get_attn_backend.cache_clear()
-    yield
-    selector._cached_get_attn_backend.cache_clear()
-
-
-class Tensors:
-    """What a runner keeps and rewrites from step to step, because graphs have captured where it lies."""
-
-    def __init__(self, model: Model, blocks: torch.Tensor, size: int) -> None:
-        self.model, self.blocks, self.size = model, blocks, size
-        seqs, tokens = len(blocks), MAX_MODEL_LEN
-        self.starts, self.lens = torch.zeros(seqs + 1, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32)
-        self.slots = torch.full((tokens,), -1)
-        self.table = model.table(torch.zeros_like(blocks))
-
-    def step(
-        self, query_lens: Sequence[int], seq_lens: Sequence[int], pad_seqs: int = 0, capture: bool = False
-    ) -> tuple[dict[str, Any], int]:
-        """The metadata of a step by layer, and its rows; padding sequences have as many tokens as the longest."""
-        count, longest = len(query_lens), max(query_lens)
-        made = make_common(
-            query_lens, seq_lens, self.blocks[:count], pad_seqs, pad_seqs * longest, block_size=self.size
-        )
-        for kept, new in (
-            (self.starts, made.query_start_loc),
-            (self.lens, made.seq_lens),
-            (self.slots, made.slot_mapping),
-        ):
-            kept[: len(new)] = new
-        self.table.zero_()[:count] = self.model.table(self.blocks[:count])
-        rows = count + pad_seqs
-        made = made.replace(
-            query_start_loc=self.starts[: rows + 1],
-            seq_lens=self.lens[:rows],
-            max_seq_len=MAX_MODEL_LEN if capture else max(seq_lens),
-        )
-        slots = self.slots[: made.num_actual_tokens]
-        return self.model.metadata(made, [self.table[:rows]], [slots], capture=capture), made.num_actual_tokens
+    yield from select_ours(monkeypatch)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

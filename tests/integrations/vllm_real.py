@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from vllm_steps import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS
+from vllm_steps import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, make_common
 
 BACKEND = "pagedattn.integrations.vllm.backend.PagedAttentionBackend"
 MAX_MODEL_LEN, MAX_SEQS = 128, 4
@@ -45,6 +45,17 @@ def caches_are_packed() -> bool:
     from vllm.v1.attention.backend import AttentionBackend
 
     return not hasattr(AttentionBackend, "get_kv_cache_shape")
+
+
+def select_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A platform without a device selects nothing: have it select ours, for layers that ask."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(lambda *_, **__: BACKEND))
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    selector._cached_get_attn_backend.cache_clear()
 
 
 class Model:
@@ -82,7 +93,10 @@ class Model:
                 self.layers[name] = layer
         # Of a model's configuration only what the functions below read; layers do without one.
         self.config.model_config = SimpleNamespace(
-            use_mla=False, max_model_len=MAX_MODEL_LEN, hf_config=SimpleNamespace(model_type="llama")
+            use_mla=False,
+            max_model_len=MAX_MODEL_LEN,
+            hf_config=SimpleNamespace(model_type="llama"),
+            get_total_num_kv_heads=lambda: NUM_KV_HEADS,
         )
         self.context: Any = self.config.compilation_config.static_forward_context
 
@@ -120,7 +134,7 @@ class Model:
         from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
         assert all(group.kv_cache_spec.indexes_kv_by_block_stride for group in groups)
-        caches, *_ = KVConnectorModelRunnerMixin.allocate_uniform_kv_caches(
+        caches, self.cross_layers, _ = KVConnectorModelRunnerMixin.allocate_uniform_kv_caches(
             self.cache_config, self.groups, "auto", device, self.kernel_sizes
         )
         bind_kv_cache(caches, self.context, [])
@@ -184,3 +198,38 @@ class Model:
             )
             for group, count, page, start in zip(groups, counts, pages, starts, strict=False)
         ]
+
+
+class Tensors:
+    """What a runner keeps and rewrites from step to step, because graphs have captured where it lies."""
+
+    def __init__(self, model: Model, blocks: torch.Tensor, size: int) -> None:
+        self.model, self.blocks, self.size = model, blocks, size
+        seqs, tokens = len(blocks), MAX_MODEL_LEN
+        self.starts, self.lens = torch.zeros(seqs + 1, dtype=torch.int32), torch.zeros(seqs, dtype=torch.int32)
+        self.slots = torch.full((tokens,), -1)
+        self.table = model.table(torch.zeros_like(blocks))
+
+    def step(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], pad_seqs: int = 0, capture: bool = False
+    ) -> tuple[dict[str, Any], int]:
+        """The metadata of a step by layer, and its rows; padding sequences have as many tokens as the longest."""
+        count, longest = len(query_lens), max(query_lens)
+        made = make_common(
+            query_lens, seq_lens, self.blocks[:count], pad_seqs, pad_seqs * longest, block_size=self.size
+        )
+        for kept, new in (
+            (self.starts, made.query_start_loc),
+            (self.lens, made.seq_lens),
+            (self.slots, made.slot_mapping),
+        ):
+            kept[: len(new)] = new
+        self.table.zero_()[:count] = self.model.table(self.blocks[:count])
+        rows = count + pad_seqs
+        made = made.replace(
+            query_start_loc=self.starts[: rows + 1],
+            seq_lens=self.lens[:rows],
+            max_seq_len=MAX_MODEL_LEN if capture else max(seq_lens),
+        )
+        slots = self.slots[: made.num_actual_tokens]
+        return self.model.metadata(made, [self.table[:rows]], [slots], capture=capture), made.num_actual_tokens
