@@ -132,7 +132,7 @@ def launches() -> dict[str, float]:
     args = (rows, rows, cache.key, cache.value, slots, None, None, 1.0, 1.0, *sizes, None, None)
     constants: dict[str, Any] = {"S": SIZE, "H": KV_HEADS, "D": DIM, "DV": DIM, "K_SCALES": 0, "V_SCALES": 0}
     constants |= dict.fromkeys(("K_FORMAT", "V_FORMAT"), NATIVE.key.kernels)
-    constants |= dict.fromkeys(("K_SCALE_STRIDES", "V_SCALE_STRIDES"))
+    constants |= dict.fromkeys(("K_SCALE_STRIDES", "V_SCALE_STRIDES")) | {"PDL": False}
     kernel: Any = module._reshape_and_cache_kernel
     launcher = module._launch
     made = launcher((1,), args, constants, num_warps=4)

@@ -51,6 +51,7 @@ BEFORE = {"int4": (0, 32)}
 _SCALES = {torch.float32: "*fp32", torch.float16: "*fp16"}
 PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
+_EFFECT = r"\s(st\.global|cp\.async|atom|red)\b"  # what must not come before a wait
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
 
 
@@ -89,6 +90,7 @@ def decode_case(
     num_seqs: int,
     stored: str = "auto",
     initial_state: bool = False,
+    after_write: bool = False,
 ) -> None:
     shape = {
         "group": group,
@@ -127,11 +129,12 @@ def decode_case(
         "SAME_STRIDES": True,
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
         "PDL": config.supports_pdl,
+        "AFTER_WRITE": after_write,
         "PRECISION": "tf32",
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
-    what, after = kind if stored == "auto" else stored, "-prior" if initial_state else ""
+    what, after = kind if stored == "auto" else stored, "-prior" * initial_state + "-written" * after_write
     name = f"decode-sm{arch}-{what}-D{dim}-G{group}-{num_seqs}x{tokens}{after}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
@@ -216,7 +219,9 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     # Disassembling takes a second, and where nothing is spilled nothing is to be found.
     inside = spills_among_products(made.sass) if any(made.spills) else 0
     unwritten = unwritten_addresses(made.sass) if kernel is attention._paged_attention_kernel and arch == 90 else []
+    before, _, _ = made.ptx.partition("griddepcontrol.wait")
     facts = {"waits": made.ptx.count("griddepcontrol.wait"), "inside": inside, "unwritten": unwritten}
+    facts |= {"early": len(re.findall(_EFFECT, before)), "triggers": made.ptx.count("griddepcontrol.launch")}
     print(json.dumps({**line, **shared, **facts, "spills": made.spills, "registers": made.registers}))
 
 
@@ -249,6 +254,7 @@ def main() -> None:
     attention_case(90, "bf16", 128, 4, 0, False, "turboquant4")
     decode_case(90, "bf16", 128, 4, 1, 1)
     decode_case(90, "bf16", 128, 4, 1, 1024)
+    decode_case(90, "bf16", 128, 2, 1, 256, after_write=True)
     decode_case(90, "bf16", 128, 4, 1, 64, initial_state=True)
     decode_case(90, "bf16", 512, 8, 16, 2)
     decode_case(90, "bf16", 128, 4, 1, 64, "fp8_e4m3")
@@ -283,7 +289,7 @@ def main() -> None:
         decode_case(90, "bf16", 128, 4, 16, 64, initial_state=True)
         decode_case(90, "bf16", 128, 1, 1, 64)
         decode_case(90, "bf16", 256, 8, 1, 64)
-    shapes = {"S": 16, "H": 8, "D": 128, "DV": 128}
+    shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "PDL": False}
     rows = {
         **dict.fromkeys(("key", "value"), "*bf16"),
         "slots": "*i64",
@@ -292,7 +298,7 @@ def main() -> None:
     }
     copied = {**shapes, "k_scale": None, "v_scale": None, "K_SCALES": 0, "V_SCALES": 0}
     for name, arch, codes, given in (
-        ("auto", 90, "*bf16", copied),
+        ("auto", 90, "*bf16", copied | {"PDL": True}),
         ("fp8_e4m3", 80, "*u8", {**shapes, "K_SCALES": 8, "V_SCALES": 1}),
         ("int8", 80, "*i8", copied),
         ("k8v4", 80, "*i8", copied),

@@ -10,6 +10,7 @@ from ...formats.base import CacheFormat, RowFormat, plane_strides
 from ...formats.native.format import ROWS as NATIVE_ROWS
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ...runtime.target import target_of
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -18,7 +19,10 @@ def _reshape_and_cache_kernel(
     sv_t, sv_h, sck_b, sck_s, sck_h, scv_b, scv_s, scv_h, k_scale_cache, v_scale_cache, S: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # attention may be launched meanwhile; before what it reads of the cache it waits for this kernel's end
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < num_slots):
@@ -81,6 +85,7 @@ def launch(
         "V_FORMAT": _as_written(form.value, v, vc).kernels,
         "K_SCALE_STRIDES": plane_strides(k_scale_cache),
         "V_SCALE_STRIDES": plane_strides(v_scale_cache),
+        "PDL": target_of(key.device).supports_pdl,
     }
     with on_device(key):
         _launch((len(slot_mapping),), arguments, constants, num_warps=4 if heads * dim >= 512 else 1)
