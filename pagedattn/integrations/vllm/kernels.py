@@ -46,6 +46,39 @@ def stored_as(kv_cache_dtype: str) -> dict[str, Any]:
     return {"kv_cache_dtype": kv_cache_dtype, "kv_scale": "tensor"} if kv_cache_dtype in FP8 else {}
 
 
+_ROPE_DIM = 64  # of every model with latent attention so far; vLLM asks about whole rows
+
+
+def latent_spec(
+    num_heads: int,
+    row: int,
+    latent_dim: int,
+    scale: float,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None = None,
+) -> AttentionSpec:
+    """Of absorbed latent attention over rows of `row` elements; of the current GPU where no capability is given."""
+    on_gpu = torch.cuda.is_available()
+    if capability is None and on_gpu:
+        capability = torch.cuda.get_device_capability()
+    place: dict[str, Any] = {"device_type": "cuda", "capability": capability} if capability else {"device_type": "cpu"}
+    return AttentionSpec(num_heads=num_heads, head_dim=row, latent_dim=latent_dim, scale=scale, dtype=dtype, **place)
+
+
+def why_not_latent(
+    row: int, dtype: torch.dtype, kv_cache_dtype: str | None, capability: tuple[int, int] | None
+) -> str | None:
+    """Every reason why a model of such rows is refused; None where it is not."""
+    stored = kv_cache_dtype or "auto"
+    if _SAME_DTYPE.get(stored, dtype) != dtype:
+        return f"a {stored} cache needs queries of {stored}, not {str(dtype).removeprefix('torch.')}"
+    try:
+        select_backend(latent_spec(1, row, row - _ROPE_DIM, 1.0, dtype, capability), serving_backend())
+    except (InvalidInputError, NoBackendError) as error:
+        return str(error)
+    return None
+
+
 def int8_scales_at(head_size: int) -> int:
     """Where in the bytes of an int8 row [K | V] the float32 scales of K and of V are."""
     return -(-2 * head_size // _ALIGNED) * _ALIGNED

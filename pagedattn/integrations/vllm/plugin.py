@@ -8,7 +8,8 @@ from ... import env
 from ...errors import UnsupportedError
 from . import releases
 
-_BACKEND = "pagedattn.integrations.vllm.backend.PagedAttentionBackend"
+_BACKEND = "pagedattn.integrations.vllm.chosen.Backend"
+_IN_PLACE_OF_FLASH_ATTN = "pagedattn.integrations.vllm.backend.PagedAttentionBackend"
 _log = logging.getLogger("pagedattn")
 
 
@@ -30,5 +31,5 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     if env.vllm_default():
-        register_backend(AttentionBackendEnum.FLASH_ATTN, _BACKEND)
+        register_backend(AttentionBackendEnum.FLASH_ATTN, _IN_PLACE_OF_FLASH_ATTN)
     releases.copy_variables_to_ray()

@@ -39,6 +39,15 @@ _REFUSALS = {
     ),
 }
 
+_LATENT = {
+    "kv_cache_dtype not supported": _Refusal(
+        "kv_cache_dtype",
+        "kv_cache_dtype",
+        "rows of latent attention in the model's dtype",
+        "pass --kv-cache-dtype auto",
+    )
+}
+
 
 def explained(reason: str, asked: Mapping[str, Any]) -> str:
     """A reason of vLLM's with what was asked for, what is served, and what to do; as it is where that is not known.
@@ -46,7 +55,7 @@ def explained(reason: str, asked: Mapping[str, Any]) -> str:
     Args:
         asked: the arguments of `validate_configuration`.
     """
-    refusal = _REFUSALS.get(reason)
+    refusal = (_LATENT.get(reason) if asked.get("use_mla") else None) or _REFUSALS.get(reason)
     if refusal is None:
         return reason
     value = str(asked.get(refusal.asked)).removeprefix("torch.")
