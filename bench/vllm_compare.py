@@ -117,7 +117,9 @@ def compare_server(case: Case, folder: Path) -> Iterator[Row]:
 
 def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
     """Output tokens per second of both, round by round in turns, after one round of each that is not counted."""
-    with engines(case, folder, 40 << 30) as both:
+    # Both live side by side, on each GPU: two caches, weights and graphs.
+    room = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    with engines(case, folder, min(40 << 30, int(0.3 * room))) as both:
         for count in case.requests:
             asked = workload(count)
             total = sum(asked["max_tokens"])

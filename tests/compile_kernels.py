@@ -90,7 +90,6 @@ def decode_case(
     num_seqs: int,
     stored: str = "auto",
     initial_state: bool = False,
-    after_write: bool = False,
 ) -> None:
     shape = {
         "group": group,
@@ -129,12 +128,11 @@ def decode_case(
         "SAME_STRIDES": True,
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
         "PDL": config.supports_pdl,
-        "AFTER_WRITE": after_write,
         "PRECISION": "tf32",
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
-    what, after = kind if stored == "auto" else stored, "-prior" * initial_state + "-written" * after_write
+    what, after = kind if stored == "auto" else stored, "-prior" if initial_state else ""
     name = f"decode-sm{arch}-{what}-D{dim}-G{group}-{num_seqs}x{tokens}{after}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
@@ -254,7 +252,6 @@ def main() -> None:
     attention_case(90, "bf16", 128, 4, 0, False, "turboquant4")
     decode_case(90, "bf16", 128, 4, 1, 1)
     decode_case(90, "bf16", 128, 4, 1, 1024)
-    decode_case(90, "bf16", 128, 2, 1, 256, after_write=True)
     decode_case(90, "bf16", 128, 4, 1, 64, initial_state=True)
     decode_case(90, "bf16", 512, 8, 16, 2)
     decode_case(90, "bf16", 128, 4, 1, 64, "fp8_e4m3")

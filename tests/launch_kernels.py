@@ -298,30 +298,6 @@ def wrong() -> dict[str, list[str]]:
     return found
 
 
-def after_writes() -> dict[str, list[bool]]:
-    """Which decode launches of a first call take the launch before them for the cache write's, by what wrote."""
-    found, real = dict[str, list[bool]](), kernel._launch
-    table = torch.arange(SEQS * 2, dtype=torch.int32).view(SEQS, 2)
-    for name, options, queries, writer in (
-        ("triton", {}, [1] * SEQS, "triton"),
-        ("torch", {}, [1] * SEQS, "torch"),
-        ("nothing", {}, [1] * SEQS, "triton"),
-        ("behind prompts", {}, [1, 1, 5, 20], "triton"),
-        ("a prefix", {}, [1] * SEQS, "triton"),
-    ):
-        reshape.choose = lambda path, device, op, writer=writer: writer
-        model, cache, seen = _model(options, 0), _cache(options), list[bool]()
-        common = CommonAttentionMetadata.from_lengths(queries, [20] * SEQS, table, block_size=SIZE)
-        step = plan_step([model], common.replace(shared_prefix_len=SIZE if name == "a prefix" else 0))
-        kernel._launch = lambda *a, seen=seen, **k: (seen.append(a[2]["AFTER_WRITE"]), real(*a, **k))[1]  # type: ignore[assignment]
-        query, key = torch.randn(sum(queries), HEADS, DIM).half(), torch.randn(sum(queries), KV_HEADS, DIM).half()
-        rows = None if name == "nothing" else key
-        model(query, rows, rows, cache, step)
-        kernel._launch = real
-        found[name] = seen
-    return found
-
-
 def lines_of(call: Callable[[], object], once: bool = False) -> list[list[Any]]:
     """What a call launches; `once` without the address of the states that one launch leaves to the next."""
     launched.clear()
@@ -356,7 +332,6 @@ def main() -> None:
         "described": described(),
         "wrong": wrong(),
         "unkept": unkept(),
-        "after writes": after_writes(),
         "ways": ways(),
         "hooked": sorted(hooked),
     }

@@ -32,8 +32,6 @@ FAULTS: tuple[Fault, ...] = (
           "(layer._k_scale, layer._v_scale)", "(torch.ones(()), torch.ones(()))", f"{STEPS} 8_bits"),
     Fault("vLLM: a cache of another dtype than the queries", "why_not", "if _SAME_DTYPE.get(stored, dtype) != dtype:",
           "if False:", f"{PLUGIN} refusals_have"),
-    Fault("vLLM: a graph's write not launched before", "PagedAttentionBuilder._launch_once", "query, rows, rows, cache",
-          "query, None, None, cache", f"{STEPS} launched_before"),
     Fault("vLLM: Ray's workers without variables", "copy_variables_to_ray", "os.environ[RAY_PREFIXES] = ",
           "_ = ", f"{PLUGIN} rays_workers"),
 )  # fmt: skip

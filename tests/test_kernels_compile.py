@@ -24,7 +24,6 @@ EXPECTED = {
     "attention-sm90-turboquant4-D128-G4",
     "decode-sm90-bf16-D128-G4-1x1",
     "decode-sm90-bf16-D128-G4-1024x1",
-    "decode-sm90-bf16-D128-G2-256x1-written",
     "decode-sm90-bf16-D128-G4-64x1-prior",
     "decode-sm90-bf16-D512-G8-2x16",
     "decode-sm90-fp8_e4m3-D128-G4-64x1",

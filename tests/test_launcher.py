@@ -76,12 +76,6 @@ def test_a_backend_that_writes_itself_does_so_each_time() -> None:
     assert unkept["writes"] == 3 and unkept["kept"] == [True]
 
 
-def test_a_decode_looks_up_its_keys_while_the_write_runs_right_before_it_alone() -> None:
-    """Behind any other kernel that may still run, lengths are not to be read yet."""
-    wanted = {"triton": [True], "torch": [False], "nothing": [False], "behind prompts": [True], "a prefix": [False] * 2}
-    assert found()["after writes"] == wanted
-
-
 def test_few_files_lie_between_a_layer_and_a_launch() -> None:
     """The write and the attention of a step's first layer, and of the others."""
     ways = found()["ways"]

@@ -108,11 +108,7 @@ def run_and_keep(
     slots, executed = metadata.common.slot_mapping, plan.executed
     with load("runtime.launcher").recording() as made:
         written, count = _write_kv(impl, call, cache, slots), len(made)
-        plan.after_write = written and count == 1 and made[0] is not None
-        try:
-            out = impl.forward(call, metadata)
-        finally:
-            plan.after_write = False
+        out = impl.forward(call, metadata)
         attends = made[count:]
     known = plan.executed == executed + 1 and 0 < len(attends) == plan.num_launches
     if known and all(one is not None and one.repeatable() for one in attends):

@@ -60,7 +60,6 @@ class LaunchPlan:
     tile_schedule: int32, of the Hopper prefill kernel; counters in it come back to zero.
     copy_turns: in how many turns, each of as many KV heads, that kernel attends to a copy of the prompts' keys and
         values in 16 bits; 0 where it reads the cache.
-    after_write: whether the launch before a call's first one is that of the Triton cache write.
     executed: how often calls were made by it, by which a caller sees that its own was.
     calls: what a layer keeps of a call, to make it again for other layers (`pagedattn.layers.replay`).
     """
@@ -75,7 +74,6 @@ class LaunchPlan:
     tile_schedule: torch.Tensor | None = None
     copy_turns: int = 0
     cascade: cascade.CascadeMetadata | None = None
-    after_write: bool = False
     executed: int = 0
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
 

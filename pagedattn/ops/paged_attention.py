@@ -119,7 +119,7 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     plan.executed += 1
     packed = inputs.block_table is None
     key_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0)) if packed else None
-    for index, ((kernel, first, last, longest), config, prefix) in enumerate(plan.launches):
+    for (kernel, first, last, longest), config, prefix in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
         if kernel == "prefill_sm90":
@@ -129,8 +129,7 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
         if kernel == "prefill":
             family.launch(config, part, key_starts)
         elif prefix is None or plan.cascade is None:
-            after = {"after_write": True} if plan.after_write and index == 0 and kernel == "decode" else {}
-            family.launch(config, part, plan.workspace, **after)
+            family.launch(config, part, plan.workspace)
         else:
             shared, own = plan.cascade.divide(part)
             family.launch(prefix, shared, plan.workspace, is_state=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,26 +126,6 @@ def test_a_step_of_a_full_graph_gets_what_was_captured(tokens: int) -> None:
         layers["a"].impl.forward(layers["a"], query, key, value, cache, captured, output := torch.zeros_like(query))
         seen.check(query, key, value, output, [tokens] * 3)
     assert not cache[0].any()
-
-
-def test_what_a_graph_records_is_launched_before_with_keys_to_write() -> None:
-    """Attention right behind a write is another kernel than alone: both must be there before a capture."""
-    layers = {"a": make_layer(), "b": make_layer(sliding_window=9, attn_type="encoder_decoder")}
-    builder, given = make_builder(layers), dict[str, list[Any]]()
-    for name, layer in layers.items():
-        layer.kv_cache = SimpleNamespace(is_cuda=True, numel=lambda: 1, device="cpu")
-        layer.impl.forward = lambda layer, *rest, name=name: given.setdefault(name, []).append(rest)
-    step = make_common([1, 1], [9, 9], torch.ones(2, 5, dtype=torch.int32))
-    captured = builder.build_for_cudagraph_capture(step)
-    for name, calls in given.items():
-        assert [len(query) for query, *_ in calls] == [257, 2] and calls[1][4] is captured
-        for query, key, value, _, _, out in calls:
-            assert out.shape == query.shape == (len(query), NUM_HEADS, HEAD_DIM)
-            if name == "b":  # its graphs write nothing
-                assert key is value is None
-            else:
-                assert key.shape == value.shape == (len(query), NUM_KV_HEADS, HEAD_DIM)
-    assert given.keys() == layers.keys() and bool((given["a"][0][4].slot_mapping == -1).all())
 
 
 def test_a_step_that_is_not_uniform_is_planned_for_itself() -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from ... import AttentionType, CommonAttentionMetadata, LayerCache, plan_step
+from ... import CommonAttentionMetadata, LayerCache, plan_step
 from .kernels import serving_backend
 from .step import StepPlans, convert, graph_key
 
@@ -90,6 +90,4 @@ class PagedAttentionBuilder(AttentionMetadataBuilder[Any]):
             if cache.is_cuda and cache.numel():
                 spec, count = attention.spec, plans.of(attention).common.num_tokens
                 query = torch.zeros(count, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=cache.device)
-                # Attention behind a write is another kernel. Cross attention writes once, in steps that no graph has.
-                rows = None if spec.attn_type is AttentionType.CROSS else query[:, : spec.kv_heads]
-                layer.impl.forward(layer, query, rows, rows, cache, plans, torch.empty_like(query))
+                layer.impl.forward(layer, query, None, None, cache, plans, torch.empty_like(query))

@@ -147,12 +147,11 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     TILE_OVERHEAD: tl.constexpr, FAN_IN: tl.constexpr, REDUCTION_UNROLL: tl.constexpr, CHUNK: tl.constexpr,
     MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr, AFTER_WRITE: tl.constexpr,
-    PRECISION: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr,
-    V_SCALE_STRIDES: tl.constexpr, ROTATE_OUT: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    ROTATE_OUT: tl.constexpr,
 ):  # fmt: skip
-    # Nothing is read, and no place of the workspace written, before what came before is done.
-    if PDL and not AFTER_WRITE:
+    if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     HEAD_PARTS: tl.constexpr = (GROUP + G - 1) // G
@@ -184,8 +183,6 @@ def _decode_kernel(
     share = tl.maximum(tl.cdiv(total, programs), 1)
     at = program * share
     end = tl.minimum(at + share, total)
-    if PDL and AFTER_WRITE:  # so far only lengths were read, which are older than the write's launch
-        tl.extra.cuda.gdc_wait()
     if at >= end:
         return
     if CHUNK > 1:
@@ -299,7 +296,6 @@ def launch(
     workspace: torch.Tensor,
     initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
     is_state: bool = False,
-    after_write: bool = False,
 ) -> None:
     """One launch.
 
@@ -307,8 +303,6 @@ def launch(
     [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
     `is_state`: the output is to be in the unit and rotation of the stored values. When the launch is made again for
     another layer, it goes where it went.
-    `after_write`: the launch before this one is the cache write's, which itself waited for all else: where a program's
-    keys begin is looked up meanwhile.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -345,10 +339,10 @@ def launch(
         "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
         "PDL": config.supports_pdl,
-        "AFTER_WRITE": after_write and config.supports_pdl,
         "ROTATE_OUT": None if is_state else inputs.format.value.kernels.rotate,
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "maxnreg": tuning.max_registers}
-    early = {"launch_pdl": True} if config.supports_pdl else {}  # else not named: the interpreter does not know it
+    if config.supports_pdl:  # else it is not named: the interpreter does not know it
+        options["launch_pdl"] = True
     with on_device(query):
-        _launch((config.programs,), arguments, constants, _STATE if is_state else (), **options, **early)
+        _launch((config.programs,), arguments, constants, _STATE if is_state else (), **options)
