@@ -24,7 +24,7 @@ class AttentionCall(NamedTuple):
         float, a float32 tensor of one element, or one of [Hkv]; None is 1.
 
     Of latent attention (`AttentionSpec.latent_dim`) the query is absorbed, [T, Hq, L + R], the cache's value is a view
-    of its key, and the output is [T, Hq, L].
+    of its key, and the output is [T, Hq, L]. `k_scale`, of one element, is that of whole rows.
     """
 
     query: torch.Tensor

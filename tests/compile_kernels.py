@@ -137,14 +137,15 @@ def decode_case(
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
 
-def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int) -> None:
+def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, stored: str = "auto") -> None:
     """Both launches of the kernel for latent attention, rows of 512 + 64."""
     step = {"num_seqs": num_seqs, "max_query_len": tokens, "max_seq_len": 4096, "num_tokens": num_seqs * tokens}
     shape = {"num_heads": heads, "latent_dim": 512, "rope_dim": 64, "itemsize": 4 if kind == "fp32" else 2}
+    shape["stored_itemsize"] = 1 if CODES[stored] else shape["itemsize"]
     config = mla_decode_config(**shape, **step, target=TARGETS[arch])
     tuning = config.tuning
-    types = {**TYPES, **dict.fromkeys(("query", "key", "out"), f"*{kind}"), "lse_out": "*fp32"}
-    types |= dict.fromkeys(("splits", "states"), "*i32")
+    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), "lse_out": "*fp32", "k_scale": "*fp32"}
+    types |= {**dict.fromkeys(("splits", "states"), "*i32"), "key": _codes(stored, kind)["key"]}
     shared = {
         "G": config.heads,
         "PARTS": config.parts,
@@ -165,11 +166,16 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int) -> No
         "CHUNK": 256,
         "MASK": (1, 0),
         "SOFTCAP": False,
+        "E4M3": stored != "auto",
+        **({} if CODES[stored] else {"k_scale": None}),
     }
-    name, options = f"sm{arch}-{kind}-H{heads}-{num_seqs}x{tokens}", {"num_stages": tuning.num_stages}
+    what, options = kind if stored == "auto" else f"{kind}-{stored}", {"num_stages": tuning.num_stages}
+    name = f"sm{arch}-{what}-H{heads}-{num_seqs}x{tokens}"
     kernel = mla_decode._mla_decode_kernel
     report(f"mla_decode-{name}", kernel, types, constants, arch, num_warps=tuning.num_warps, **options)
     merging = {**shared, "UNROLL": config.merge_unroll, "DIMS": config.merge_dims}
+    if stored != "auto":
+        return  # partial states are what they are over rows of the query's dtype
     report(f"mla_decode-{name}-merge", mla_decode._merge_kernel, types, merging, arch, num_warps=4)
 
 
@@ -270,6 +276,8 @@ def main() -> None:
     mla_case(90, "bf16", 16, 1, 64)
     mla_case(90, "bf16", 128, 1, 64)
     mla_case(80, "fp16", 16, 2, 8)
+    mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
+    mla_case(90, "bf16", 128, 1, 64, "fp8_e4m3")
     if "--grid" in sys.argv:
         attention_case(89, "bf16", 128, 4, 0, False)
         attention_case(120, "bf16", 256, 2, 0, False)
@@ -280,6 +288,7 @@ def main() -> None:
         mla_case(120, "bf16", 16, 1, 64)
         mla_case(80, "bf16", 128, 1, 64)
         mla_case(90, "fp32", 128, 2, 64)
+        mla_case(90, "fp16", 32, 1, 64, "fp8_e4m3")
         attention_case(90, "bf16", 128, 4, 0, False)
         decode_case(90, "bf16", 128, 4, 1, 64)
         decode_case(90, "bf16", 128, 4, 16, 64)

@@ -30,6 +30,7 @@ def compile_one(
         latent_dim=latent,
         rope_dim=rope,
         itemsize=2,
+        stored_itemsize=2,
         num_tokens=num_seqs * tokens,
         max_query_len=tokens,
         max_seq_len=4096,

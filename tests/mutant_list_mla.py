@@ -9,6 +9,7 @@ TRITON = "test_conformance.py test_triton latent"
 OP = "test_mla_decode.py"
 LAYER = "test_mla_layer.py"
 FORM = f"{LAYER} every_form"
+FP8 = "test_mla_layer_fp8.py"
 PEERS = "test_latent_peers.py"
 PARITY = "test_mla_parity.py every_form"
 ROWS = "test_hf_latent.py"
@@ -50,10 +51,36 @@ FAULTS = (
     Fault("TRITON first with many latent heads", "TritonBackend.is_fastest_for",
           "spec.num_heads <= _LEADING_LATENT_HEADS and ", "", "test_latent_peers.py order_of_latent"),
     Fault("the rotated part over the latent one", "_concat_and_cache_kernel",
-          "write_part(k_pe + token * sp_t, row, L, R)", "write_part(k_pe + token * sp_t, row, 0, R)",
+          "write_part(k_pe + token * sp_t, row, scale, L, R, E4M3)",
+          "write_part(k_pe + token * sp_t, row, scale, 0, R, E4M3)",
           "test_concat_and_cache_mla.py their_slots triton"),
     Fault("a latent slot past the end", "_concat_and_cache_kernel", "(slot >= 0) & (slot < num_slots)", "slot >= 0",
           "test_concat_and_cache_mla.py any_strides triton"),
+    Fault("e4m3 rows: logits without their scale", "_mla_decode_kernel", "qk_scale *= tl.load(k_scale)",
+          "qk_scale *= 1.0", f"{OP} read_with_their_scale triton tensor"),
+    Fault("e4m3 rows: sums without their scale", "_mla_decode_kernel", "out_scale *= tl.load(k_scale)",
+          "out_scale *= 1.0", f"{OP} read_with_their_scale triton tensor"),
+    Fault("e4m3 rows: sums without the host's scale", "_mla_decode_kernel", "acc *= out_scale", "acc *= 1.0",
+          f"{OP} read_with_their_scale triton float"),
+    Fault("e4m3 rows: logits without the host's scale", "mla_decode", "float(scale) * k_factor",
+          "float(scale)", f"{OP} read_with_their_scale float"),
+    Fault("e4m3 rows: values without a scale", "_inputs", "(None, None, k_scale, k_scale, out",
+          "(None, None, k_scale, None, out", f"{OP} read_with_their_scale torch tensor"),
+    Fault("e4m3 rows: written with no scale of memory", "_concat_and_cache_kernel", "scale = tl.load(k_scale)",
+          "scale = k_scale_value", "test_concat_and_cache_mla.py quotients_saturated triton tensor"),
+    Fault("e4m3 rows: the rotated part with another scale", "_concat_and_cache_kernel",
+          "write_part(k_pe + token * sp_t, row, scale, L, R, E4M3)",
+          "write_part(k_pe + token * sp_t, row, k_scale_value, L, R, E4M3)",
+          "test_concat_and_cache_mla.py quotients_saturated triton tensor"),
+    Fault("e4m3 rows: expanded without their scale", "mla_rows:decode",
+          "(wide if scale is None else wide * scale)", "wide", f"{FP8} every_form"),
+    Fault("e4m3 rows: any number for a scale", "split_scale", "if not is_scale(scale):", "if False:",
+          f"{OP} scales_that_do_not_fit"),
+    Fault("e4m3 rows: by the kernel for Hopper", "mla_decode:why_not_hopper", " or shape.stored_dtype != shape.dtype",
+          "", f"{OP} kernel_for_hopper"),
+    Fault("e4m3 rows: every format of keys", "Capabilities._value_rejections",
+          "self.latent_kv_cache_dtypes if latent else self.kv_cache_dtypes", "self.kv_cache_dtypes",
+          f"{PEERS} not_served"),
     Fault("two halves of kv_b", "MLAAttention.split_kv_b",
           "weight.unflatten(0, (heads, nope + value)).split((nope, value), 1)",
           "(weight[: heads * nope].unflatten(0, (heads, nope)), weight[heads * nope :].unflatten(0, (heads, value)))",

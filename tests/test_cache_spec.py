@@ -24,6 +24,7 @@ WINDOW = SlidingWindowSpec(num_kv_heads=2, head_dim=8, sliding_window=32)
         (FullAttentionSpec(num_kv_heads=2, head_dim=8, kv_cache_dtype="fp8_e5m2"), 2 * (8 + 8)),
         (FullAttentionSpec(num_kv_heads=2, head_dim=8, kv_cache_dtype="int8"), 2 * (8 + 8) + 2 * 2 * 4),
         (MLASpec(num_kv_heads=1, head_dim=576, latent_dim=512, dtype=torch.bfloat16), 576 * 2),
+        (MLASpec(head_dim=576, latent_dim=512, dtype=torch.bfloat16, kv_cache_dtype="fp8"), 576),
     ],
 )
 def test_bytes_per_token(spec: KVCacheSpec, bytes_per_token: int) -> None:
@@ -93,11 +94,14 @@ def test_a_value_that_cannot_be_is_refused_by_name(kind: Any, asked: dict[str, A
         kind(**{"num_kv_heads": 1, "head_dim": 16, **asked})
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8", "k8v4"])
-def test_latent_rows_are_native(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"kv_cache_dtype='{name}' is not served; use kv_cache_dtype='auto'"):
+@pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "k8v4", "int8:window=16"])
+def test_latent_rows_are_native_or_e4m3(name: str) -> None:
+    message = rf"kv_cache_dtype='{name}' is not served; use kv_cache_dtype='auto' or 'fp8'"
+    with pytest.raises(UnsupportedError, match=message):
         MLASpec(head_dim=576, latent_dim=512, kv_cache_dtype=name)
     assert MLASpec(head_dim=576, latent_dim=512).num_kv_heads == 1
+    with pytest.raises(InvalidInputError, match=r"^kv_cache_dtype must be one of"):
+        MLASpec(head_dim=576, latent_dim=512, kv_cache_dtype="e4m3")
 
 
 def test_no_layers_are_refused() -> None:

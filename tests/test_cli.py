@@ -41,6 +41,7 @@ ODD = {
     "any_head_dim_v": (True, "yes"),
     "latent_dims": (IntRange(values=(512,)), "512"),
     "rope_dims": (IntRange(values=()), "-"),
+    "latent_kv_cache_dtypes": (("auto", "fp8_e4m3"), "auto, fp8_e4m3"),
     "block_sizes": (IntRange(256, 4096, 256), "multiples of 256 in 256..4096"),
     "default_block_size": (512, "512"),
     "cache_layouts": (("HND",), "HND"),

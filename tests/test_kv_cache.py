@@ -101,23 +101,26 @@ def test_int8_has_a_float32_scale_per_token_and_head(layout: str) -> None:
     assert PagedKVCache(**SHAPE).layer(0).key_scale is None
 
 
-def test_mla_values_are_a_view_of_the_keys() -> None:
-    spec = MLASpec(num_kv_heads=1, head_dim=12, latent_dim=8)
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
+def test_mla_values_are_a_view_of_the_keys(stored: str) -> None:
+    spec = MLASpec(num_kv_heads=1, head_dim=12, latent_dim=8, kv_cache_dtype=stored)
     cache = PagedKVCache.from_specs([spec] * 2, num_blocks=3)
     layer = cache.layer(1)
     assert (layer.key.shape, layer.value.shape) == ((3, 16, 1, 12), (3, 16, 1, 8))
     layer.key.copy_(torch.randn(layer.key.shape))
-    assert torch.equal(layer.value, layer.key[..., :8])
-    assert cache.nbytes == 2 * 3 * 16 * 12 * 4
+    assert torch.equal(layer.value.float(), layer.key[..., :8].float())
+    assert cache.nbytes == 2 * 3 * 16 * 12 * (4 if stored == "auto" else 1)
 
 
-def test_latent_blocks_are_copied_and_swapped_whole() -> None:
-    spec = MLASpec(head_dim=12, latent_dim=8, block_size=4, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("stored", "itemsize"), [("auto", 2), ("fp8", 1)])
+def test_latent_blocks_are_copied_and_swapped_whole(stored: str, itemsize: int) -> None:
+    spec = MLASpec(head_dim=12, latent_dim=8, block_size=4, dtype=torch.bfloat16, kv_cache_dtype=stored)
     cache = PagedKVCache.from_specs([spec] * 3, num_blocks=5)
-    assert cache.bytes_per_block == spec.bytes_per_block == 4 * 12 * 2 and cache.slabs.shape == (3, 5, 96)
+    size = 4 * 12 * itemsize
+    assert cache.bytes_per_block == spec.bytes_per_block == size and cache.slabs.shape == (3, 5, size)
     for index in range(3):
         cache.layer(index).key.copy_(torch.randn(5, 4, 1, 12))
-    before = [cache.layer(index).key.clone() for index in range(3)]
+    before = [cache.layer(index).key.float() for index in range(3)]
     cache.copy_blocks([(1, 3)])
     host = torch.zeros(3, 2, cache.bytes_per_block, dtype=torch.uint8)
     for slab, away in zip(cache.slabs, host, strict=True):
@@ -125,9 +128,10 @@ def test_latent_blocks_are_copied_and_swapped_whole() -> None:
         ops.swap_blocks(away, slab, torch.tensor([[0, 4]]))
     for index, rows in enumerate(before):
         layer = cache.layer(index)
-        assert torch.equal(layer.key, rows[[0, 1, 2, 1, 2]]) and torch.equal(layer.value, layer.key[..., :8])
+        assert torch.equal(layer.key.float(), rows[[0, 1, 2, 1, 2]])
+        assert torch.equal(layer.value.float(), layer.key[..., :8].float())
     cache.zero_blocks([3])
-    assert not bool(cache.layer(0).value[3].any())
+    assert not bool(cache.layer(0).value[3].float().any())
 
 
 def test_a_cache_whose_values_are_its_keys_has_a_layout_of_its_own() -> None:

@@ -22,6 +22,7 @@ from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.layers.mla_step import LatentDims, MLAMetadata, plan_chunks
 from pagedattn.spec import GraphLevel
 from pagedattn.testing import interpreted, mla_expanded_oracle
+from pagedattn.testing.stored import bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, L, R, N, V, S = 3, 16, 8, 12, 10, 4
@@ -32,15 +33,17 @@ SIZES: dict[str, Any] = {"num_heads": HEADS, "latent_dim": L, "rope_dim": R, "no
 class Model:
     """One layer's weights, and the tokens of each sequence so far."""
 
+    stored = "auto"
+
     def __init__(
         self, lengths: list[int], dtype: torch.dtype = torch.float32, device: torch.device = DEVICE, seed: int = 0
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.device = dtype, device
         self.weight = self.normal(HEADS * (N + V), L) * 0.4
-        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=S, dtype=dtype)
+        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=S, dtype=dtype, kv_cache_dtype=self.stored)
         self.cache = PagedKVCache.from_specs([spec], 200, device=device)
-        self.cache.layer(0).key.fill_(torch.nan)
+        self.cache.layer(0).key.copy_(torch.full((), torch.nan))
         self.rows = [self.normal(n, L + R) for n in lengths]
         blocks = torch.randperm(199, generator=self.generator).to(torch.int32) + 1
         width = max(-(-n // S) for n in lengths) + 1
@@ -52,12 +55,20 @@ class Model:
     def step(self, query_lens: list[int], seq_lens: list[int]) -> CommonAttentionMetadata:
         return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, self.table, block_size=S)
 
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as the cache holds them."""
+        return rows
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """What stands in the cache, in the oracle's digits."""
+        return stored
+
     def fill(self, seq_lens: list[int]) -> None:
         """Write the first tokens of every sequence, as earlier steps would have."""
-        flat = self.cache.layer(0).key.flatten(0, 1)
+        flat = bits(self.cache.layer(0).key.flatten(0, 1))
         for row, (rows, count) in enumerate(zip(self.rows, seq_lens, strict=True)):
             for at in range(count):
-                flat[int(self.table[row, at // S]) * S + at % S, 0] = rows[at]
+                flat[int(self.table[row, at // S]) * S + at % S, 0] = bits(self.encode(rows[at]))
 
     def run(
         self, layer: MLAAttention, query_lens: list[int], seq_lens: list[int], padding: int = 0, **options: Any
@@ -73,7 +84,7 @@ class Model:
         out = call(q_nope, q_pe, rows[:, :L], rows[:, L:], w_uk, w_uv, self.cache.layer(0), common, **options)
         want, start = [], 0
         for seen, n, end in zip(self.rows, query_lens, seq_lens, strict=True):
-            mine, keys = slice(start, start + n), seen[:end]
+            mine, keys = slice(start, start + n), self.decode(self.encode(seen[:end]))
             parts = (q_nope[mine], q_pe[mine], keys[:, :L], keys[:, L:], w_uk, w_uv)
             mask, cap = layer.spec.mask, layer.spec.softcap
             want.append(mla_expanded_oracle(*parts, scale=SCALE, mask=mask, softcap=cap)[0])
@@ -331,8 +342,8 @@ def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
 def test_a_layer_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"^scale must be given .* pass \(nope_dim \+ rope_dim\) \*\* -0.5"):
         MLAAttention(**SIZES)
-    with pytest.raises(UnsupportedError, match=r"TORCH: kv_cache_dtype=fp8_e4m3 \(serves auto with latent_dim\)"):
-        layer_of(kv_cache_dtype="fp8", device="cpu")
+    with pytest.raises(UnsupportedError, match=r"TORCH: kv_cache_dtype=int8 \(serves auto, fp8_e4m3\)"):
+        layer_of(kv_cache_dtype="int8", device="cpu")
     with pytest.raises(InvalidInputError, match=r"^nope_dim must be at least 1"):
         MLAAttention(**{**SIZES, "nope_dim": 0}, scale=SCALE)
     with pytest.raises(InvalidInputError, match=r"^weight must be \[66, 16\]"):

@@ -33,6 +33,7 @@ EVERYTHING = Capabilities(
     any_head_dim_v=True,
     latent_dims=IntRange(),
     rope_dims=IntRange(0),
+    latent_kv_cache_dtypes=KV_CACHE_DTYPES,
     block_sizes=IntRange(),
     cache_layouts=CACHE_LAYOUTS,
     attn_types=tuple(AttentionType),
@@ -67,6 +68,11 @@ RESTRICTIONS = {
     "any_head_dim_v": (False, {"head_dim_v": 32}, "head_dim_v", 32, "head_dim (64) only"),
     "latent_dims": (IntRange(values=(256,)), LATENT, "latent_dim", 512, "256"),
     "rope_dims": (IntRange(values=(0,)), LATENT, "rope_dim", 64, "0"),
+    "latent_kv_cache_dtypes": (
+        ("auto",),
+        {**LATENT, "kv_cache_dtype": "fp8"},
+        *("kv_cache_dtype", "fp8_e4m3", "auto"),
+    ),
     "block_sizes": (IntRange(16, None, 16), {"block_size": 24}, "block_size", 24, "multiples of 16 in 16 and more"),
     "cache_layouts": (("NHD",), {"cache_layout": "HND"}, "cache_layout", "HND", "NHD"),
     "gqa_ratios": (IntRange(values=(1, 4, 8)), {"num_heads": 10}, "gqa_ratio", 5, "1, 4, 8"),
@@ -245,7 +251,6 @@ def test_a_latent_spec_that_cannot_be_is_refused(asked: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("asked", "feature", "supported"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "auto with latent_dim"),
         ({"attn_type": AttentionType.CROSS}, "attn_type", "decoder with latent_dim"),
         ({"has_alibi": True}, "has_alibi", "none with latent_dim"),
         ({"has_sinks": True}, "has_sinks", "none with latent_dim"),
@@ -261,7 +266,7 @@ def test_what_latent_attention_lacks_is_refused_whatever_a_backend_has(
 
 def test_a_backend_without_latent_attention_says_just_that() -> None:
     plain = replace(EVERYTHING, latent_dims=NO_INTEGERS, any_head_dim_v=False, head_dims=IntRange(1, 256))
-    (only,) = plain.rejections(AttentionSpec(num_heads=16, **LATENT))
+    (only,) = plain.rejections(AttentionSpec(num_heads=16, **LATENT, kv_cache_dtype="fp8"))
     assert str(only) == "latent_dim=512 (serves none): it does not serve latent attention (MLA)"
     assert not plain.serves_mla and EVERYTHING.serves_mla
 

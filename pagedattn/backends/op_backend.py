@@ -90,6 +90,7 @@ class OpAttentionImpl(AttentionImpl):
             scale=spec.softmax_scale,
             mask=spec.mask,
             softcap=spec.softcap,
+            k_scale=call.k_scale,
             out=call.out,
             lse=call.lse,
             plan=metadata.mla_plan,

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.base import CacheFormat, Plane
-from ..formats.mla_rows.format import require_native
+from ..formats.mla_rows.format import require_rows
 from ..formats.registry import format_of
 
 _ALIGNMENT = 16  # bytes, of planes where there are scales: codes and scales are then loaded by vectors of any size
@@ -115,7 +115,7 @@ class SlidingWindowSpec(KVCacheSpec):
 class MLASpec(KVCacheSpec):
     """A latent cache: one key row per token, whose first `latent_dim` elements are also the value.
 
-    A block is one plane [S, 1, head_dim] of the model's dtype; there is no plane of values.
+    A block is one plane [S, 1, head_dim] of the model's dtype, or of e4m3; there is no plane of values.
     """
 
     num_kv_heads: int = 1
@@ -123,7 +123,7 @@ class MLASpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
-        require_native(self.kv_cache_dtype)
+        require_rows(self.kv_cache_dtype)
         if self.num_kv_heads != 1:
             raise InvalidInputError("num_kv_heads", "1, as all heads read the same row", self.num_kv_heads)
         if not 1 <= self.latent_dim <= self.head_dim:

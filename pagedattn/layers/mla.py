@@ -3,6 +3,8 @@ expanded, whichever takes less."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .. import env, ops
@@ -11,8 +13,9 @@ from ..backends.selector import Request, Selection, current_request, select_back
 from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
-from ..formats.mla_rows.format import split
-from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask
+from ..formats.mla_rows.format import decode, split
+from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
+from ..spec.scales import LayerScales
 from ..step.metadata import CommonAttentionMetadata
 from .base import PagedLayer
 from .mla_step import KeyChunk, LatentDims, MLAMetadata, MLAMetadataBuilder
@@ -36,6 +39,9 @@ class MLAAttention(PagedLayer):
         scale: of the expanded head, (N + R) ** -0.5, times the square of yarn's mscale where the model has one.
             None is refused: a row of L + R elements does not tell it.
         sliding_window, softcap: as of `Attention`; a window is always attended to absorbed.
+        kv_cache_dtype: "auto", rows of the model's dtype, or "fp8" ("fp8_e4m3"): all L + R elements divided by k_scale,
+            rounded to e4m3 and saturated. What is written is rounded before it is read, of new tokens too.
+        k_scale: of e4m3 rows, a float or a float32 tensor of one element; None is 1.
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         max_absorbed_len: new tokens of a sequence up to which it is absorbed; None takes what arithmetic says, 171 for
             DeepSeek's sizes (`LatentDims.break_even`).
@@ -63,6 +69,7 @@ class MLAAttention(PagedLayer):
         sliding_window: int | None = None,
         softcap: float | None = None,
         kv_cache_dtype: str = "auto",
+        k_scale: Scale = None,
         block_size: int | None = None,
         cache_layout: str = "NHD",
         max_absorbed_len: int | None = None,
@@ -94,6 +101,7 @@ class MLAAttention(PagedLayer):
             clean_cache=clean_cache,
             graph_level=graph_level,
         )
+        self._scales = LayerScales.given(k_scale, None, None, self._base.kv_cache_dtype, 1)
         usual = self.dims.break_even if sliding_window is None else 1 << 30
         self._most_absorbed = usual if max_absorbed_len is None or sliding_window else max_absorbed_len
         self._workspace_bytes = workspace_bytes
@@ -104,7 +112,11 @@ class MLAAttention(PagedLayer):
     def _resolve(self) -> None:
         """Choose the backends for the dtype and device that the layer has now."""
         spec, asked = self._spec_here(), self._request
-        self.selection: Selection = select_backend(spec, Request(asked.decode, asked.decode, asked.source))
+        absorbed = Request(asked.decode, asked.decode, asked.source)
+        selection = select_backend(spec.replace(kv_scale=self._scales.kind), absorbed)
+        source = self._scales.source if spec.format.takes_scales else ""
+        self.selection: Selection = replace(selection, scales=source)
+        self._k_scale = self._scales.to(self._anchor.device).key
         dense = Request(asked.prefill, asked.prefill, asked.source)
         self.expanded_selection: Selection = select_backend(self._expanded_spec(spec, causal=True), dense)
         self._impl = self.selection.decode.impl(self.selection.spec)
@@ -199,7 +211,7 @@ class MLAAttention(PagedLayer):
             expected, got = "None exactly where the metadata have no block table", type(kv_cache).__name__
             raise InvalidInputError("kv_cache", f"{expected}, and then with a latent", got, "pass cache.layer(i)")
         if latent is not None and k_pe is not None:
-            ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping)
+            ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping, k_scale=self._k_scale)
         first, last = built.first_row, built.first_row + built.num_rows
         if built.absorbed is not None:
             rows = slice(None) if not built.num_rows else slice(0, first)
@@ -224,7 +236,7 @@ class MLAAttention(PagedLayer):
         in_latent, in_rope = split(query, latent_dim)
         _multiply(q_nope.transpose(0, 1), w_uk, in_latent.transpose(0, 1))
         in_rope.copy_(q_pe)
-        summed = self._impl.forward(AttentionCall(query, kv_cache), metadata)  # [T, H, L]
+        summed = self._impl.forward(AttentionCall(query, kv_cache, k_scale=self._k_scale), metadata)  # [T, H, L]
         _multiply(summed.transpose(0, 1), w_uv.transpose(1, 2), out.transpose(0, 1))
 
     def _attend_expanded(
@@ -252,10 +264,12 @@ class MLAAttention(PagedLayer):
             out.copy_(state[0])
 
     def _gather(self, chunk: KeyChunk, kv_cache: LayerCache, block_table: torch.Tensor | None) -> torch.Tensor:
-        """The rows of a chunk, [n, 1, L + R]."""
+        """The rows of a chunk as they stand in the cache, [n, 1, L + R] in the layer's dtype."""
         if block_table is None:
             raise InvalidInputError("metadata", "with the block table of expanded sequences", "None")
-        return ops.gather_kv(kv_cache.key, None, block_table, chunk.cu_lens, chunk.num_keys, starts=chunk.starts)[0]
+        spans = (block_table, chunk.cu_lens, chunk.num_keys)
+        rows, _ = ops.gather_kv(kv_cache.key, None, *spans, starts=chunk.starts)
+        return decode(rows, self._k_scale, self.spec.dtype)
 
     def _expand(
         self, latent: torch.Tensor, k_pe: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor

@@ -13,6 +13,7 @@ from ..kernels.reference import attention
 from ..kernels.shape import bounds_of, shape_of
 from ..runtime.op_registry import choose, expect, load, register
 from ..spec import Mask
+from .reshape_and_cache import split_scale
 
 _CAUSAL = Mask(causal=True)
 
@@ -30,6 +31,7 @@ def mla_decode(
     scale: float,
     mask: Mask = _CAUSAL,
     softcap: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: MLADecodePlan | None = None,
@@ -41,11 +43,13 @@ def mla_decode(
     W_UV is yet to be applied to. All heads read the same row, each row once. Source: DeepSeek-V2 (2024), section 2.1.
 
     Args:
-        query: [T, Hq, L + R], last dimension contiguous. rows: the cache [P, S, 1, L + R], of the query's dtype.
+        query: [T, Hq, L + R], last dimension contiguous. rows: the cache [P, S, 1, L + R], of the
+            query's dtype or of e4m3.
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
         latent_dim: L, how much of a row is latent. max_query_len, max_seq_len: host upper bounds.
         scale: of the expanded head, (nope + R) ** -0.5, times the square of yarn's mscale where the model has one.
         mask: which keys a query sees, causal where it leaves that open. softcap: cap * tanh(logit / cap).
+        k_scale: what elements of e4m3 rows are multiplied with: None for 1, a positive float, or float32 [1].
         out: [T, Hq, L]. lse: [T, Hq] float32 to fill, natural log.
         plan: of `plan_mla_decode` for this step; calls that use one must not run at the same time. None, or one that
             does not fit these tensors: made for this call.
@@ -54,7 +58,7 @@ def mla_decode(
         [T, Hq, L]; rows past query_start_loc[B] are unspecified.
 
     Raises:
-        InvalidInputError: shapes, dtypes or strides that do not fit each other, or a mask_mod.
+        InvalidInputError: shapes, dtypes, strides or a scale that do not fit each other, or a mask_mod.
         UnsupportedError: path="triton" for what its kernel does not serve.
     """
     expect(rows.dim() == 4 and rows.shape[2] == 1, "rows", "[P, S, 1, L + R]", rows)
@@ -66,8 +70,9 @@ def mla_decode(
         out = query.new_empty(*query.shape[:2], latent_dim)
     expect(out.dim() == 3 and out.shape[2] == latent_dim, "out", f"[T, Hq, {latent_dim}]", out)
     mask = mask.replace(causal=True) if mask.causal is None else mask
-    numbers = (float(scale), mask.constants, float(softcap or 0.0), max_query_len, max_seq_len)
-    tensors = (query, rows, block_table, query_start_loc, seq_lens, out, lse)
+    k_tensor, k_factor = split_scale(k_scale, query, rows, "k_scale")
+    numbers = (float(scale) * k_factor, k_factor, mask.constants, float(softcap or 0.0), max_query_len, max_seq_len)
+    tensors = (query, rows, block_table, query_start_loc, seq_lens, k_tensor, out, lse)
     _inputs(*tensors, *numbers).check()
     _op(*tensors, *numbers, None if plan is None else plan.workspace, path, plan=plan)
     return out
@@ -79,9 +84,11 @@ def _inputs(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    k_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scale: float,
+    out_scale: float,
     mask: tuple[int, ...],
     softcap: float,
     max_query_len: int,
@@ -89,9 +96,9 @@ def _inputs(
 ) -> AttentionInputs:
     """The call as attention of one KV head, whose values are a view of its keys."""
     tensors = (query, rows, rows[..., : out.shape[2]], block_table, query_start_loc, seq_lens)
-    absent = (None, None, None, None)
     bounds = (max_query_len, max_seq_len, 0, False)
-    return AttentionInputs(*tensors, *absent, out, lse, scale, 1.0, tuple(mask), softcap, *bounds)
+    given = (None, None, k_scale, k_scale, out, lse, scale, out_scale)
+    return AttentionInputs(*tensors, *given, tuple(mask), softcap, *bounds)
 
 
 def _run(*args: Any, plan: MLADecodePlan | None = None) -> None:
@@ -116,8 +123,8 @@ def _fake(*args: object) -> None:
 
 _op = register(
     "mla_decode(Tensor query, Tensor rows, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-    "Tensor(a!) out, Tensor(b!)? lse, float scale, int[] mask, float softcap, SymInt max_query_len, "
-    "SymInt max_seq_len, Tensor(c!)? workspace, str path) -> ()",
+    "Tensor? k_scale, Tensor(a!) out, Tensor(b!)? lse, float scale, float out_scale, int[] mask, float softcap, "
+    "SymInt max_query_len, SymInt max_seq_len, Tensor(c!)? workspace, str path) -> ()",
     _run,
     _fake,
 )

@@ -13,7 +13,7 @@ from ..formats.native.format import NATIVE
 from ..formats.registry import stored_as
 from ..runtime.op_registry import choose, csrc_op, expect, load, refuse, register
 
-_WIDE = (torch.float16, torch.bfloat16, torch.float32)
+WIDE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def reshape_and_cache(
@@ -63,8 +63,8 @@ def reshape_and_cache(
         _check(value, value_cache, v_scale_cache, slot_mapping, form.value, "value")
         if value_cache.shape[:3] != key_cache.shape[:3]:
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
-    k_tensor, k_value = _scale(k_scale, key, key_cache, "k_scale")
-    v_tensor, v_value = (None, 1.0) if value is None else _scale(v_scale, value, value_cache, "v_scale")
+    k_tensor, k_value = split_scale(k_scale, key, key_cache, "k_scale")
+    v_tensor, v_value = (None, 1.0) if value is None else split_scale(v_scale, value, value_cache, "v_scale")
     stored = (k_scale_cache, v_scale_cache, kv_cache_dtype)
     _op(key, value, key_cache, value_cache, slot_mapping, k_tensor, v_tensor, k_value, v_value, *stored, path)
 
@@ -87,7 +87,7 @@ def _check(
     planes = form.planes(rows.shape[2], rows.dtype)
     codes = planes[0]
     copied = rows.dtype == cache.dtype and len(planes) == 1  # elements in the cache's dtype, whatever its format
-    encoded = rows.dtype in _WIDE and codes.dtype == cache.dtype
+    encoded = rows.dtype in WIDE and codes.dtype == cache.dtype
     if not (copied or encoded) or cache.shape[3] != (rows.shape[2] if copied else codes.width):
         _refuse_rows(rows, cache, form, name)
     check_scales(f"{name[0]}_scale_cache", planes, scales, cache)
@@ -98,17 +98,21 @@ def _check(
 
 
 def _refuse_rows(rows: torch.Tensor, cache: torch.Tensor, form: RowFormat, name: str) -> NoReturn:
-    dtypes = dict.fromkeys((cache.dtype,) if form is NATIVE.key else (*_WIDE, cache.dtype))
+    dtypes = dict.fromkeys((cache.dtype,) if form is NATIVE.key else (*WIDE, cache.dtype))
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     packed = form.planes(cache.shape[3], torch.float32)[0].width != cache.shape[3]
     shape = f"[T, {cache.shape[2]}, {'D' if packed else cache.shape[3]}]"
     refuse(name, f"{names} {shape}, last stride 1", rows)
 
 
-def _scale(
+def split_scale(
     scale: float | torch.Tensor | None, rows: torch.Tensor | None, cache: torch.Tensor | None, name: str
 ) -> tuple[torch.Tensor | None, float]:
-    """The scale as a tensor or, where that is None, as a number; 1.0 is none."""
+    """The scale of an fp8 cache as a tensor or, where that is None, as a number; 1.0 is none.
+
+    Raises:
+        InvalidInputError: no positive number, no such tensor, or rows that are stored as they are.
+    """
     if scale is None:
         return None, 1.0
     if rows is None or cache is None or rows.dtype == cache.dtype:
@@ -120,7 +124,8 @@ def _scale(
         return None, float(scale)
     heads = cache.shape[2]
     fits = scale.dtype == torch.float32 and (scale.numel() == 1 or scale.shape == (heads,))
-    expect(fits and scale.device == cache.device, name, f"float32 [1] or [{heads}] on {cache.device}", scale)
+    shapes = "[1]" if heads == 1 else f"[1] or [{heads}]"
+    expect(fits and scale.device == cache.device, name, f"float32 {shapes} on {cache.device}", scale)
     return scale.reshape(-1).contiguous(), 1.0
 
 
@@ -151,9 +156,9 @@ def _run(
         return
     chosen, slots = choose(path, key.device, "reshape_and_cache" if form.has_csrc else ""), slot_mapping.contiguous()
     if chosen == "torch":
-        _torch(key, key_cache, k_scale_cache, slots, k_scale, k_scale_value, form.key)
+        put_encoded(key, key_cache, k_scale_cache, slots, k_scale, k_scale_value, form.key)
         if value is not None and value_cache is not None:
-            _torch(value, value_cache, v_scale_cache, slots, v_scale, v_scale_value, form.value)
+            put_encoded(value, value_cache, v_scale_cache, slots, v_scale, v_scale_value, form.value)
         return
     tensors = (key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value)
     if chosen == "csrc":
@@ -162,7 +167,7 @@ def _run(
         load("kernels.cache_write.kernel").launch(*tensors, k_scale_cache, v_scale_cache, form)
 
 
-def _torch(
+def put_encoded(
     rows: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None,
@@ -171,6 +176,8 @@ def _torch(
     scale_value: float,
     form: RowFormat,
 ) -> None:
+    """Write the first len(slots) rows [T, Hkv, D] to their slots by torch, encoded but where they are of the cache's
+    dtype. scale: float32 [1] or [Hkv]; None: scale_value."""
     rows = rows[: len(slots)]
     if rows.dtype == cache.dtype:
         form = NATIVE.key

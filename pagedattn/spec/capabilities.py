@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..formats.mla_rows.format import LATENT_DTYPES
 from .attention import AttentionSpec, AttentionType, GraphLevel
 
 
@@ -65,6 +64,7 @@ class Capabilities:
     any_head_dim_v: bool = False
     latent_dims: IntRange = NO_INTEGERS  # of absorbed latent attention (MLA), whose rows `head_dims` does not describe
     rope_dims: IntRange = NO_INTEGERS
+    latent_kv_cache_dtypes: tuple[str, ...] = ("auto",)  # formats of latent rows, in place of `kv_cache_dtypes`
     block_sizes: IntRange
     default_block_size: int = 16
     cache_layouts: tuple[str, ...] = ("NHD",)
@@ -99,11 +99,13 @@ class Capabilities:
         return self.fp8_queries and spec.uses_cache and spec.kv_cache_dtype.startswith("fp8")
 
     def _value_rejections(self, spec: AttentionSpec) -> list[Rejection]:
+        latent = spec.latent_dim is not None and self.serves_mla
+        formats = self.latent_kv_cache_dtypes if latent else self.kv_cache_dtypes
         kinds = tuple(kind.value for kind in self.attn_types)
         members: list[tuple[str, Any, Any, str]] = [
             ("device_type", spec.device_type, self.devices, ""),
             ("dtype", _short(spec.dtype), tuple(map(_short, self.dtypes)), "cast the model"),
-            ("kv_cache_dtype", spec.format.without_window, self.kv_cache_dtypes, "build the cache with one of these"),
+            ("kv_cache_dtype", spec.format.without_window, formats, "build the cache with one of these"),
             ("kv_scale", spec.kv_scale, self.kv_scales, ""),
             ("gqa_ratio", spec.gqa_ratio, self.gqa_ratios, ""),
             ("cache_layout", spec.cache_layout, self.cache_layouts, "build the cache with this layout"),
@@ -136,7 +138,6 @@ class Capabilities:
         if not self.serves_mla:
             return [Rejection("latent_dim", spec.latent_dim, "none", "it does not serve latent attention (MLA)")]
         asked = (
-            ("kv_cache_dtype", spec.kv_cache_dtype not in LATENT_DTYPES, spec.kv_cache_dtype, _join(LATENT_DTYPES)),
             ("attn_type", spec.attn_type is not AttentionType.DECODER, spec.attn_type.value, "decoder"),
             ("has_alibi", spec.has_alibi, True, "none"),
             ("has_sinks", spec.has_sinks, True, "none"),

@@ -218,6 +218,8 @@ _STORED = (
 CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS, *_STORED)
 
 _ROW: dict[str, Any] = {"latent_dim": 32, "head_dim": 40, "scale": 0.2}
+_LARGE: dict[str, Any] = {"latent_dim": 512, "head_dim": 576, "scale": 0.1, "query_lens": (2, 1), "seq_lens": (40, 9)}
+_SMALL: dict[str, Any] = {**_ROW, "scale": 0.002}  # of rows so large that they saturate
 _DECODES: dict[str, Any] = {"query_lens": (1, 1, 1, 1), "seq_lens": (1, 16, 37, 129)}
 # Of absorbed latent attention, apart: what is done to all cases of heads (another head_dim) does not fit these.
 MLA_CASES: tuple[Case, ...] = (
@@ -226,7 +228,7 @@ MLA_CASES: tuple[Case, ...] = (
     *(Case(**_ROW, heads=(4, 1), block_size=size) for size in (1, 3, 64)),
     Case(**{**_ROW, "head_dim": 32}, heads=(4, 1), note="latent rows without a rotated part"),
     Case(**{**_ROW, "latent_dim": 24, "head_dim": 37}, **_DECODES, heads=(3, 1), note="odd latent rows"),
-    Case(latent_dim=512, head_dim=576, scale=0.1, heads=(16, 1), query_lens=(2, 1), seq_lens=(40, 9)),
+    Case(**_LARGE, heads=(16, 1)),
     Case(**_ROW, heads=(8, 1), query_lens=(16, 2, 5), seq_lens=(40, 90, 5), note="several tokens over latent rows"),
     Case(**_ROW, heads=(4, 1), query_lens=(40, 1), seq_lens=(171, 60), note="a chunk over latent rows"),
     Case(**_ROW, heads=(4, 1), query_lens=(1, 1), seq_lens=(1327, 700), note="long latent contexts"),
@@ -241,4 +243,22 @@ MLA_CASES: tuple[Case, ...] = (
     Case(**_ROW, heads=(4, 1), share_blocks=True, query_lens=(1, 5, 9), seq_lens=(20, 40, 60)),
     Case(**_ROW, **_DECODES, heads=(4, 1), poison=float("inf"), note="infinite poison, latent rows"),
     Case(**_ROW, **_DECODES, heads=(4, 1), lse=False),
+    *(Case(**_ROW, **_E4M3, heads=(4, 1), kv_scale=kind) for kind in ("none", "float", "tensor")),
+    *(Case(**_ROW, **_DECODES, **_E4M3, heads=(heads, 1), kv_scale="tensor") for heads in (5, 48)),
+    Case(**_LARGE, **_E4M3, heads=(16, 1), kv_scale="float"),
+    Case(**_ROW, **_E4M3, heads=(4, 1), query_lens=(40, 1), seq_lens=(171, 60), kv_scale="tensor", softcap=5.0),
+    Case(**_ROW, **_E4M3, heads=(4, 1), query_lens=(1, 1), seq_lens=(1327, 700), kv_scale="float"),
+    Case(
+        **_ROW,
+        **_E4M3,
+        heads=(4, 1),
+        query_lens=(1, 0, 1),
+        seq_lens=(40, 0, 9),
+        kv_scale="float",
+        poison_behind=True,
+        sliding_window=17,
+    ),
+    Case(**_ROW, **_E4M3, heads=(4, 1), query_lens=(2, 1), seq_lens=(0, 9), write=False, note="no latent rows of e4m3"),
+    Case(**_ROW, **_E4M3, heads=(4, 1), kv_scale="tensor", block_size=3, layout="HND", padding_rows=3),
+    Case(**_SMALL, **_E4M3, heads=(4, 1), kv_scale="tensor", magnitude=30.0, note="saturated latent rows"),
 )

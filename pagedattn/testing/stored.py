@@ -61,7 +61,7 @@ class StoredRows:
 
 
 def stored_as(case: Case) -> tuple[StoredRows, StoredRows]:
-    """Of a case: keys and values have scales of their own, no power of two."""
+    """Of a case: keys and values have scales of their own, no power of two; of latent rows both are one."""
     scales: tuple[Scale, Scale] = (None, None)
     if case.kv_scale == "float":
         scales = 0.03, 0.011
@@ -70,6 +70,8 @@ def stored_as(case: Case) -> tuple[StoredRows, StoredRows]:
     elif case.kv_scale == "head":
         heads = torch.arange(case.heads[1], dtype=torch.float32)
         scales = 0.03 + 0.01 * heads, 0.011 + 0.003 * heads
+    if case.latent_dim is not None:
+        scales = scales[0], scales[0]
     form = format_of(case.kv_cache_dtype)
     key, value = (StoredRows(*side, form.whole_blocks) for side in zip((form.key, form.value), scales, strict=True))
     return key, value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ def random_case(kind: str, draw: random.Random) -> Case:
     few = kind in ("two parts", "models") and not GPU  # whose rows are slow to interpret
     queries = [draw.choice(QUERIES[:6] if few else QUERIES) for _ in range(draw.randint(1, 3 if few else 7))] + [1]
     keys = [n + draw.choice(CONTEXTS[:9] if few else CONTEXTS) for n in queries]
+    scale = draw.choice(("none", "float", "tensor"))
+    stored: dict[str, Any] = draw.choice(({}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": scale}))
     return Case(
         heads=(heads, 1),
         head_dim=latent + rope,
@@ -47,6 +50,7 @@ def random_case(kind: str, draw: random.Random) -> Case:
         share_blocks=draw.random() < 0.3,
         sliding_window=draw.choice((None, None, 7, 40)),
         softcap=draw.choice((None, None, 4.0)),
+        **stored,
     )
 
 
@@ -66,4 +70,5 @@ def test_random_problems(backend: str, kind: str) -> None:
         drawn["several tokens"] += max(case.query_lens) > 1
         drawn["padding"] += case.padding_rows > 0
         drawn["features"] += bool(case.sliding_window or case.softcap)
-    assert all(drawn[name] for name in ("several tokens", "padding", "features"))
+        drawn[case.kv_cache_dtype] += 1
+    assert all(drawn[name] for name in ("several tokens", "padding", "features", "auto", "fp8_e4m3"))

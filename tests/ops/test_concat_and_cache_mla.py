@@ -52,6 +52,24 @@ def test_a_cache_of_any_strides_and_nothing_around_it(device, path: str) -> None
     assert torch.equal(room, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [None, 0.03, torch.tensor([0.03])], ids=["none", "float", "tensor"])
+def test_rows_of_e4m3_are_quotients_saturated(device, path: str, scale: Any, dtype: torch.dtype) -> None:
+    if path == "triton" and dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter has no bfloat16")
+    latent, k_pe, _, slots = tensors(device, 12, 4, dtype)
+    latent[0, :4] = torch.tensor([1000.0, -torch.inf, torch.nan, 2.0**-9 * 0.03])
+    k_pe[2, 0] = -900.0
+    cache = torch.full((P, S, 1, 16), 7.0, device=device).to(torch.float8_e4m3fn)
+    want = reshape_and_cache_oracle(
+        join(latent, k_pe)[: len(slots)].cpu().float(), cache.cpu(), SLOTS, 1.0 if scale is None else torch.tensor(0.03)
+    )
+    given = scale.to(device) if isinstance(scale, torch.Tensor) else scale
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots, k_scale=given, path=path)
+    assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert cache[2, 1, 0, 0].float() == 448 and bool(cache[2, 1, 0, 2].float().isnan())
+
+
 def test_nothing_is_written_for_no_slots(device, path: str) -> None:
     latent, k_pe, cache, slots = tensors(device)
     ops.concat_and_cache_mla(latent, k_pe, cache, slots[:0], path=path)
@@ -76,3 +94,25 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     call[at] = other
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         ops.concat_and_cache_mla(*call)
+
+
+SCALES: dict[str, tuple[Any, str]] = {
+    "zero": (0.0, "k_scale must be a positive finite number"),
+    "infinite": (float("inf"), "k_scale must be a positive finite number"),
+    "two elements": (torch.ones(2), r"k_scale must be float32 \[1\] on cpu"),
+    "float64": (torch.ones(1, dtype=torch.float64), r"k_scale must be float32 \[1\] on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_that_do_not_fit_are_refused(name: str) -> None:
+    latent, k_pe, cache, slots = tensors(torch.device("cpu"))
+    scale, message = SCALES[name]
+    stored = torch.zeros(P, S, 1, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        ops.concat_and_cache_mla(latent, k_pe, stored, slots, k_scale=scale)
+    assert not bool(stored.float().any())
+    with pytest.raises(InvalidInputError, match=r"^k_scale must be None, as rows are stored as they are"):
+        ops.concat_and_cache_mla(latent, k_pe, cache, slots, k_scale=1.0)
+    with pytest.raises(InvalidInputError, match=r"^latent must be torch.float8_e5m2"):
+        ops.concat_and_cache_mla(latent, k_pe, stored.to(torch.float8_e5m2), slots)

@@ -56,6 +56,41 @@ def expected(call: dict[str, Any]) -> torch.Tensor:
     return torch.cat(out)
 
 
+@pytest.mark.parametrize("scale", [None, 0.03, torch.tensor([0.03])], ids=["none", "float", "tensor"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_rows_of_e4m3_are_read_with_their_scale(device, path: str, scale: Any, split: bool) -> None:
+    """Split over programs, states of several are added up."""
+    length = 150 if split else 9
+    table = i32([[at % P for at in range(40)], [3, 9, *[0] * 38]], device)
+    call = given(device, block_table=table, seq_lens=i32([length, 5], device), max_seq_len=length)
+    number = 1.0 if scale is None else float(scale)
+    codes = (call["rows"] / number).clamp(-448, 448).to(torch.float8_e4m3fn)
+    given_scale = scale.to(device) if isinstance(scale, torch.Tensor) else scale
+    lse = torch.empty(3, 3, device=device)
+    got = ops.mla_decode(**{**call, "rows": codes}, k_scale=given_scale, lse=lse, path=path)
+    want = expected({**call, "rows": codes.double() * number})
+    torch.testing.assert_close(got.cpu().double(), want.cpu(), rtol=1e-5, atol=1e-5)
+    unscaled = torch.empty(3, 3, device=device)
+    ops.mla_decode(**{**call, "rows": codes.float() * number}, lse=unscaled, path=path)
+    torch.testing.assert_close(lse, unscaled, rtol=1e-5, atol=1e-5)
+
+
+SCALES: dict[str, tuple[Any, Any, str]] = {
+    "zero": (torch.float8_e4m3fn, 0.0, "k_scale must be a positive finite number"),
+    "nan": (torch.float8_e4m3fn, float("nan"), "k_scale must be a positive finite number"),
+    "two elements": (torch.float8_e4m3fn, torch.ones(2), r"k_scale must be float32 \[1\] on cpu"),
+    "native rows": (torch.float32, 0.5, "k_scale must be None, as rows are stored as they are"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_that_do_not_fit_are_refused(name: str) -> None:
+    stored, scale, message = SCALES[name]
+    call = given(torch.device("cpu"))
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        ops.mla_decode(**{**call, "rows": call["rows"].to(stored)}, k_scale=scale)
+
+
 @pytest.mark.parametrize("bad", [-1, P, P + 1, 2**31 - 1, -(2**31)])
 def test_blocks_outside_the_cache_are_not_followed(device, path: str, bad: int) -> None:
     """Block 0 is read in their place and is NaN here: with weight 0 it would reach the output all the same."""
@@ -138,9 +173,17 @@ def test_what_the_kernel_does_not_serve_goes_to_torch_unless_it_is_asked_for(dev
         ops.mla_decode(**call, path="triton")
 
 
-def config(heads: int, tokens: int = 1, seqs: int = 64, keys: int = 4096, target: Target = HOPPER, itemsize: int = 2):
+def config(
+    heads: int,
+    tokens: int = 1,
+    seqs: int = 64,
+    keys: int = 4096,
+    target: Target = HOPPER,
+    itemsize: int = 2,
+    stored: int = 0,
+):
     bounds = {"num_seqs": seqs, "num_tokens": seqs * tokens, "max_query_len": tokens, "max_seq_len": keys}
-    row = {"latent_dim": 512, "rope_dim": 64, "itemsize": itemsize}
+    row = {"latent_dim": 512, "rope_dim": 64, "itemsize": itemsize, "stored_itemsize": stored or itemsize}
     return mla_decode_config(num_heads=heads, **row, **bounds, target=target)
 
 
@@ -163,6 +206,7 @@ def test_rows_are_packed_and_heads_cut_into_equal_parts() -> None:
     packed = {(heads, tokens): config(heads, tokens)[:3] for heads, tokens in ((16, 1), (16, 2), (8, 3), (96, 1))}
     assert packed == {(16, 1): (16, 16, 1), (16, 2): (32, 16, 1), (8, 3): (32, 8, 1), (96, 1): (64, 48, 2)}
     assert config(128).parts == 2 and config(128, itemsize=4).parts == 8
+    assert config(128, stored=1)[:3] == (32, 32, 4) and config(16, stored=1)[:3] == (16, 16, 1)
 
 
 def test_a_step_of_one_tile_needs_no_workspace_and_no_second_launch() -> None:
@@ -174,7 +218,9 @@ def test_a_step_of_one_tile_needs_no_workspace_and_no_second_launch() -> None:
 def test_what_the_kernels_do_not_serve_is_said() -> None:
     shape = AttentionShape(torch.bfloat16, torch.bfloat16, 1, 16, 576, 512, (1, 0), False, True, False, 64)
     assert mla_plan.why_not(shape) == ""
-    assert "query's dtype" in mla_plan.why_not(shape._replace(stored_dtype=torch.float8_e4m3fn))
+    assert mla_plan.why_not(shape._replace(stored_dtype=torch.float8_e4m3fn)) == ""
+    for other in (torch.float8_e5m2, torch.float16):
+        assert "rows of their dtype or of e4m3" in mla_plan.why_not(shape._replace(stored_dtype=other))
     assert "float32" in mla_plan.why_not(shape._replace(dtype=torch.float64, stored_dtype=torch.float64))
 
 
@@ -192,6 +238,7 @@ def shape_of_rows(**changes: Any) -> AttentionShape:
         ({"block_size": 8, "mask": (1, 100)}, ""),
         ({"dtype": torch.float16, "stored_dtype": torch.float16, "group": 128}, ""),
         ({"dtype": torch.float32, "stored_dtype": torch.float32}, "rows of torch.float32"),
+        ({"stored_dtype": torch.float8_e4m3fn}, "rows of torch.float8_e4m3fn"),
         ({"head_dim": 512}, "rows that are not 512 . 64"),
         ({"head_dim": 320, "head_dim_v": 256}, "rows that are not 512 . 64"),
         ({"block_size": 4}, "blocks of 4"),

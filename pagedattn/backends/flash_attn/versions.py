@@ -138,7 +138,7 @@ FA3 = FlashAttnVersion(
     ),
     {
         "has_alibi": "FlashAttention 3 has no ALiBi",
-        "kv_cache_dtype": "FlashAttention 3 reads 8-bit caches of e4m3 only",
+        "kv_cache_dtype": "FlashAttention 3 reads 8-bit caches of e4m3 only, and no such latent rows",
     },
 )
 VERSIONS = (FA3, FA2)  # best first

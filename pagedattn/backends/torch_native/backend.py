@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...formats.mla_rows.format import LATENT_DTYPES
 from ...formats.registry import FORMATS
 from ...spec import AttentionType
 from ...spec.capabilities import Capabilities, IntRange
@@ -38,6 +39,7 @@ class TorchBackend(AttentionBackend):
             any_head_dim_v=True,
             latent_dims=IntRange(),
             rope_dims=IntRange(0),
+            latent_kv_cache_dtypes=LATENT_DTYPES,
             block_sizes=IntRange(),
             cache_layouts=("NHD", "HND"),
             attn_types=tuple(AttentionType),

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ...formats.mla_rows.format import LATENT_DTYPES
 from ...formats.registry import FORMATS
 from ...kernels.mla_decode.plan import MAX_LATENT_DIM, MAX_ROPE_DIM
 from ...runtime import triton_versions
@@ -56,6 +57,7 @@ class TritonBackend(AttentionBackend):
             any_head_dim_v=True,
             latent_dims=IntRange(1, MAX_LATENT_DIM),
             rope_dims=IntRange(0, MAX_ROPE_DIM),
+            latent_kv_cache_dtypes=LATENT_DTYPES,
             block_sizes=IntRange(1, 1024),
             cache_layouts=("NHD", "HND"),
             gqa_ratios=IntRange(),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..fp8.device import fp8_bits
+
 
 @triton.jit
 def inside(rows, dim, COUNT: tl.constexpr, BLOCK: tl.constexpr):
@@ -23,9 +25,12 @@ def load_part(rows, at, seen, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def write_part(part, row, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Store a token's COUNT elements as those of its row from FIRST on."""
+def write_part(part, row, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, E4M3: tl.constexpr):
+    """Store a token's COUNT elements as those of its row from FIRST on; E4M3: as bits of their quotients by `scale`."""
     if COUNT > 0:
         dim = tl.arange(0, triton.next_power_of_2(COUNT))
         mask = dim < COUNT
-        tl.store(row + FIRST + dim, tl.load(part + dim, mask=mask), mask=mask)
+        value = tl.load(part + dim, mask=mask)
+        if E4M3:
+            value = fp8_bits(tl.div_rn(value.to(tl.float32), scale), 3, 7)
+        tl.store(row + FIRST + dim, value, mask=mask)

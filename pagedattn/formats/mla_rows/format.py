@@ -1,6 +1,7 @@
 """Latent rows: one plane [P, S, 1, L + R], the torch half. The value of a row is its first L elements, a view.
 
-A row is written from two tensors and read as two parts, so that it is no `RowFormat`, whose rows are of one kind.
+A row is written from two tensors and read as two parts, so that it is no `RowFormat`, whose rows are of one kind. Its
+elements are stored as those of keys are (`formats/native`, `formats/fp8`), with one scale for both parts.
 """
 
 from __future__ import annotations
@@ -8,16 +9,22 @@ from __future__ import annotations
 import torch
 
 from ...errors import UnsupportedError
+from ..registry import ALIASES, format_of
 
-LATENT_DTYPES = ("auto",)  # what `kv_cache_dtype` may be over latent rows
+LATENT_DTYPES = ("auto", "fp8_e4m3")  # what `kv_cache_dtype` may be over latent rows
 
 
-def require_native(kv_cache_dtype: str) -> None:
-    """Raise UnsupportedError where latent rows are to be stored otherwise than in the model's dtype."""
-    if kv_cache_dtype not in LATENT_DTYPES:
+def stores_rows(kv_cache_dtype: str) -> bool:
+    """Whether a format stores latent rows."""
+    return ALIASES.get(kv_cache_dtype, kv_cache_dtype) in LATENT_DTYPES
+
+
+def require_rows(kv_cache_dtype: str) -> None:
+    """Raise UnsupportedError for a format that does not store latent rows, InvalidInputError for what is no format."""
+    if not stores_rows(format_of(kv_cache_dtype).name):
         raise UnsupportedError(
-            f"latent rows (MLA) are stored in the model's dtype, kv_cache_dtype={kv_cache_dtype!r} is not served; "
-            "use kv_cache_dtype='auto'"
+            f"latent rows (MLA) are stored in the model's dtype or in e4m3, kv_cache_dtype={kv_cache_dtype!r} is not "
+            "served; use kv_cache_dtype='auto' or 'fp8'"
         )
 
 
@@ -29,3 +36,12 @@ def join(latent: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
 def split(rows: torch.Tensor, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., L + R] as views of both parts, [..., L] and [..., R]."""
     return rows[..., :latent_dim], rows[..., latent_dim:]
+
+
+def decode(rows: torch.Tensor, scale: float | torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Stored rows [..., L + R] as what they stand for. scale: of e4m3, a number or float32 [1]; None is 1. Products
+    with it are float32 (float64 for float64), and rounded once."""
+    if rows.dtype == dtype:
+        return rows
+    wide = rows.to(torch.promote_types(dtype, torch.float32))
+    return (wide if scale is None else wide * scale).to(dtype)

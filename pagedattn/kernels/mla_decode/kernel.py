@@ -49,10 +49,10 @@ def _attend_latent(
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
         at = tl.where(known, block, 0).to(tl.int64) * s_b + (near % S).to(tl.int32) * s_s
         block = tl.load(table + nearest_key(offs_n + BLOCK_N, low, end, MASK) // S)
-        latent = load_part(rows, at, known, 0, L, BLOCK_L)  # [BLOCK_N, BLOCK_L]
+        latent = load_part(rows, at, known, 0, L, BLOCK_L).to(q_latent.dtype)  # [BLOCK_N, BLOCK_L]
         s = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if R > 0:
-            rope = load_part(rows, at, known, L, R, BLOCK_R)  # [BLOCK_N, BLOCK_R]
+            rope = load_part(rows, at, known, L, R, BLOCK_R).to(q_rope.dtype)  # [BLOCK_N, BLOCK_R]
             s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION)
         distance = offs_n[None, :] - q_pos[:, None]
         s = scaled_logits(s, distance, 0.0, qk_scale, softcap, is_causal(MASK), SOFTCAP, False, PRECISION)
@@ -81,12 +81,12 @@ def _query_rows(offs_m, q_len, q_block, part, HEADS: tl.constexpr, G: tl.constex
     do_not_specialize_on_alignment=["table", "query_start_loc", "seq_lens"],
 )
 def _mla_decode_kernel(
-    query, key, out, lse_out, table, query_start_loc, seq_lens, splits, states, num_seqs, num_blocks, max_keys,
-    max_tokens, qk_scale, softcap, sq_t, sq_h, sk_b, sk_s, so_t, so_h, sl_t, s_table,
+    query, key, out, lse_out, table, query_start_loc, seq_lens, k_scale, splits, states, num_seqs, num_blocks, max_keys,
+    max_tokens, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_s, so_t, so_h, sl_t, s_table,
     S: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILE_OVERHEAD: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE_OVERHEAD: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, E4M3: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -123,6 +123,9 @@ def _mla_decode_kernel(
     seq = first + tl.sum(before.to(tl.int32), 0)
     base += tl.sum(tl.where(before, work, 0), 0)
 
+    if k_scale is not None:  # stored rows times their scale: logits and latents times it
+        qk_scale *= tl.load(k_scale)
+        out_scale *= tl.load(k_scale)
     offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     dim_l = tl.arange(0, BLOCK_L)  # [BLOCK_L]
     dim_r = tl.arange(0, BLOCK_R)  # [BLOCK_R]
@@ -161,6 +164,8 @@ def _mla_decode_kernel(
                 seq_len - q_len + q_row, qk_scale, softcap, num_blocks, sk_b, sk_s, S, L, R, BLOCK_L, BLOCK_R, BLOCK_N,
                 MASK, SOFTCAP, PRECISION,
             )  # fmt: skip
+            if E4M3:
+                acc *= out_scale
             begins = origin == at
             if splits is not None:
                 if begins:  # says for all of the item's rows which programs have parts of them
@@ -255,8 +260,9 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
     splits, states = config.places(workspace)
     arguments = (
-        *(query, key, out, lse, table, inputs.query_start_loc, inputs.seq_lens, splits, states),
-        *(num_seqs, len(key), key.shape[1] * table.shape[1], config.max_tokens, inputs.scale, inputs.softcap),
+        *(query, key, out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states),
+        *(num_seqs, len(key), key.shape[1] * table.shape[1], config.max_tokens),
+        *(inputs.scale, inputs.out_scale, inputs.softcap),
         *(*query.stride()[:2], *key.stride()[:2], *_result_strides(inputs), table.stride(0)),
     )
     rope = key.shape[3] - value.shape[3]
@@ -271,6 +277,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         "CHUNK": 32 if num_seqs <= 32 else 256,
         "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
+        "E4M3": key.dtype != query.dtype,
     }
     with on_device(query):
         stages = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}

@@ -18,9 +18,11 @@ from ..tiles import next_power_of_2
 MAX_LATENT_DIM = 512  # the output of a query block stays in registers
 MAX_ROPE_DIM = 128
 MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
+MAX_ROWS_OF_CODES = 32  # over rows of e4m3: a tile that is converted takes registers too
 HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CODES = torch.float8_e4m3fn  # of rows that are not of the query's dtype
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -121,8 +123,8 @@ class MLADecodePlan:
 
 def why_not(shape: AttentionShape) -> str:
     """What the Triton kernels want of a call's tensors, where these are otherwise; "" where they serve."""
-    if shape.dtype not in _DTYPES or shape.stored_dtype != shape.dtype:
-        return "float32, float16 or bfloat16 rows of the query's dtype"
+    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, _CODES):
+        return "float32, float16 or bfloat16 queries, and rows of their dtype or of e4m3"
     if shape.head_dim_v > MAX_LATENT_DIM:
         return f"latent parts of at most {MAX_LATENT_DIM} elements"
     if shape.head_dim - shape.head_dim_v > MAX_ROPE_DIM:
@@ -135,8 +137,8 @@ def why_not_hopper(shape: AttentionShape, here: str) -> str:
     where it does."""
     if here:
         return here
-    if shape.dtype.itemsize != 2:
-        return f"rows of {shape.dtype}"
+    if shape.dtype.itemsize != 2 or shape.stored_dtype != shape.dtype:
+        return f"rows of {shape.stored_dtype}"
     if (shape.head_dim_v, shape.head_dim - shape.head_dim_v) != HOPPER_DIMS:
         return f"rows that are not {HOPPER_DIMS[0]} + {HOPPER_DIMS[1]} elements"
     size = shape.block_size
@@ -162,6 +164,7 @@ def plan_mla_decode(
         latent_dim=shape.head_dim_v,
         rope_dim=shape.head_dim - shape.head_dim_v,
         itemsize=shape.dtype.itemsize,
+        stored_itemsize=shape.stored_dtype.itemsize,
         num_tokens=bounds.num_tokens,
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
@@ -179,6 +182,7 @@ def mla_decode_config(
     latent_dim: int,
     rope_dim: int,
     itemsize: int,
+    stored_itemsize: int,
     num_tokens: int,
     max_query_len: int,
     max_seq_len: int,
@@ -186,12 +190,14 @@ def mla_decode_config(
     tuning: MLADecodeTuning | None = None,
     hopper: bool = False,
 ) -> MLADecodeConfig:
-    """The configuration of a launch over sequences of at most so many query tokens and keys.
+    """The configuration of a launch over sequences of at most so many query tokens and keys. itemsize: of queries and
+    of the operands of products; stored_itemsize: of rows.
 
     `tuning` is taken as it is, but for what does not fit the device's shared memory; of the kernel for Hopper it says
     nothing but tile_overhead.
     """
-    most = _most_rows(latent_dim, rope_dim, itemsize, target)
+    largest = MAX_ROWS if stored_itemsize == itemsize else MAX_ROWS_OF_CODES
+    most = _most_rows(largest, latent_dim, rope_dim, itemsize, target)
     parts = -(-num_heads // most)
     heads = -(-num_heads // parts)  # of equal parts: 96 heads are two times 48
     longest = max(max_query_len, 1)
@@ -223,9 +229,9 @@ def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:
     return MLADecodeTuning(block_n=32 if block_m == MAX_ROWS else 64, num_warps=8, num_stages=3, per_sm=1)
 
 
-def _most_rows(latent_dim: int, rope_dim: int, itemsize: int, target: Target) -> int:
-    """Rows of the largest query block: 64, where there is room for them beside 16 keys."""
-    most = MAX_ROWS if itemsize < 4 else 16
+def _most_rows(largest: int, latent_dim: int, rope_dim: int, itemsize: int, target: Target) -> int:
+    """Rows of the largest query block, where there is room for them beside 16 keys; of float32 16."""
+    most = largest if itemsize < 4 else 16
     while most > 16 and _shared_memory(most, 16, latent_dim, rope_dim, itemsize) > target.shared_bytes:
         most //= 2
     return most
