@@ -54,7 +54,7 @@ class EngineConfig:
             "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
             "key=int8,value=rotated_int4" names what K and V are stored as.
         latent: models of latent attention (MLA) keep one row per token and layer; False keeps keys and values of every
-            head, and so does None with another kv_cache_dtype than "auto".
+            head, and so does None with another kv_cache_dtype than "auto" and "fp8", or with kv_scales.
         kv_scales: a file of `pagedattn calibrate`, from which an fp8 cache gets a scale for each layer and KV head.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.
@@ -121,10 +121,7 @@ class EngineConfig:
         stored = _format_of_engine(self.kv_cache_dtype)
         object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
-            if not isinstance(self.kv_scales, str | os.PathLike):
-                raise InvalidInputError("kv_scales", "the path of a file, or None", repr(self.kv_scales))
-            object.__setattr__(self, "kv_scales", os.fspath(self.kv_scales))
-            KVScales.check_format(stored.name, self.kv_scales)
+            object.__setattr__(self, "kv_scales", _checked_scales(self.kv_scales, stored, self.latent))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         object.__setattr__(self, "device", None if self.device is None else str(self.device))
         for name, low in _LOWEST.items():
@@ -214,6 +211,16 @@ def _checked_sizes(sizes: object) -> tuple[int, ...]:
     if not whole or not sizes:
         raise InvalidInputError("graph_sizes", "positive integers, one at least", repr(sizes), "or enforce_eager=True")
     return tuple(sizes)  # type: ignore[arg-type]
+
+
+def _checked_scales(path: object, stored: KVCacheDtype, latent: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidInputError("kv_scales", "the path of a file, or None", repr(path))
+    KVScales.check_format(stored.name, os.fspath(path))
+    if latent is True:
+        expected = "None with latent=True, as they are of keys and values of every head"
+        raise InvalidInputError("kv_scales", expected, repr(os.fspath(path)), "leave latent out")
+    return os.fspath(path)
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

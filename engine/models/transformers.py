@@ -137,7 +137,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
         max_model_len=config.max_model_len,
         clean_cache=config.clean_cache,
         kv_cache_dtype=config.kv_cache_dtype,
-        latent=config.latent,
+        latent=config.latent if scales is None else False,  # which are of keys and values of every head
     )
     layers = [layer for layer in packed.attention_layers() if isinstance(layer, Attention)]
     if scales is not None:

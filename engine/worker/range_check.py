@@ -31,9 +31,12 @@ class RangeCheck:
         worst, text = 0.0, ""
         for index, layer, slots in layers_and_slots(cache, common_by_group):
             attention = self._layers[index]
-            if isinstance(attention, MLAAttention) or not attention.spec.format.takes_scales or not len(slots):
+            if not attention.spec.format.takes_scales or not len(slots):
                 continue
-            sides = zip(("keys", "values"), (layer.key, layer.value), attention.kv_scales, strict=True)
+            if isinstance(attention, MLAAttention):
+                sides = (("latent rows", layer.key, attention.k_scale),)
+            else:
+                sides = zip(("keys", "values"), (layer.key, layer.value), attention.kv_scales, strict=True)
             for name, codes, scale in sides:
                 if scale is None:
                     most = torch.finfo(codes.dtype).max

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.base import CacheFormat, Plane
-from ..formats.mla_rows.format import require_rows
+from ..formats.mla_rows.format import require_rows, stores_rows
 from ..formats.registry import format_of
 
 _ALIGNMENT = 16  # bytes, of planes where there are scales: codes and scales are then loaded by vectors of any size
@@ -132,6 +132,11 @@ class MLASpec(KVCacheSpec):
     @property
     def value_dim(self) -> int:
         return 0
+
+    @staticmethod
+    def stores(kv_cache_dtype: str) -> bool:
+        """Whether latent rows are stored in this format: "auto" or "fp8"."""
+        return stores_rows(kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class MLAAttention(PagedLayer):
         selection = select_backend(spec.replace(kv_scale=self._scales.kind), absorbed)
         source = self._scales.source if spec.format.takes_scales else ""
         self.selection: Selection = replace(selection, scales=source)
-        self._k_scale = self._scales.to(self._anchor.device).key
+        self._placed_scales = self._scales.to(self._anchor.device)
         dense = Request(asked.prefill, asked.prefill, asked.source)
         self.expanded_selection: Selection = select_backend(self._expanded_spec(spec, causal=True), dense)
         self._impl = self.selection.decode.impl(self.selection.spec)
@@ -143,6 +143,11 @@ class MLAAttention(PagedLayer):
             softcap=spec.softcap,
             needs_lse=True,
         )
+
+    @property
+    def k_scale(self) -> Scale:
+        """What stored elements of e4m3 rows are multiplied with, a tensor on the layer's device; None is 1."""
+        return self._placed_scales.key
 
     @property
     def builder(self) -> MLAMetadataBuilder:
@@ -211,7 +216,7 @@ class MLAAttention(PagedLayer):
             expected, got = "None exactly where the metadata have no block table", type(kv_cache).__name__
             raise InvalidInputError("kv_cache", f"{expected}, and then with a latent", got, "pass cache.layer(i)")
         if latent is not None and k_pe is not None:
-            ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping, k_scale=self._k_scale)
+            ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping, k_scale=self.k_scale)
         first, last = built.first_row, built.first_row + built.num_rows
         if built.absorbed is not None:
             rows = slice(None) if not built.num_rows else slice(0, first)
@@ -236,7 +241,7 @@ class MLAAttention(PagedLayer):
         in_latent, in_rope = split(query, latent_dim)
         _multiply(q_nope.transpose(0, 1), w_uk, in_latent.transpose(0, 1))
         in_rope.copy_(q_pe)
-        summed = self._impl.forward(AttentionCall(query, kv_cache, k_scale=self._k_scale), metadata)  # [T, H, L]
+        summed = self._impl.forward(AttentionCall(query, kv_cache, k_scale=self.k_scale), metadata)  # [T, H, L]
         _multiply(summed.transpose(0, 1), w_uv.transpose(1, 2), out.transpose(0, 1))
 
     def _attend_expanded(
@@ -269,7 +274,7 @@ class MLAAttention(PagedLayer):
             raise InvalidInputError("metadata", "with the block table of expanded sequences", "None")
         spans = (block_table, chunk.cu_lens, chunk.num_keys)
         rows, _ = ops.gather_kv(kv_cache.key, None, *spans, starts=chunk.starts)
-        return decode(rows, self._k_scale, self.spec.dtype)
+        return decode(rows, self.k_scale, self.spec.dtype)
 
     def _expand(
         self, latent: torch.Tensor, k_pe: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hf_models import MODELS, VOCAB, hf_model, prompts
 
+import pagedattn.integrations.transformers as hf
 from pagedattn import MLASpec
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.models import factory
@@ -103,10 +104,44 @@ def test_latent_models_keep_rows(folders: Any) -> None:
     for expanded in ({"kv_cache_dtype": "int8"}, {"latent": False}):
         specs = make_llm(folders("deepseek_v3"), **expanded).runner.cache.groups[0].specs
         assert not any(isinstance(spec, MLASpec) for spec in specs) and specs[0].num_kv_heads > 1
+    with pytest.raises(InvalidInputError, match=r"^kv_scales must be None with latent=True"):
+        make_llm(folders("deepseek_v3"), kv_cache_dtype="fp8", kv_scales="scales.json", latent=True)
     with pytest.raises(UnsupportedError, match=r"kv_cache_dtype='int8' is not served for the latent rows"):
         make_llm(folders("deepseek_v3"), kv_cache_dtype="int8", latent=True)
     with pytest.raises(InvalidInputError, match="latent must be a bool, got 'rows'"):
         make_llm(folders("deepseek_v3"), latent="rows")
+
+
+def test_latent_rows_of_e4m3_under_any_schedule(folders: Any) -> None:
+    """Chunks beside decodes, preempted requests, cached and shared prefixes: the tokens of one request at a time."""
+    model, alone = hf_model("deepseek_v3", torch.float64), []
+    hf.enable(model, block_size=4, kv_cache_dtype="fp8")
+    for prompt in ragged():
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+        alone.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
+    assert alone != generated("deepseek_v3")
+    few = {"num_kv_blocks": 18, "max_num_batched_tokens": 12, "max_prefill_share": 0.5}
+    for options in (few, {**few, "preemption": "swap", "swap_space": 1 << 20}, {}):
+        llm = make_llm(folders("deepseek_v3"), kv_cache_dtype="fp8", **options)
+        (spec, _), cache = llm.runner.cache.groups[0].specs, llm.runner.cache
+        assert isinstance(spec, MLASpec) and spec.format.name == "fp8_e4m3"
+        assert cache.nbytes == cache.num_blocks * 4 * 2 * 24
+        assert tokens_of(llm) == alone
+        assert (llm.stats().counters.preemptions > 0) == bool(options)
+        assert "scales of the fp8_e4m3 cache: 1.0" in llm.runner.describe()
+    assert tokens_of(llm) == alone and llm.stats().counters.cached_tokens > 20
+
+
+def test_latent_rows_beyond_e4m3_are_said(folders: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = hf_model("deepseek_v3", torch.float32)
+    model.model.layers[1].self_attn.kv_a_layernorm.weight.data *= 1500
+    model.save_pretrained(tmp_path)
+    for folder, said in ((folders("deepseek_v3"), 0), (tmp_path, 1)):
+        caplog.clear()
+        tokens_of(make_llm(folder, kv_cache_dtype="fp8"))
+        texts = [one.getMessage() for one in caplog.records if "cut off" in one.getMessage()]
+        assert len(texts) == said and all("of the latent rows of layer 1 reach 448" in text for text in texts)
 
 
 def test_the_models_are_not_degenerate() -> None:

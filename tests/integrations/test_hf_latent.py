@@ -14,8 +14,9 @@ from hf_more_models import batch, generate
 from hf_multimodal import LATENT, multimodal_model
 
 import pagedattn.integrations.transformers as hf
-from pagedattn import FullAttentionSpec, MLAAttention, MLASpec
-from pagedattn.errors import UnsupportedError
+from pagedattn import FullAttentionSpec, KVScales, MLAAttention, MLASpec
+from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.formats.fp8.calibration_file import LayerMaxima
 from pagedattn.integrations.transformers.generate import Paged
 from pagedattn.testing import interpreted
 
@@ -170,10 +171,57 @@ def test_disable_and_other_attention_give_keys_and_values_back() -> None:
     assert torch.equal(generate(model, inputs), wanted)
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8", "int4", "int8:skip=0"])
+def _e4m3(rows: torch.Tensor) -> torch.Tensor:
+    return rows.clamp(-448, 448).to(torch.float8_e4m3fn).to(rows.dtype)
+
+
+@pytest.mark.parametrize("kind", ["v2", "v3", "longcat_flash"])
+@pytest.mark.parametrize("form", ["fp8", "fp8_e4m3:skip=1"])
+def test_rows_of_e4m3_are_a_model_that_rounds_them(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, but for norms and rotations, which transformers computes in float32: an element that was rounded
+    otherwise, because another sum differed, would be off by percents."""
+    model = latent_model(kind, torch.float64, "exact")
+    module, skipped = type(model.model.layers[0].self_attn), form.endswith("1")
+    module = type(model.model.layers[0].self_attn[0]) if kind == "longcat_flash" else module
+    expand = module.expand_kv
+
+    def rounded(self: Any, latent: torch.Tensor, k_pe: torch.Tensor) -> Any:
+        return expand(self, *((latent, k_pe) if skipped and self.layer_idx == 1 else (_e4m3(latent), _e4m3(k_pe))))
+
+    exact = logits(model, [45], use_cache=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "expand_kv", rounded)
+        wanted = logits(model, [45], use_cache=False)
+    assert float((wanted - exact).abs().max()) > 1e-3 * float(exact.abs().max())
+    hf.enable(model, block_size=4, kv_cache_dtype=form)
+    sizes = [L + R, (L + R) * (8 if skipped else 1)]
+    assert [spec.bytes_per_token for spec in paged(model).specs] == sizes
+    for chunks in CHUNKS.values():
+        got = logits(model, chunks, past_key_values=hf.new_cache(model))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
+
+
+def test_scales_of_keys_and_values_keep_these() -> None:
+    model = latent_model("v3", qk_nope_head_dim=16, v_head_dim=32)
+    layer = LayerMaxima(key=(3.0,) * 4, value=(2.0,) * 4, head_dim=R + 16, head_dim_v=32)
+    scales = KVScales((layer,) * LAYERS, 100, {}, "0")
+    for form, latent in (("fp8", None), ("fp8", False)):
+        hf.enable(model, kv_cache_dtype=form, kv_scales=scales, latent=latent)
+        assert {type(spec) for spec in paged(model).specs} == {FullAttentionSpec}
+    with pytest.raises(InvalidInputError, match=r"^kv_scales must be None with latent=True, .*; leave latent out"):
+        hf.enable(model, kv_cache_dtype="fp8", kv_scales=scales, latent=True)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+    hf.enable(model, kv_cache_dtype="fp8")
+    assert {type(spec) for spec in paged(model).specs} == {MLASpec}
+
+
+@pytest.mark.parametrize("form", ["fp8_e5m2", "int8", "int4", "int8:skip=0"])
 def test_formats_are_refused_for_rows_and_served_expanded(form: str) -> None:
     model, inputs = latent_model("v3", qk_nope_head_dim=16, v_head_dim=32), batch(12, 5)
-    message = rf"kv_cache_dtype='{form[:3]}.*latent rows of DeepseekV3ForCausalLM.* leave it at \"auto\".*latent=False"
+    message = (
+        rf"kv_cache_dtype='{form[:3]}.*latent rows of DeepseekV3ForCausalLM.* leave it at \"auto\", take \"fp8\", .*"
+        "latent=False"
+    )
     with pytest.raises(UnsupportedError, match=message):
         hf.enable(model, kv_cache_dtype=form, latent=True)
     assert model.config._attn_implementation == "eager"

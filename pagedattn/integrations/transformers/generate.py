@@ -59,7 +59,7 @@ def enable(
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
         latent: latent attention (MLA) keeps one row per token and layer, where the model is seen to be that; a warning
             of the logger "pagedattn" says why where it is not. False keeps keys and values of every head, and so does
-            None with another kv_cache_dtype than "auto", which no rows are stored in.
+            None with another kv_cache_dtype than "auto" and "fp8", which no rows are stored in, or with kv_scales.
 
     Raises:
         InvalidInputError: an unknown format, or scales that are not of this model or format.
@@ -156,7 +156,7 @@ class Paged:
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
-            if keeps_rows(latent, kv_cache_dtype):
+            if keeps_rows(latent, kv_cache_dtype, scales is not None):
                 learnt = find_latent(model, learnt)
         options = {"block_size": block_size, "backend": backend}
         stored = with_formats(model, learnt, kv_cache_dtype)

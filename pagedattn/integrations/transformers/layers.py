@@ -8,28 +8,36 @@ from typing import Any
 import torch
 
 from ... import Attention, FullAttentionSpec, KVCacheDtype, MLAAttention, MLASpec, SlidingWindowSpec
-from ...errors import UnsupportedError
+from ...errors import InvalidInputError, UnsupportedError
 from .probe import ProbedLayer
 
 
-def keeps_rows(latent: bool | None, stored: KVCacheDtype) -> bool:
-    """Whether a model of latent attention is to keep rows: as asked for, else where their format is the cache's."""
-    return stored.name == "auto" if latent is None else latent
+def keeps_rows(latent: bool | None, stored: KVCacheDtype, has_scales: bool = False) -> bool:
+    """Whether a model of latent attention is to keep rows: as asked for, else where rows are stored in the cache's
+    format and no scales of keys and values are given.
+
+    Raises:
+        InvalidInputError: rows are asked for, and such scales given.
+    """
+    if latent and has_scales:
+        expected, remedy = "None with latent=True, as they are of keys and values of every head", "leave latent out"
+        raise InvalidInputError("kv_scales", expected, "a calibration", remedy)
+    return MLASpec.stores(stored.name) and not has_scales if latent is None else latent
 
 
 def with_formats(model: Any, layers: Sequence[ProbedLayer], stored: KVCacheDtype) -> list[tuple[ProbedLayer, str]]:
     """Each layer with the format of its cache.
 
     Raises:
-        UnsupportedError: latent rows in another format than the model's dtype.
+        UnsupportedError: latent rows in a format that does not store them.
     """
     out = list(zip(layers, stored.of_layers(len(layers)), strict=True))
-    other = next((name for layer, name in out if layer.latent is not None and name != "auto"), None)
+    other = next((name for layer, name in out if layer.latent is not None and not MLASpec.stores(name)), None)
     if other is not None:
         raise UnsupportedError(
             f"kv_cache_dtype={other!r} is not served for the latent rows of {type(model).__name__}, which are of the "
-            'model\'s dtype; leave it at "auto", or keep keys and values of every head, in that format and in many '
-            "times the memory, by latent=False of enable or PackedModel"
+            'model\'s dtype or of e4m3; leave it at "auto", take "fp8", or keep keys and values of every head, in that '
+            "format and in many times the memory, by latent=False of enable or PackedModel"
         )
     return out
 
@@ -42,8 +50,8 @@ def make_attention(layer: ProbedLayer, model: Any, kv_cache_dtype: str, **option
     """
     call, placed = layer.call, {"dtype": model.dtype, "device": model.device}
     if layer.latent is not None:
-        sizes = layer.latent
-        return MLAAttention(call.num_heads, *sizes, scale=call.scale, softcap=call.softcap, **placed, **options)
+        sizes, asked = layer.latent, {"softcap": call.softcap, "kv_cache_dtype": kv_cache_dtype}
+        return MLAAttention(call.num_heads, *sizes, scale=call.scale, **asked, **placed, **options)
     return Attention(
         call.num_heads,
         call.head_dim,
