@@ -10,6 +10,7 @@ OP = "test_mla_decode.py"
 LAYER = "test_mla_layer.py"
 FORM = f"{LAYER} every_form"
 FP8 = "test_mla_layer_fp8.py"
+RANKS = "test_latent_ranks.py heads_of_all_ranks v3"
 PEERS = "test_latent_peers.py"
 PARITY = "test_mla_parity.py every_form"
 ROWS = "test_hf_latent.py"
@@ -180,4 +181,22 @@ FAULTS = (
           "None", "test_mla_layer.py without_a_cache"),
     Fault("rows: for every format", "keeps_rows", "MLASpec.stores(stored.name)", "True",
           "test_engine.py models_keep_rows"),
+    Fault("ranks: the first heads of kv_b_proj on every one", "keep_heads",
+          'linear.weight = _share(linear.weight, 0, ranks)',
+          'linear.weight = nn.Parameter(linear.weight[: linear.out_features], requires_grad=False)', RANKS),
+    Fault("ranks: outputs that are not added up", "keep_heads", "module.o_proj = RowParallelLinear(out, ranks)", "pass",
+          RANKS),
+    Fault("ranks: a cut model that is not looked at", "check_logits",
+          "if not bool(((got - whole).abs() <= limit).all()):", "if False:",
+          "test_latent_ranks.py cannot_be_cut gated"),
+    Fault("ranks: any layer is cut", "keep_heads", 'type(linear) is not nn.Linear or ', "",
+          "test_latent_ranks.py cannot_be_cut without"),
+    Fault("ranks: heads that are not divided", "check_shares", "heads < 1 or heads % size", "heads < 1",
+          "test_latent_ranks.py do_not_divide"),
+    Fault("ranks: logits of the first rank's columns", "TransformersModel.logits",
+          "self._ranks.rank * width : (self._ranks.rank + 1) * width", "0:width",
+          "test_latent_ranks.py tokens_of_one {}"),
+    Fault("ranks: scales of the first heads", "_kv_heads",
+          "slice(ranks.rank * count, (ranks.rank + 1) * count)", "slice(0, count)",
+          "test_latent_ranks.py tokens_of_one scales"),
 )  # fmt: skip

@@ -120,6 +120,11 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
+def latent_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "kv_lora_rank": 16}), encoding="utf-8")
+
+
 def own_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(
@@ -265,7 +270,11 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "skip_layers must be layers in [-4, 4)": lambda here: KVCacheDtype("int8", (4,)).of_layers(4),
     "kv_cache_dtype must be the format of one layer": lambda here: Attention(8, 64, kv_cache_dtype="int8:skip=0"),
     "blocks of ... hold": lambda here: mixed_beside_windows(),
-    "kv_scales must be None": lambda here: load(here.folder, kv_cache_dtype="int8", kv_scales="kv_scales.json"),
+    "kv_scales must be None with latent": lambda here: load(
+        here.folder, kv_cache_dtype="fp8", kv_scales="kv_scales.json", latent=True
+    ),
+    "tensor_parallel_size=3": lambda here: load(here.folder, latent_config, tensor_parallel_size=3),
+    "kv_scales must be None for": lambda here: load(here.folder, kv_cache_dtype="int8", kv_scales="kv_scales.json"),
     "kv_scales must be a file": lambda here: load(here.folder, kv_cache_dtype="fp8", kv_scales="/nowhere"),
     "kv_scales must be of schema_version": lambda here: calibrated(
         here.folder, lambda content: content.update(schema_version=2)

@@ -25,6 +25,7 @@ from .config import load_model_config
 from .decoder import Decoder
 from .folder import ModelFolder
 from .kv_scales import load_kv_scales, set_kv_scales
+from .latent_sharding import is_latent
 from .loader import load_weights
 from .sharding import ShardedDecoder
 from .tp_group import TPGroup
@@ -81,12 +82,15 @@ class CausalModel(Protocol):
 def make_model(
     config: EngineConfig, folder: ModelFolder, device: torch.device, ranks: TPGroup | None = None
 ) -> CausalModel:
-    """Load a folder's model by `config.model_impl`, or one rank's share of it, which only the native one has.
+    """Load a folder's model by `config.model_impl`, or one rank's share of it, which only the native one has, and
+    transformers of latent models.
 
     Raises:
         UnsupportedError: no implementation that may be used can run it; says why for each.
         WeightsError, SecurityError, InvalidInputError, CapacityError: it cannot be loaded.
     """
+    if ranks is not None and is_latent(config, folder):
+        return load_transformers_model(config, folder, device, ranks)
     if ranks is not None:
         return _native(config, folder, device, partial(ShardedDecoder, ranks))
     if config.model_impl == "transformers":

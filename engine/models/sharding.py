@@ -79,6 +79,15 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
 
+def gather_columns(own: torch.Tensor, count: int, ranks: TPGroup) -> torch.Tensor:
+    """The columns of every rank, [n, count / size] rounded up and of the last ranks fewer, as the same [n, count] on
+    every rank."""
+    width = -(-count // ranks.size)
+    if own.shape[1] < width:
+        own = nn.functional.pad(own, (0, width - own.shape[1]))
+    return ranks.all_gather(own).transpose(0, 1).flatten(1)[:, :count]
+
+
 class ShardedDecoder(Decoder):
     """A rank's share of a decoder; every rank calls it with the same step and gets the same logits."""
 
@@ -106,11 +115,7 @@ class ShardedDecoder(Decoder):
         """As `Decoder.logits`, on every rank the whole vocabulary."""
         tied = self.config.tie_word_embeddings
         weight = self.embed_tokens.weight[slice(*self.share.tokens)] if tied else self.lm_head.weight
-        own = hidden @ weight.t()
-        width = -(-self.config.vocab_size // self._ranks.size)
-        if own.shape[1] < width:
-            own = nn.functional.pad(own, (0, width - own.shape[1]))
-        logits = self._ranks.all_gather(own).transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
+        logits = gather_columns(hidden @ weight.t(), self.config.vocab_size, self._ranks)
         return logits if out is None else out.copy_(logits)
 
     def checkpoint_cuts(self) -> Mapping[str, TensorSlice]:

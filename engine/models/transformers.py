@@ -28,8 +28,11 @@ from ..config import EngineConfig
 from .config import read_dtype, read_eos_token_ids, refuse_quantised_weights
 from .folder import ModelFolder
 from .kv_scales import load_kv_scales, set_kv_scales
+from .latent_sharding import check_logits, keep_heads, logits_of
 from .loader import read_tensors
+from .sharding import gather_columns
 from .text_part import text_config
+from .tp_group import TPGroup
 
 if TYPE_CHECKING:
     from pagedattn.integrations.transformers import PackedModel
@@ -53,9 +56,10 @@ class TransformersModel:
 
     capturable: ClassVar[bool] = False  # a model's own code may do anything between its layers
 
-    def __init__(self, config: TransformersShape, packed: PackedModel) -> None:
+    def __init__(self, config: TransformersShape, packed: PackedModel, ranks: TPGroup | None = None) -> None:
+        """ranks: those that hold heads of the same model."""
         self.config = config
-        self._packed = packed
+        self._packed, self._ranks = packed, ranks
 
     @property
     def name(self) -> str:
@@ -80,6 +84,10 @@ class TransformersModel:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [n, hidden_size] to float32 [n, vocab_size], in `out` where that is given."""
         logits = self._packed.logits(hidden).float()
+        if self._ranks is not None:  # each rank has all of them, but maybe not to the last bit, and samples for itself
+            count, width = logits.shape[1], -(-logits.shape[1] // self._ranks.size)
+            own = logits[:, self._ranks.rank * width : (self._ranks.rank + 1) * width]
+            logits = gather_columns(own, count, self._ranks)
         return logits if out is None else out.copy_(logits)
 
     @property
@@ -96,8 +104,10 @@ class TransformersModel:
         return self._packed.kv_cache_specs(block_size)
 
 
-def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: torch.device) -> TransformersModel:
-    """Build the folder's model with transformers and load its weights.
+def load_transformers_model(
+    config: EngineConfig, folder: ModelFolder, device: torch.device, ranks: TPGroup | None = None
+) -> TransformersModel:
+    """Build the folder's model with transformers and load its weights; of a latent one, a rank's heads.
 
     Raises:
         UnsupportedError: transformers is missing, does not know the model, or it cannot be right over a paged cache.
@@ -126,10 +136,7 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
             model = _randomised(model_class, hf_config, dtype, config.seed)
         else:
             model = _loaded(model_class, hf_config, dtype, folder)
-    try:
-        model = model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(f"the weights do not fit on {device}: {error}") from None
+    model = _placed(model, device, ranks)
     packed = PackedModel(
         model,
         block_size=config.tokens_per_block,
@@ -141,9 +148,31 @@ def load_transformers_model(config: EngineConfig, folder: ModelFolder, device: t
     )
     layers = [layer for layer in packed.attention_layers() if isinstance(layer, Attention)]
     if scales is not None:
-        scales.check_layers(layers)
-    set_kv_scales(config, folder, layers, scales)
-    return TransformersModel(shape, packed)
+        size = 1 if ranks is None else ranks.size
+        scales.check_shapes([(one.spec.kv_heads * size, one.spec.head_dim, one.spec.value_dim) for one in layers])
+    set_kv_scales(config, folder, layers, scales, None if ranks is None else _kv_heads(layers, ranks))
+    return TransformersModel(shape, packed, ranks)
+
+
+def _placed(model: Any, device: torch.device, ranks: TPGroup | None) -> Any:
+    """The model on its device, cut down to a rank's heads before."""
+    whole = None
+    if ranks is not None:
+        whole = logits_of(model.eval())
+        keep_heads(model, ranks)
+    try:
+        model = model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"the weights do not fit on {device}: {error}") from None
+    if whole is not None:
+        check_logits(model, whole)
+    return model
+
+
+def _kv_heads(layers: Sequence[Attention], ranks: TPGroup) -> slice | None:
+    """Which of the model's KV heads a rank has, where keys and values of every head are kept."""
+    count = layers[0].spec.kv_heads if layers else 0
+    return slice(ranks.rank * count, (ranks.rank + 1) * count) if count else None
 
 
 def _read_config(folder: ModelFolder) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from pagedattn.errors import (
 
 from ..config import EngineConfig
 from ..kv_group import KVGroup, SwapConfig
-from ..models.config import load_model_config
 from ..models.detokenizer import Detokenizer, detokenizer_of
 from ..models.folder import ModelFolder
 from ..models.kv_scales import load_kv_scales
-from ..models.sharding import ShardSpec
+from ..models.latent_sharding import check_shares
 from ..models.text_part import placeholder_tokens
 from ..models.tokenizer import Tokenizer
 from ..scheduler_output import SampledToken, SchedulerOutput
@@ -54,8 +53,7 @@ class ParallelRunner:
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         self.folder = ModelFolder(config.model)
-        shape = load_model_config(self.folder)
-        ShardSpec.of(shape, 0, size)
+        shape = check_shares(config, self.folder)
         load_kv_scales(config, self.folder, shape)  # each rank does it too: here no process has to be started for it
         devices = _devices(config.device, size)
         self.prefers_overlap = devices[0] != "cpu"
