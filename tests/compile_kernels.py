@@ -43,8 +43,14 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PLANES = ("k_scale_cache", "v_scale_cache")
+ROWS_OF = {"auto": 64, "fp8_e4m3": 32, "fp8_ds_mla": 16}  # packed rows of a query block over latent rows
 # How Triton calls the codes of a format.
-CODES = {"auto": (), "fp8_e4m3": ("*fp8e4nv",) * 2, "int8": ("*i8",) * 2, "k8v4": ("*i8", "*u8")}
+CODES = {
+    "auto": (),
+    **dict.fromkeys(("fp8_e4m3", "fp8_ds_mla"), ("*fp8e4nv",) * 2),
+    "int8": ("*i8",) * 2,
+    "k8v4": ("*i8", "*u8"),
+}
 CODES |= dict.fromkeys(("int4", "turboquant4", "turboquant_k3v4", "turboquant2"), ("*u8",) * 2)
 # Of attention over full blocks alone.
 BEFORE = {"int4": (0, 32)}
@@ -142,10 +148,12 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
     step = {"num_seqs": num_seqs, "max_query_len": tokens, "max_seq_len": 4096, "num_tokens": num_seqs * tokens}
     shape = {"num_heads": heads, "latent_dim": 512, "rope_dim": 64, "itemsize": 4 if kind == "fp32" else 2}
     shape["stored_itemsize"] = 1 if CODES[stored] else shape["itemsize"]
+    shape["max_rows"] = 16 if kind == "fp32" else ROWS_OF[stored]
     config = mla_decode_config(**shape, **step, target=TARGETS[arch])
     tuning = config.tuning
     types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), "lse_out": "*fp32", "k_scale": "*fp32"}
     types |= {**dict.fromkeys(("splits", "states"), "*i32"), "key": _codes(stored, kind)["key"]}
+    types |= {"scales": "*fp32", "halves": "*i16"}
     shared = {
         "G": config.heads,
         "PARTS": config.parts,
@@ -166,8 +174,9 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
         "CHUNK": 256,
         "MASK": (1, 0),
         "SOFTCAP": False,
-        "E4M3": stored != "auto",
-        **({} if CODES[stored] else {"k_scale": None}),
+        "E4M3": stored == "fp8_e4m3",
+        **({"k_scale": None} if stored in ("auto", "fp8_ds_mla") else {}),
+        **({} if stored == "fp8_ds_mla" else {"scales": None, "halves": None}),
     }
     what, options = kind if stored == "auto" else f"{kind}-{stored}", {"num_stages": tuning.num_stages}
     name = f"sm{arch}-{what}-H{heads}-{num_seqs}x{tokens}"
@@ -278,6 +287,7 @@ def main() -> None:
     mla_case(80, "fp16", 16, 2, 8)
     mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
     mla_case(90, "bf16", 128, 1, 64, "fp8_e4m3")
+    mla_case(90, "bf16", 128, 1, 64, "fp8_ds_mla")
     if "--grid" in sys.argv:
         attention_case(89, "bf16", 128, 4, 0, False)
         attention_case(120, "bf16", 256, 2, 0, False)
@@ -289,6 +299,8 @@ def main() -> None:
         mla_case(80, "bf16", 128, 1, 64)
         mla_case(90, "fp32", 128, 2, 64)
         mla_case(90, "fp16", 32, 1, 64, "fp8_e4m3")
+        mla_case(89, "fp16", 128, 1, 64, "fp8_e4m3")
+        mla_case(89, "bf16", 16, 1, 64, "fp8_ds_mla")
         attention_case(90, "bf16", 128, 4, 0, False)
         decode_case(90, "bf16", 128, 4, 1, 64)
         decode_case(90, "bf16", 128, 4, 16, 64)

@@ -31,6 +31,7 @@ def compile_one(
         rope_dim=rope,
         itemsize=2,
         stored_itemsize=2,
+        max_rows=64,
         num_tokens=num_seqs * tokens,
         max_query_len=tokens,
         max_seq_len=4096,

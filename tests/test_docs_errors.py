@@ -241,6 +241,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "kv_cache.key_scale must be": lambda here: without_a_plane(),
     "k_scale, v_scale, kv_scale must be": lambda here: call({"kv_cache_dtype": "int8", "k_scale": 1.0}),
     "k_scale must be a tensor": lambda here: call({**FP8, "k_scale": math.nan}),
+    "head_dim must be 576": lambda here: MLASpec(head_dim=40, latent_dim=32, kv_cache_dtype="fp8_ds_mla"),
     "latent rows (MLA) are stored": lambda here: MLASpec(head_dim=576, latent_dim=512, kv_cache_dtype="int8"),
     "k_scale and v_scale must be": lambda here: call({**FP8, "kv_scale": "head"}, FP8),
     "block_size must be": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int4"),

@@ -50,6 +50,7 @@ EXPECTED = {
     *(f"mla_decode-sm90-bf16-H{heads}-64x1{launch}" for heads in (16, 128) for launch in ("", "-merge")),
     *(f"mla_decode-sm80-fp16-H16-8x2{launch}" for launch in ("", "-merge")),
     *(f"mla_decode-sm90-bf16-fp8_e4m3-H{heads}-64x1" for heads in (16, 128)),
+    "mla_decode-sm90-bf16-fp8_ds_mla-H128-64x1",
     "quantise_queries-sm90-bf16",
 }
 MORE = {
@@ -69,6 +70,8 @@ MORE = {
     *(f"mla_decode-sm80-bf16-H128-64x1{launch}" for launch in ("", "-merge")),
     *(f"mla_decode-sm90-fp32-H128-64x2{launch}" for launch in ("", "-merge")),
     "mla_decode-sm90-fp16-fp8_e4m3-H32-64x1",
+    "mla_decode-sm89-fp16-fp8_e4m3-H128-64x1",
+    "mla_decode-sm89-bf16-fp8_ds_mla-H16-64x1",
 }
 # 64 rows of 512 outputs take 128 of 255 registers; what is spilled is once per item, none of it among the products.
 WIDE_OUTPUTS: dict[str, int] = dict.fromkeys(("mla_decode-sm90-bf16-H128-64x1", "mla_decode-sm80-bf16-H128-64x1"), 300)

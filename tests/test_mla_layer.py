@@ -342,7 +342,7 @@ def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
 def test_a_layer_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"^scale must be given .* pass \(nope_dim \+ rope_dim\) \*\* -0.5"):
         MLAAttention(**SIZES)
-    with pytest.raises(UnsupportedError, match=r"TORCH: kv_cache_dtype=int8 \(serves auto, fp8_e4m3\)"):
+    with pytest.raises(UnsupportedError, match=r"TORCH: kv_cache_dtype=int8 \(serves auto, fp8_e4m3, fp8_ds_mla\)"):
         layer_of(kv_cache_dtype="int8", device="cpu")
     with pytest.raises(InvalidInputError, match=r"^nope_dim must be at least 1"):
         MLAAttention(**{**SIZES, "nope_dim": 0}, scale=SCALE)

@@ -131,7 +131,7 @@ def test_a_cache_of_another_format_is_refused() -> None:
     for layer, model in ((layer_of(**FORM), Model([6])), (layer_of(), StoredModel([6]))):
         with pytest.raises(InvalidInputError, match=r"^kv_cache must be of torch.float"):
             model.run(layer, [2], [6])
-    with pytest.raises(UnsupportedError, match=r"kv_cache_dtype=fp8_e5m2 \(serves auto, fp8_e4m3\)"):
+    with pytest.raises(UnsupportedError, match=r"kv_cache_dtype=fp8_e5m2 \(serves auto, fp8_e4m3, fp8_ds_mla\)"):
         layer_of(kv_cache_dtype="fp8_e5m2")
     pair = PagedKVCache(1, 9, S, 1, L + R, head_dim_v=L, kv_cache_dtype="fp8", device=DEVICE).layer(0)
     model, layer = StoredModel([6]), layer_of(**FORM)

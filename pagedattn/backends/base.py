@@ -11,6 +11,7 @@ from .. import env, ops
 from ..call import AttentionCall
 from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache
+from ..formats.mla_rows.format import split
 from ..kernels.mla_decode.plan import MLADecodePlan
 from ..ops.attention_plan import LaunchPlan
 from ..spec import AttentionSpec, GraphLevel, Scale
@@ -188,7 +189,12 @@ class AttentionImpl(ABC):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots."""
+        """Write the first len(slot_mapping) rows of key [T', Hkv, D] and value [T', Hkv, Dv] to their slots; of latent
+        attention rows [T', 1, L + R], and no value."""
+        if self.spec.latent_dim is not None:
+            parts = split(key[:, 0], self.spec.latent_dim)
+            ops.concat_and_cache_mla(*parts, kv_cache.key, slot_mapping, k_scale=k_scale)
+            return
         target = None if value is None else kv_cache.value
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         ops.reshape_and_cache(key, value, kv_cache.key, target, slot_mapping, **scales, **kv_cache.stored)

@@ -285,7 +285,8 @@ def _views(slab: torch.Tensor, start: int, spec: KVCacheSpec, layout: str) -> La
     planes = zip(spec.planes.items(), spec.offsets[:-1], strict=True)
     views = {name: _view(typed[plane.dtype], start + first, plane, spec, layout) for (name, plane), first in planes}
     if isinstance(spec, MLASpec):
-        views["value"] = views["key"][..., : spec.latent_dim]
+        (value,) = spec.format.value.planes(spec.latent_dim, spec.dtype)
+        views["value"] = views["key"][..., : value.width]
     scales = (views.get("key_scale"), views.get("value_scale"))
     return LayerCache(views["key"], views["value"], *scales, format=spec.format.name)
 

@@ -11,7 +11,7 @@ import torch
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.base import CacheFormat, Plane
 from ..formats.mla_rows.format import require_rows, stores_rows
-from ..formats.registry import format_of
+from ..formats.registry import FORMATS, format_of
 
 _ALIGNMENT = 16  # bytes, of planes where there are scales: codes and scales are then loaded by vectors of any size
 
@@ -36,6 +36,9 @@ class KVCacheSpec:
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype), "kv_cache_dtype takes names")
         format_of(self.kv_cache_dtype).check_block_size(self.block_size)
+        if not (isinstance(self, MLASpec) or self.format.name in FORMATS):
+            remedy = "take an MLASpec, or kv_cache_dtype='fp8'"
+            raise InvalidInputError("kv_cache_dtype", "a format of keys and values", repr(self.kv_cache_dtype), remedy)
 
     @property
     def value_dim(self) -> int:
@@ -115,7 +118,8 @@ class SlidingWindowSpec(KVCacheSpec):
 class MLASpec(KVCacheSpec):
     """A latent cache: one key row per token, whose first `latent_dim` elements are also the value.
 
-    A block is one plane [S, 1, head_dim] of the model's dtype, or of e4m3; there is no plane of values.
+    A block is one plane [S, 1, head_dim] of the model's dtype or of e4m3, or of bytes [S, 1, 656]; there is none of
+    values.
     """
 
     num_kv_heads: int = 1
@@ -128,6 +132,8 @@ class MLASpec(KVCacheSpec):
             raise InvalidInputError("num_kv_heads", "1, as all heads read the same row", self.num_kv_heads)
         if not 1 <= self.latent_dim <= self.head_dim:
             raise InvalidInputError("latent_dim", f"in 1..{self.head_dim}, as part of head_dim", self.latent_dim)
+        self.format.key.planes(self.head_dim, self.dtype)  # raises where the format has no rows of this size
+        self.format.value.planes(self.latent_dim, self.dtype)
 
     @property
     def value_dim(self) -> int:
@@ -135,7 +141,7 @@ class MLASpec(KVCacheSpec):
 
     @staticmethod
     def stores(kv_cache_dtype: str) -> bool:
-        """Whether latent rows are stored in this format: "auto" or "fp8"."""
+        """Whether latent rows are stored in this format: "auto", "fp8" or "fp8_ds_mla"."""
         return stores_rows(kv_cache_dtype)
 
 

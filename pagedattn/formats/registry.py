@@ -13,12 +13,14 @@ from .fp8.format import E4M3, E5M2
 from .int4.format import INT4
 from .int8.format import INT8
 from .k8v4.format import K8V4
+from .mla_rows.deepseek import DS_MLA
 from .native.format import NATIVE
 from .turboquant.format import TURBOQUANT
 
 FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURBOQUANT)}
 ALIASES = {"fp8": "fp8_e4m3"}
 NAMES = (*FORMATS, *ALIASES)
+_OF_ROWS = {DS_MLA.name: DS_MLA}  # of latent rows alone, which no keys and values are stored as
 # What elements say of themselves; other formats are to be named.
 _BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
@@ -29,7 +31,7 @@ def format_of(name: str) -> CacheFormat:
     Raises:
         InvalidInputError: there is none of this name, or it has no such window.
     """
-    found = FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    found = {**FORMATS, **_OF_ROWS}.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None and isinstance(name, str):
         plain, _, window = name.partition(":window=")
         if window.isdecimal():

@@ -15,7 +15,7 @@ from ..runtime.op_registry import expect, refuse
 # What differs from layer to layer of a step, by the names of the kernels' parameters.
 VARYING = (
     *("query", "key", "value", "out", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale"),
-    *("qk_scale", "out_scale", "k_scale_cache", "v_scale_cache"),
+    *("qk_scale", "out_scale", "k_scale_cache", "v_scale_cache", "scales", "halves"),
 )
 
 

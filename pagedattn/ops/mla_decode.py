@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.mla_rows.format import format_name
 from ..kernels.inputs import AttentionInputs
 from ..kernels.mla_decode.plan import MLADecodePlan, can_load, plan_mla_decode, why_not
 from ..kernels.reference import attention
@@ -44,7 +45,7 @@ def mla_decode(
 
     Args:
         query: [T, Hq, L + R], last dimension contiguous. rows: the cache [P, S, 1, L + R], of the
-            query's dtype or of e4m3.
+            query's dtype or of e4m3, or uint8 [P, S, 1, 656], rows of `fp8_ds_mla`.
         block_table: [B, max_blocks] int32. query_start_loc: [B + 1] int32. seq_lens: [B] int32.
         latent_dim: L, how much of a row is latent. max_query_len, max_seq_len: host upper bounds.
         scale: of the expanded head, (nope + R) ** -0.5, times the square of yarn's mscale where the model has one.
@@ -62,8 +63,9 @@ def mla_decode(
         UnsupportedError: path="triton" for what its kernel does not serve.
     """
     expect(rows.dim() == 4 and rows.shape[2] == 1, "rows", "[P, S, 1, L + R]", rows)
-    if not 1 <= latent_dim <= rows.shape[3]:
-        raise InvalidInputError("latent_dim", f"in 1..{rows.shape[3]}, as part of a row", latent_dim)
+    width = query.shape[2] if rows.dtype == torch.uint8 else rows.shape[3]
+    if not 1 <= latent_dim <= width:
+        raise InvalidInputError("latent_dim", f"in 1..{width}, as part of a row", latent_dim)
     if mask.mask_mod is not None:
         raise InvalidInputError("mask", "without a mask_mod", "one", "use paged_attention(path='torch')")
     if out is None:
@@ -95,10 +97,12 @@ def _inputs(
     max_seq_len: int,
 ) -> AttentionInputs:
     """The call as attention of one KV head, whose values are a view of its keys."""
-    tensors = (query, rows, rows[..., : out.shape[2]], block_table, query_start_loc, seq_lens)
+    name = format_name(rows)
+    width = rows.shape[3] if rows.dtype == torch.uint8 else out.shape[2]
+    tensors = (query, rows, rows[..., :width], block_table, query_start_loc, seq_lens)
     bounds = (max_query_len, max_seq_len, 0, False)
     given = (None, None, k_scale, k_scale, out, lse, scale, out_scale)
-    return AttentionInputs(*tensors, *given, tuple(mask), softcap, *bounds)
+    return AttentionInputs(*tensors, *given, tuple(mask), softcap, *bounds, kv_cache_dtype=name)
 
 
 def _run(*args: Any, plan: MLADecodePlan | None = None) -> None:

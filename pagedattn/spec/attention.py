@@ -121,6 +121,9 @@ class AttentionSpec:
         if self.block_size is None and self.uses_cache and self.format.whole_blocks:
             default(self, "block_size", self.format.default_block_size)
         self._check()
+        if self.latent_dim is not None and self.uses_cache:
+            self.format.key.planes(self.head_dim, self.dtype)  # raises where the format has no rows of this size
+            self.format.value.planes(self.latent_dim, self.dtype)
 
     def _default_latent(self, latent_dim: int) -> None:
         """One KV head, and values that are the latent part; raises InvalidInputError for anything else."""

@@ -260,5 +260,14 @@ MLA_CASES: tuple[Case, ...] = (
     ),
     Case(**_ROW, **_E4M3, heads=(4, 1), query_lens=(2, 1), seq_lens=(0, 9), write=False, note="no latent rows of e4m3"),
     Case(**_ROW, **_E4M3, heads=(4, 1), kv_scale="tensor", block_size=3, layout="HND", padding_rows=3),
+    *(Case(**_LARGE, kv_cache_dtype="fp8_ds_mla", heads=(heads, 1)) for heads in (3, 48)),
+    Case(
+        **{**_LARGE, "query_lens": (1, 0, 1), "seq_lens": (140, 0, 9)},
+        kv_cache_dtype="fp8_ds_mla",
+        heads=(4, 1),
+        sliding_window=70,
+        layout="HND",
+        magnitude=100.0,
+    ),
     Case(**_SMALL, **_E4M3, heads=(4, 1), kv_scale="tensor", magnitude=30.0, note="saturated latent rows"),
 )

@@ -12,7 +12,14 @@ from pagedattn import Mask, ops
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.kernels import hopper
 from pagedattn.kernels.mla_decode import plan as mla_plan
-from pagedattn.kernels.mla_decode.plan import can_load, mla_decode_config, plan_mla_decode, why_not_hopper
+from pagedattn.kernels.mla_decode.plan import (
+    MLADecodeConfig,
+    can_load,
+    max_rows,
+    mla_decode_config,
+    plan_mla_decode,
+    why_not_hopper,
+)
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.runtime.target import Target
 from pagedattn.runtime.workspace import COUNTERS
@@ -179,25 +186,27 @@ def config(
     seqs: int = 64,
     keys: int = 4096,
     target: Target = HOPPER,
-    itemsize: int = 2,
-    stored: int = 0,
-):
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+) -> MLADecodeConfig:
     bounds = {"num_seqs": seqs, "num_tokens": seqs * tokens, "max_query_len": tokens, "max_seq_len": keys}
-    row = {"latent_dim": 512, "rope_dim": 64, "itemsize": itemsize, "stored_itemsize": stored or itemsize}
+    stored = stored or dtype
+    row = {"latent_dim": 512, "rope_dim": 64, "itemsize": dtype.itemsize, "stored_itemsize": stored.itemsize}
+    bounds["max_rows"] = max_rows(dtype, stored)
     return mla_decode_config(num_heads=heads, **row, **bounds, target=target)
 
 
 @pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["hopper", "ampere"])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 16, 171])
 @pytest.mark.parametrize("heads", [1, 5, 8, 16, 48, 64, 96, 128])
-def test_every_row_has_its_place_and_tiles_fit(heads: int, tokens: int, itemsize: int, target: Target) -> None:
-    found = config(heads, tokens, target=target, itemsize=itemsize)
+def test_every_row_has_its_place_and_tiles_fit(heads: int, tokens: int, dtype: torch.dtype, target: Target) -> None:
+    found = config(heads, tokens, target=target, dtype=dtype)
     assert found.heads * found.parts >= heads > found.heads * (found.parts - 1)
     assert found.heads <= found.block_m <= 64 and found.block_m & (found.block_m - 1) == 0
     assert found.programs % found.parts == 0 and 1 <= found.programs // found.parts
     assert found.programs <= max(target.num_sms, found.parts)
-    tile = (found.block_m + found.tuning.block_n) * 576 * itemsize
+    tile = (found.block_m + found.tuning.block_n) * 576 * dtype.itemsize
     assert tile <= target.shared_bytes
     assert found.workspace == 0 or found.states_at % 4 == 0
 
@@ -205,8 +214,10 @@ def test_every_row_has_its_place_and_tiles_fit(heads: int, tokens: int, itemsize
 def test_rows_are_packed_and_heads_cut_into_equal_parts() -> None:
     packed = {(heads, tokens): config(heads, tokens)[:3] for heads, tokens in ((16, 1), (16, 2), (8, 3), (96, 1))}
     assert packed == {(16, 1): (16, 16, 1), (16, 2): (32, 16, 1), (8, 3): (32, 8, 1), (96, 1): (64, 48, 2)}
-    assert config(128).parts == 2 and config(128, itemsize=4).parts == 8
-    assert config(128, stored=1)[:3] == (32, 32, 4) and config(16, stored=1)[:3] == (16, 16, 1)
+    assert config(128).parts == 2 and config(128, dtype=torch.float32).parts == 8
+    e4m3, groups = torch.float8_e4m3fn, torch.uint8
+    assert config(128, stored=e4m3)[:3] == (32, 32, 4) and config(16, stored=e4m3)[:3] == (16, 16, 1)
+    assert config(128, stored=groups)[:3] == (16, 16, 8) and config(8, 4, stored=groups)[:3] == (16, 8, 1)
 
 
 def test_a_step_of_one_tile_needs_no_workspace_and_no_second_launch() -> None:

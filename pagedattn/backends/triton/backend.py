@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ...formats.mla_rows.deepseek import DS_MLA
 from ...formats.mla_rows.format import LATENT_DTYPES
 from ...formats.registry import FORMATS
 from ...kernels.mla_decode.plan import MAX_LATENT_DIM, MAX_ROPE_DIM
@@ -88,8 +89,11 @@ class TritonBackend(AttentionBackend):
         if interpreted() and spec.dtype == torch.bfloat16:
             hint = "the interpreter computes on bfloat16's bit pattern; unset TRITON_INTERPRET or use float32"
             out.append(Rejection("dtype", "bfloat16", "float32, float16 under TRITON_INTERPRET=1", hint))
-        if spec.kv_cache_dtype == "fp8_e4m3" and spec.capability is not None and spec.capability < (8, 9):
-            out.append(Rejection("kv_cache_dtype", "fp8_e4m3", "auto, fp8_e5m2 below sm_89", "use fp8_e5m2"))
+        older = spec.capability is not None and spec.capability < (8, 9)
+        if older and spec.kv_cache_dtype in ("fp8_e4m3", DS_MLA.name):
+            others = ("auto", "fp8_e5m2") if spec.latent_dim is None else ("auto",)
+            known = f"{', '.join(others)} below sm_89"
+            out.append(Rejection("kv_cache_dtype", spec.kv_cache_dtype, known, f"use {others[-1]}"))
         unaligned = spec.head_dim % 16 or spec.value_dim % 16
         if spec.kv_cache_dtype.startswith("fp8") and unaligned and not interpreted():
             hint = "Triton 3.6 compiles fp8 rows of another alignment wrongly (bench/NOTES.md)"

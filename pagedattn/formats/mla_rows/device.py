@@ -6,6 +6,16 @@ import triton
 import triton.language as tl
 
 from ..fp8.device import fp8_bits
+from ..fp8.format import SMALLEST_MAXIMUM
+from .deepseek import GROUP as _GROUP
+from .deepseek import LATENT as _LATENT
+from .deepseek import ROPE as _ROPE
+from .deepseek import ROPE_AT as _ROPE_AT
+from .deepseek import SCALES_AT as _SCALES_AT
+
+GROUP, LATENT, ROPE = tl.constexpr(_GROUP), tl.constexpr(_LATENT), tl.constexpr(_ROPE)
+SCALES_AT, ROPE_AT = tl.constexpr(_SCALES_AT // 4), tl.constexpr(_ROPE_AT // 2)  # float32 and bfloat16 elements
+LEAST = tl.constexpr(SMALLEST_MAXIMUM)
 
 
 @triton.jit
@@ -34,3 +44,37 @@ def write_part(part, row, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, E4M3:
         if E4M3:
             value = fp8_bits(tl.div_rn(value.to(tl.float32), scale), 3, 7)
         tl.store(row + FIRST + dim, value, mask=mask)
+
+
+@triton.jit
+def load_groups(codes, scales, at, seen, DTYPE: tl.constexpr):
+    """Latent parts of rows of `fp8_ds_mla` at byte offsets `at` [N], as [N, 512] of DTYPE; zeros where not `seen`."""
+    dim = tl.arange(0, LATENT)
+    group = tl.arange(0, LATENT // GROUP)
+    latent = tl.load(codes + dim[None, :] + at[:, None], mask=seen[:, None], other=0.0).to(tl.float32)
+    scale = tl.load(scales + SCALES_AT + group[None, :] + at[:, None] // 4, mask=seen[:, None], other=0.0)  # [N, 4]
+    groups = tl.reshape(latent, [latent.shape[0], LATENT // GROUP, GROUP]) * scale[:, :, None]
+    return tl.reshape(groups, [latent.shape[0], LATENT]).to(DTYPE)
+
+
+@triton.jit
+def load_rope_bits(halves, at, seen, DTYPE: tl.constexpr):
+    """Their rotated part, [N, 64]. By integers: the interpreter has no bfloat16."""
+    dim = tl.arange(0, ROPE)
+    bits = tl.load(halves + ROPE_AT + dim[None, :] + at[:, None] // 2, mask=seen[:, None], other=0)
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def write_groups(latent, k_pe, codes, scales, halves, at):
+    """Store a token's row of `fp8_ds_mla` at byte offset `at`."""
+    group = tl.arange(0, LATENT // GROUP)
+    dim = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [4, 128]
+    x = tl.load(latent + dim).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), LEAST), tl.full([LATENT // GROUP], 448.0, tl.float32))
+    tl.store(codes + at + dim, fp8_bits(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), 3, 7))
+    tl.store(scales + at // 4 + SCALES_AT + group, scale)
+    rotated = tl.arange(0, ROPE)
+    bits = tl.load(k_pe + rotated).to(tl.float32).to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest even
+    tl.store(halves + at // 2 + ROPE_AT + rotated, rounded.to(tl.int16))

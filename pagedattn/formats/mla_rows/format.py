@@ -1,7 +1,8 @@
-"""Latent rows: one plane [P, S, 1, L + R], the torch half. The value of a row is its first L elements, a view.
+"""Latent rows: one plane [P, S, 1, width], the torch half. The value of a row is its first L elements, a view.
 
 A row is written from two tensors and read as two parts, so that it is no `RowFormat`, whose rows are of one kind. Its
-elements are stored as those of keys are (`formats/native`, `formats/fp8`), with one scale for both parts.
+elements are stored as those of keys are (`formats/native`, `formats/fp8`), with one scale for both parts, or as
+`deepseek.py` says.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import torch
 
 from ...errors import UnsupportedError
 from ..registry import ALIASES, format_of
+from . import deepseek
 
-LATENT_DTYPES = ("auto", "fp8_e4m3")  # what `kv_cache_dtype` may be over latent rows
+LATENT_DTYPES = ("auto", "fp8_e4m3", deepseek.NAME)  # what `kv_cache_dtype` may be over latent rows
 
 
 def stores_rows(kv_cache_dtype: str) -> bool:
@@ -28,6 +30,11 @@ def require_rows(kv_cache_dtype: str) -> None:
         )
 
 
+def format_name(rows: torch.Tensor) -> str:
+    """What `kv_cache_dtype` rows [..., width] are of, "auto" where their dtype says it."""
+    return deepseek.NAME if rows.dtype == torch.uint8 else "auto"
+
+
 def join(latent: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     """latent [T, L] and k_pe [T, R] as rows [T, 1, L + R]."""
     return torch.cat((latent, k_pe), -1)[:, None]
@@ -39,9 +46,11 @@ def split(rows: torch.Tensor, latent_dim: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def decode(rows: torch.Tensor, scale: float | torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Stored rows [..., L + R] as what they stand for. scale: of e4m3, a number or float32 [1]; None is 1. Products
+    """Stored rows [..., width] as what they stand for. scale: of e4m3, a number or float32 [1]; None is 1. Products
     with it are float32 (float64 for float64), and rounded once."""
     if rows.dtype == dtype:
         return rows
+    if rows.dtype == torch.uint8:
+        return deepseek.decode(rows, dtype)
     wide = rows.to(torch.promote_types(dtype, torch.float32))
     return (wide if scale is None else wide * scale).to(dtype)

@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats.mla_rows.device import inside, load_part
+from ...formats.mla_rows.deepseek import views
+from ...formats.mla_rows.device import inside, load_groups, load_part, load_rope_bits
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
@@ -30,8 +31,8 @@ from .plan import MLADecodeConfig
 
 @triton.jit
 def _attend_latent(
-    q_latent, q_rope, acc, m_i, l_i, rows, table, begin, end, low, q_pos, qk_scale, softcap, num_blocks, s_b, s_s,
-    S: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    q_latent, q_rope, acc, m_i, l_i, rows, scales, halves, table, begin, end, low, q_pos, qk_scale, softcap, num_blocks,
+    s_b, s_s, S: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin..end. A tile that reaches beyond low..end reads the nearest key within again and gives
@@ -49,10 +50,16 @@ def _attend_latent(
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
         at = tl.where(known, block, 0).to(tl.int64) * s_b + (near % S).to(tl.int32) * s_s
         block = tl.load(table + nearest_key(offs_n + BLOCK_N, low, end, MASK) // S)
-        latent = load_part(rows, at, known, 0, L, BLOCK_L).to(q_latent.dtype)  # [BLOCK_N, BLOCK_L]
+        if scales is not None:
+            latent = load_groups(rows, scales, at, known, q_latent.dtype)  # [BLOCK_N, BLOCK_L]
+        else:
+            latent = load_part(rows, at, known, 0, L, BLOCK_L).to(q_latent.dtype)  # [BLOCK_N, BLOCK_L]
         s = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if R > 0:
-            rope = load_part(rows, at, known, L, R, BLOCK_R).to(q_rope.dtype)  # [BLOCK_N, BLOCK_R]
+            if scales is not None:
+                rope = load_rope_bits(halves, at, known, q_rope.dtype)  # [BLOCK_N, BLOCK_R]
+            else:
+                rope = load_part(rows, at, known, L, R, BLOCK_R).to(q_rope.dtype)  # [BLOCK_N, BLOCK_R]
             s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION)
         distance = offs_n[None, :] - q_pos[:, None]
         s = scaled_logits(s, distance, 0.0, qk_scale, softcap, is_causal(MASK), SOFTCAP, False, PRECISION)
@@ -81,8 +88,8 @@ def _query_rows(offs_m, q_len, q_block, part, HEADS: tl.constexpr, G: tl.constex
     do_not_specialize_on_alignment=["table", "query_start_loc", "seq_lens"],
 )
 def _mla_decode_kernel(
-    query, key, out, lse_out, table, query_start_loc, seq_lens, k_scale, splits, states, num_seqs, num_blocks, max_keys,
-    max_tokens, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_s, so_t, so_h, sl_t, s_table,
+    query, key, scales, halves, out, lse_out, table, query_start_loc, seq_lens, k_scale, splits, states, num_seqs,
+    num_blocks, max_keys, max_tokens, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_s, so_t, so_h, sl_t, s_table,
     S: tl.constexpr, HEADS: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TILE_OVERHEAD: tl.constexpr, CHUNK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, E4M3: tl.constexpr,
@@ -160,9 +167,9 @@ def _mla_decode_kernel(
             if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
                 to_key = tl.where(low < to_key, to_key, 0)
             acc, m_i, l_i = _attend_latent(
-                q_latent, q_rope, acc, m_i, l_i, key, table + seq * tl.cast(s_table, tl.int64), from_key, to_key, low,
-                seq_len - q_len + q_row, qk_scale, softcap, num_blocks, sk_b, sk_s, S, L, R, BLOCK_L, BLOCK_R, BLOCK_N,
-                MASK, SOFTCAP, PRECISION,
+                q_latent, q_rope, acc, m_i, l_i, key, scales, halves, table + seq * tl.cast(s_table, tl.int64),
+                from_key, to_key, low, seq_len - q_len + q_row, qk_scale, softcap, num_blocks, sk_b, sk_s, S, L, R,
+                BLOCK_L, BLOCK_R, BLOCK_N, MASK, SOFTCAP, PRECISION,
             )  # fmt: skip
             if E4M3:
                 acc *= out_scale
@@ -256,16 +263,21 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     inputs: one KV head, values a view of the keys. workspace: int32 [config.workspace] or more; nothing else may use it
     before both are done.
     """
-    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    query, key, table, out, lse = inputs.query, inputs.key, inputs.block_table, inputs.out, inputs.lse
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
     splits, states = config.places(workspace)
+    codes, scales, halves = key, None, None
+    if key.dtype == torch.uint8:
+        codes, scales, halves = views(key)
+        codes = codes.view(torch.float8_e4m3fn)
     arguments = (
-        *(query, key, out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states),
+        *(query, codes, scales, halves, out, lse, table),
+        *(inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], config.max_tokens),
         *(inputs.scale, inputs.out_scale, inputs.softcap),
         *(*query.stride()[:2], *key.stride()[:2], *_result_strides(inputs), table.stride(0)),
     )
-    rope = key.shape[3] - value.shape[3]
+    rope = query.shape[2] - out.shape[2]
     constants = {
         **_shared_constants(config, inputs),
         "S": key.shape[1],
@@ -277,7 +289,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         "CHUNK": 32 if num_seqs <= 32 else 256,
         "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
-        "E4M3": key.dtype != query.dtype,
+        "E4M3": key.dtype == torch.float8_e4m3fn,
     }
     with on_device(query):
         stages = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}

@@ -18,11 +18,11 @@ from ..tiles import next_power_of_2
 MAX_LATENT_DIM = 512  # the output of a query block stays in registers
 MAX_ROPE_DIM = 128
 MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
-MAX_ROWS_OF_CODES = 32  # over rows of e4m3: a tile that is converted takes registers too
+# Over rows of e4m3, and of `fp8_ds_mla`: a tile that is converted takes registers too, more where it is scaled.
+_MAX_ROWS_OF_CODES = {torch.float8_e4m3fn: 32, torch.uint8: 16}
 HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CODES = torch.float8_e4m3fn  # of rows that are not of the query's dtype
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -123,7 +123,7 @@ class MLADecodePlan:
 
 def why_not(shape: AttentionShape) -> str:
     """What the Triton kernels want of a call's tensors, where these are otherwise; "" where they serve."""
-    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, _CODES):
+    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, *_MAX_ROWS_OF_CODES):
         return "float32, float16 or bfloat16 queries, and rows of their dtype or of e4m3"
     if shape.head_dim_v > MAX_LATENT_DIM:
         return f"latent parts of at most {MAX_LATENT_DIM} elements"
@@ -153,6 +153,11 @@ def can_load(rows: torch.Tensor) -> bool:
     return bool(len(rows)) and gpu.is_aligned(rows[:, :, 0])
 
 
+def max_rows(dtype: torch.dtype, stored: torch.dtype) -> int:
+    """Packed rows of a query block at most, of queries of one dtype over rows of another."""
+    return 16 if dtype.itemsize == 4 else _MAX_ROWS_OF_CODES.get(stored, MAX_ROWS)
+
+
 def plan_mla_decode(
     shape: AttentionShape, bounds: BatchBounds, device: torch.device, aligned: bool = True
 ) -> MLADecodePlan:
@@ -165,6 +170,7 @@ def plan_mla_decode(
         rope_dim=shape.head_dim - shape.head_dim_v,
         itemsize=shape.dtype.itemsize,
         stored_itemsize=shape.stored_dtype.itemsize,
+        max_rows=max_rows(shape.dtype, shape.stored_dtype),
         num_tokens=bounds.num_tokens,
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
@@ -183,6 +189,7 @@ def mla_decode_config(
     rope_dim: int,
     itemsize: int,
     stored_itemsize: int,
+    max_rows: int,
     num_tokens: int,
     max_query_len: int,
     max_seq_len: int,
@@ -191,13 +198,12 @@ def mla_decode_config(
     hopper: bool = False,
 ) -> MLADecodeConfig:
     """The configuration of a launch over sequences of at most so many query tokens and keys. itemsize: of queries and
-    of the operands of products; stored_itemsize: of rows.
+    of the operands of products; stored_itemsize: of rows; max_rows: packed rows of a query block at most.
 
     `tuning` is taken as it is, but for what does not fit the device's shared memory; of the kernel for Hopper it says
     nothing but tile_overhead.
     """
-    largest = MAX_ROWS if stored_itemsize == itemsize else MAX_ROWS_OF_CODES
-    most = _most_rows(largest, latent_dim, rope_dim, itemsize, target)
+    most = _most_rows(max_rows, latent_dim, rope_dim, itemsize, target)
     parts = -(-num_heads // most)
     heads = -(-num_heads // parts)  # of equal parts: 96 heads are two times 48
     longest = max(max_query_len, 1)
@@ -205,7 +211,8 @@ def mla_decode_config(
     if hopper:
         tuning = tuning or HOPPER_TUNING
     else:
-        tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, latent_dim, rope_dim, itemsize, target)
+        sizes = (latent_dim, rope_dim, itemsize, stored_itemsize)
+        tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, *sizes, target)
     tokens = max(1, block_m // heads)
     items = num_seqs * -(-longest // tokens)
     tiles = items * parts * max(1, -(-max_seq_len // tuning.block_n))
@@ -230,8 +237,8 @@ def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:
 
 
 def _most_rows(largest: int, latent_dim: int, rope_dim: int, itemsize: int, target: Target) -> int:
-    """Rows of the largest query block, where there is room for them beside 16 keys; of float32 16."""
-    most = largest if itemsize < 4 else 16
+    """Rows of the largest query block, where there is room for them beside 16 keys."""
+    most = largest
     while most > 16 and _shared_memory(most, 16, latent_dim, rope_dim, itemsize) > target.shared_bytes:
         most //= 2
     return most
@@ -244,14 +251,23 @@ def _shared_memory(block_m: int, keys: int, latent_dim: int, rope_dim: int, item
 
 
 def _fitted(
-    tuning: MLADecodeTuning, block_m: int, latent_dim: int, rope_dim: int, itemsize: int, target: Target
+    tuning: MLADecodeTuning,
+    block_m: int,
+    latent_dim: int,
+    rope_dim: int,
+    itemsize: int,
+    stored_itemsize: int,
+    target: Target,
 ) -> MLADecodeTuning:
     """With fewer stages, then fewer keys a tile, until tiles fit; then as many programs per SM as there is room for."""
 
     def taken(one: MLADecodeTuning) -> int:
         # The products of 64 rows (wgmma) still read a tile while the next one is loaded.
         buffers = max(1, one.num_stages - (block_m < MAX_ROWS))
-        return _shared_memory(block_m, buffers * one.block_n, latent_dim, rope_dim, itemsize)
+        keys = buffers * one.block_n
+        if stored_itemsize != itemsize:  # buffers of codes, and a tile of operands
+            keys = one.block_n + -(-keys * stored_itemsize // itemsize)
+        return _shared_memory(block_m, keys, latent_dim, rope_dim, itemsize)
 
     # Two stages are one buffer, in which the row is key and value; with one it would be copied there for each of them.
     while taken(tuning) > target.shared_bytes and tuning.num_stages > 2:
