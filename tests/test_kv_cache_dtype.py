@@ -78,7 +78,7 @@ def test_a_window() -> None:
         (lambda: format_of("int9:window=4"), "kv_cache_dtype must be one of auto, .* got 'int9'"),
         (
             lambda: PagedKVCache(1, 4, 16, 2, 8, kv_cache_dtype="int8:window=20"),
-            "recent_blocks must be given .* 3 for each sequence, and one for each block_size",
+            "recent_blocks must be given .* 4 for each sequence, and one for each block_size",
         ),
         (lambda: KVCacheDtype.of("int9:skip=0"), "kv_cache_dtype must be one of auto, .*, got 'int9'"),
         (

@@ -251,9 +251,8 @@ def _recent_specs(specs: Sequence[KVCacheSpec], recent_blocks: int | None, num_g
     recent = [spec.recent for spec in specs if spec.format.whole_blocks]
     names = ", ".join(sorted({spec.kv_cache_dtype for spec in specs if bool(recent) == spec.format.whole_blocks}))
     if recent and recent_blocks is None:
-        before = max(spec.format.recent_blocks(spec.block_size) for spec in specs)
-        each = f"{1 + before} for each sequence" if before else "one for each sequence"
-        remedy = f"{each}, and one for each block_size of a step's new tokens, are enough"
+        each = 2 + max(spec.format.recent_blocks(spec.block_size) for spec in specs)
+        remedy = f"{each} for each sequence, and one for each block_size of a step's new tokens, are enough"
         raise InvalidInputError("recent_blocks", f"given for kv_cache_dtype={names!r}", "None", remedy)
     if not recent and recent_blocks is not None:
         expected = f"None for kv_cache_dtype={names!r}, which stores each token when it comes"
