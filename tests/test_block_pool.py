@@ -167,6 +167,20 @@ def test_without_caching_nothing_is_keyed() -> None:
         pool.commit(table[0], None, A)
 
 
+def test_pools_of_two_caches_share_contents() -> None:
+    pool = BlockPool(8)
+    other = BlockPool(4, contents_of=pool)
+    [mine], [theirs] = pool.allocate(1), other.allocate(1)
+    node = pool.commit(mine, None, b"abcd")
+    assert other.commit(theirs, None, b"abcd", group=1) is node and other.find(None, b"abcd") is node
+    assert (pool.block_of(node), other.block_of(node, 1)) == (mine, theirs)
+    pool.free([mine])
+    assert pool.reset() and pool.block_of(node) is None and pool.find(None, b"abcd") is node
+    other.free([theirs])
+    other.free(other.allocate(3))
+    assert other.find(None, b"abcd") is None and not node.alive
+
+
 def test_the_cost_of_a_block_does_not_grow_with_the_pool() -> None:
     """A list where a linked list belongs would take minutes here; the work itself takes about a second."""
     pool = BlockPool(100_001)

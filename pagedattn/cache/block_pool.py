@@ -24,7 +24,12 @@ class BlockPool:
     """Stands for "no block" in a table: never allocated, freed or committed; skipped by `free`, `touch` and `fork`."""
 
     def __init__(
-        self, num_blocks: int, *, enable_caching: bool = True, digest: Callable[[bytes], int] | None = None
+        self,
+        num_blocks: int,
+        *,
+        enable_caching: bool = True,
+        digest: Callable[[bytes], int] | None = None,
+        contents_of: BlockPool | None = None,
     ) -> None:
         """Make a pool of blocks 1 .. num_blocks - 1, all free, and the null block.
 
@@ -32,6 +37,8 @@ class BlockPool:
             num_blocks: blocks of the cache, the null block included.
             enable_caching: False makes `commit` key nothing, so that `find` never finds.
             digest: the hash that chooses buckets; None is xxh3_64 with a seed from `os.urandom`. It affects no result.
+            contents_of: the pool of another cache of the same sequences. A content is one node in both, which `find`
+                and `block_of` of either reach; a KV cache group commits its blocks to one of them.
 
         Raises:
             InvalidInputError: fewer than two blocks.
@@ -42,7 +49,7 @@ class BlockPool:
         self.num_usable = num_blocks - 1
         self.enable_caching = enable_caching
         self.on_evict: Callable[[int, PrefixNode, int], None] | None = None
-        self._contents = PrefixTree(digest)
+        self._contents = PrefixTree(digest) if contents_of is None else contents_of._contents
         self._refs = [1] + [0] * self.num_usable
         self._keys: dict[int, tuple[PrefixNode, int]] = {}  # block -> its content and KV cache group
         self._place = [0] * num_blocks  # of a keyed block in its node's list
