@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pagedattn import KVCacheDtype, KVScales
-from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.errors import InvalidInputError
 
 _DTYPES = ("auto", "float16", "bfloat16", "float32", "float64")
 _PREEMPTIONS = ("auto", "recompute", "swap")
@@ -51,6 +51,7 @@ class EngineConfig:
             blocks that are not full, which a second cache has, "turboquant4" half a byte per element
             ("turboquant_k4v3", "turboquant_k3v4", "turboquant3" and "turboquant2" less), "fp8" ("fp8_e4m3") and
             "fp8_e5m2" a byte per element, with the scales of kv_scales, else the checkpoint's, else 1.
+            "turboquant4:window=64" keeps the last tokens in the model's dtype, in the second cache of "int4".
             "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
             "key=int8,value=rotated_int4" names what K and V are stored as.
         latent: models of latent attention (MLA) keep one row per token and layer; False keeps keys and values of every
@@ -76,7 +77,6 @@ class EngineConfig:
 
     Raises:
         InvalidInputError: a value of the wrong type or range.
-        UnsupportedError: a kv_cache_dtype with a window of recent tokens.
     """
 
     model: str
@@ -118,7 +118,7 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
-        stored = _format_of_engine(self.kv_cache_dtype)
+        stored = KVCacheDtype.of(self.kv_cache_dtype)
         object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
             object.__setattr__(self, "kv_scales", _checked_scales(self.kv_scales, stored, self.latent))
@@ -227,14 +227,3 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1)
         raise InvalidInputError(name, f"one of {', '.join(allowed)}", repr(value), f"try {near[0]}" if near else "")
-
-
-def _format_of_engine(given: str | KVCacheDtype) -> KVCacheDtype:
-    """What is given, unless it has a window: there is a second cache for open blocks alone."""
-    stored = KVCacheDtype.of(given)
-    if stored.window:
-        raise UnsupportedError(
-            f"kv_cache_dtype={str(stored)!r} is not served by the engine, which keeps no window of recent tokens; "
-            "leave :window= out, or run the model by enable of pagedattn.integrations.transformers"
-        )
-    return stored

@@ -12,20 +12,34 @@ from pagedattn import Mask
 class KVGroup:
     """Layers that share one block table: the tokens a block holds, and the window (None: every token is kept).
 
-    `recent_blocks` is given of blocks that are not full yet, in the second cache of a format that encodes whole blocks:
-    so many, the null block included, which are a pool of their own. A sequence needs the one of its next token on. Such
-    a group stands behind those of layers, of which there is one.
+    `recent_blocks` is given of blocks that are not encoded yet, in the second cache of a format that encodes whole
+    blocks: so many, the null block included, which are a pool of their own. A sequence needs the one of its next token
+    on, and `window_blocks` before that. Such a group stands behind those of layers, of which there is one, with the
+    same `window_blocks`: so many full blocks are not encoded yet.
     """
 
     block_size: int
     sliding_window: int | None = None
     recent_blocks: int | None = None
+    window_blocks: int = 0
     _mask: Mask = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Made once: the scheduler asks it for every request of every step.
-        own = None if self.recent_blocks is None else self.block_size
-        object.__setattr__(self, "_mask", Mask(sliding_window=self.sliding_window, own_block=own))
+        mask = Mask(sliding_window=self.sliding_window)
+        if self.recent_blocks is not None:
+            mask = mask.replace(own_block=self.block_size, recent_blocks=self.window_blocks or None)
+        object.__setattr__(self, "_mask", mask)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the first token of a block reads here, itself included; None is all."""
+        return self.sliding_window if self.recent_blocks is None else 1 + self.window_blocks * self.block_size
+
+    def num_stored_blocks(self, num_tokens: int) -> int:
+        """How many blocks of `num_tokens` computed ones hold for good what others may read in them."""
+        full = num_tokens // self.block_size
+        return full if self.recent_blocks is not None else max(0, full - self.window_blocks)
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
         """Index of the first block that a token at position `num_computed_tokens`, or a later one, reads."""
@@ -38,7 +52,7 @@ class KVGroup:
 
 
 def groups_of_layers(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
-    """Without the group of blocks that are not full."""
+    """Without the group of blocks that are not encoded."""
     return tuple(group for group in groups if group.recent_blocks is None)
 
 

@@ -248,7 +248,6 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "recent_blocks must be": lambda here: PagedKVCache(1, 4, 32, kv_cache_dtype="int4"),
     "recent_table must be": lambda here: without_recent_table(),
     "kv_cache_dtype='int4' is not served": lambda here: bench.run("decode", None, [], None, False, ["int4"]),
-    "kv_cache_dtype='turboquant4:window=64' is": lambda here: LLM(MODEL, kv_cache_dtype="turboquant4:window=64"),
     "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
     "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
     "metadata must be planned": lambda here: other_plan(),

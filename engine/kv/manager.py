@@ -1,11 +1,11 @@
 """Which KV blocks each request holds: several KV groups (full and sliding window) over one BlockPool, and the blocks
-that are not full, of formats that encode whole blocks, in a pool of their own.
+that are not encoded, of formats that encode whole blocks, in a pool of their own.
 
 The one rule of sizes: a group with blocks of S tokens needs ceil(n / S) table entries for n tokens. A table only grows
 at its end while the request runs; entries that a sliding window has passed become the null block. A block is keyed
-(made findable for other requests) only by `commit`, after the step that filled it succeeded. That is also when its
-block in the pool of those that are not full goes back: the next step may be handed it, since steps run one after
-another on the device.
+(made findable for other requests) only by `commit`, after the step that filled or encoded it succeeded. That is also
+when its block in the pool of those that are not encoded goes back: the next step may be handed it, since steps run one
+after another on the device.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ class KVCacheManager:
         Raises:
             InvalidInputError: a group with `recent_blocks` that is not behind one group with blocks of the same size.
         """
-        self.pool, self.recent_pool = pool, _recent_pool(groups)
+        self.pool, self.recent_pool = pool, _recent_pool(pool, groups)
         self.groups, self.layer_groups = tuple(groups), groups_of_layers(groups)
         self.swap = SwapSpace(num_swap_blocks)
         self.block_sizes = tuple(group.block_size for group in groups)
-        # A window of 1 needs no block but that of the next token.
-        self.windows = tuple(group.sliding_window if group.recent_blocks is None else 1 for group in groups)
+        self.windows = tuple(group.window for group in groups)
         self.copies = PrefixCopies(pool, self.swap, keeps_prefixes)
-        self.prefixes = PrefixCache(pool, self.layer_groups, self.copies)
+        self.prefixes = PrefixCache(pool, groups, self.copies)
         self._pools = tuple(pool if group.recent_blocks is None else self.recent_pool or pool for group in groups)
         self._invalid_nodes: set[int] = set()
         self._fresh: list[int] = []
@@ -68,32 +67,32 @@ class KVCacheManager:
         the test is: all blocks - hit blocks <= free blocks - unreferenced hit blocks - headroom.
         """
         end = hit.num_tokens + num_new_tokens
-        sizes = zip(self.layer_groups, hit.blocks, strict=True)
+        sizes = zip(self.layer_groups, hit.blocks, strict=False)
         need = sum(-(-end // group.block_size) - len(table) for group, table in sizes)
         need += sum(table.count(-1) for table in hit.blocks)
-        held = [block for table in hit.blocks for block in table if block > 0]
-        if need + headroom > self.pool.num_free - self.pool.num_evictable(held):
+        if not self._has_room(hit.blocks, need + headroom, hit.num_tokens, num_new_tokens):
             return False
-        if self.fit_recent(hit.num_tokens, num_new_tokens) < num_new_tokens:
-            return False
-        self.pool.touch(held)
+        self._touch(hit.blocks)
         request.block_ids = [list(table) for table in hit.blocks]
         request.num_computed_tokens = request.num_cached_tokens = hit.num_tokens
-        self._open(request, list(hit.last_prefix_nodes))
+        self._open(request, list(hit.last_prefix_nodes), [hit.num_tokens // size for size in self.block_sizes])
         self._load_copies(request)
         return self.allocate_slots(request, num_new_tokens)
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Free a request's blocks for now; returns pairs (block, host block) to copy before they are written again.
 
-        None, and nothing done, where there is no host memory for them. Of formats that encode whole blocks those are
-        stored: the tokens of a block that is not full, fewer than it holds, are computed again, which takes no host
-        memory for the second cache, and no more time than a decode.
+        None, and nothing done, where there is no host memory for them. Of formats that encode whole blocks full ones
+        are stored: the tokens of a block that is not full, fewer than it holds, are computed again, which takes no
+        host memory for the second cache, and no more time than a decode. What a window reads there stays findable
+        until it is handed to others; without prefix caching it is not, and None is returned.
         """
         computed = request.num_computed_tokens
         if self.recent_pool is not None:
             computed -= computed % self.block_sizes[0]
-        pairs = self.swap.store(request, computed, self.pool, self.layer_groups) if computed else None
+            if self.groups[-1].window_blocks and not self.recent_pool.enable_caching:
+                return None
+        pairs = self.swap.store(request, computed, self.pool, self.groups) if computed else None
         if pairs is not None:
             self.free(request)
         return pairs
@@ -107,34 +106,28 @@ class KVCacheManager:
         Returns:
             Pairs (host block, block) to copy before the next step, or None where there are not enough free blocks.
         """
-        swapped = request.swapped
-        groups = self.layer_groups
-        found = found_tables(swapped, self.pool, groups, self._invalid_nodes) if swapped is not None else None
+        swapped, layers = request.swapped, len(self.layer_groups)
+        found = found_tables(swapped, self.pool, self.groups, self._invalid_nodes) if swapped is not None else None
         if swapped is None or found is None:
             self.swap.drop(request)
             return None
         end = swapped.num_computed_tokens + num_new_tokens
-        held = [block for table in found for block in table if block]
-        entries = sum(block is not None for table in found for block in table)
-        need = sum(-(-end // group.block_size) for group in groups) - entries
-        if need + headroom > self.pool.num_free - self.pool.num_evictable(held):
+        held = [[block for block in table if block] for table in found]
+        entries = sum(block is not None for table in found[:layers] for block in table)
+        need = sum(-(-end // group.block_size) for group in self.layer_groups) - entries
+        if not self._has_room(held, need + headroom, swapped.num_computed_tokens, num_new_tokens):
             return None
-        if self.fit_recent(swapped.num_computed_tokens, num_new_tokens) < num_new_tokens:
-            return None
-        self.pool.touch(held)
+        self._touch(held)
         missing = [[entry for entry, block in enumerate(table) if block is None] for table in found]
         fresh = iter(self.pool.allocate(sum(map(len, missing))))
         request.block_ids = [[next(fresh) if block is None else block for block in table] for table in found]
         request.num_computed_tokens, request.num_cached_tokens = swapped.num_computed_tokens, swapped.num_cached_tokens
-        self._open(request, [None] * len(groups))
-        for group, (contents, entries) in enumerate(zip(swapped.contents, missing, strict=True)):
-            # Blocks are keyed again from the first one on that is copied: its content may have been forgotten.
-            keyed = min([len(contents), *entries])
-            request.num_cached_blocks[group] = keyed
-            request.last_prefix_nodes[group] = contents[keyed - 1] if keyed else None
-        self._plan_commit(request)
+        # Blocks are keyed again from the first one on that is copied: its content may have been forgotten.
+        keyed = [min([len(nodes), *entries]) for nodes, entries in zip(swapped.contents, missing, strict=True)]
+        nodes = [nodes[count - 1] if count else None for nodes, count in zip(swapped.contents, keyed, strict=True)]
+        self._open(request, nodes, keyed)
         self.allocate_slots(request, num_new_tokens)
-        places = zip(request.block_ids[: len(groups)], swapped.places, missing, strict=True)
+        places = zip(request.block_ids, swapped.places, missing, strict=True)
         return [(place[entry], table[entry]) for table, place, entries in places for entry in entries]
 
     def allocate_slots(self, request: Request, num_new_tokens: int, num_lookahead_tokens: int = 0) -> bool:
@@ -146,8 +139,8 @@ class KVCacheManager:
         if end <= request.num_slots:
             return True
         if not request.block_ids:
-            request.block_ids = [[] for _ in self.layer_groups]
-            self._open(request, [None] * len(self.layer_groups))
+            request.block_ids = [[] for _ in self.groups]
+            self._open(request, [None] * len(self.groups), [0] * len(self.groups))
         needs = [
             max(0, -(-end // size) - len(table))
             for size, table in zip(self.block_sizes, request.block_ids, strict=True)
@@ -177,6 +170,35 @@ class KVCacheManager:
         size = self.block_sizes[-1]
         room = -num_computed_tokens % size + size * max(0, self.recent_pool.num_free - headroom)
         return min(num_new_tokens, room)
+
+    def fit_entering(self, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """As `fit_recent`, of a request that holds no blocks, and enters with so many tokens that were found: those of
+        its window may be free ones still."""
+        window = min(self.groups[-1].window_blocks, num_computed_tokens // self.block_sizes[-1])
+        return self.fit_recent(num_computed_tokens, num_new_tokens, window)
+
+    @property
+    def most_requests(self) -> int:
+        """How many may hold blocks at a time, so that `recent_pool` always has one for the next token of each.
+
+        No bound where it is as large as `pool`, which is short first.
+        """
+        if self.recent_pool is None or self.recent_pool.num_usable >= self.pool.num_usable:
+            return sys.maxsize
+        return self.recent_pool.num_usable // (1 + self.groups[-1].window_blocks)
+
+    def _has_room(self, tables: Sequence[Sequence[int]], need: int, num_computed_tokens: int, num_new: int) -> bool:
+        """Whether `need` blocks of `pool` are free beside those of `tables`, which a request is to hold, and in
+        `recent_pool` those of its new tokens."""
+        held = [block for table in tables[: len(self.layer_groups)] for block in table if block > 0]
+        if need > self.pool.num_free - self.pool.num_evictable(held):
+            return False
+        return self.fit_entering(num_computed_tokens, num_new) >= num_new
+
+    def _touch(self, tables: Sequence[Sequence[int]]) -> None:
+        """Reference the blocks of each group's table that the device has."""
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.touch([block for block in table if block > 0])
 
     def take_fresh(self) -> list[int]:
         """Blocks handed out since the last call to be written token by token, with whatever others left in them."""
@@ -217,7 +239,7 @@ class KVCacheManager:
 
     def discard(self, request: Request) -> None:
         """Free a request whose values are not to be trusted: the blocks that it computed itself are never hit."""
-        for group, size in enumerate(group.block_size for group in self.layer_groups):
+        for group, size in enumerate(self.block_sizes):
             contents = contents_of(request, group) if request.swapped is None else request.swapped.contents[group]
             for first_own in contents[request.num_cached_tokens // size :][:1]:
                 self._invalid_nodes.add(first_own.uid)
@@ -236,23 +258,23 @@ class KVCacheManager:
         shared = len(child.token_ids) - 1
         if not 0 < shared <= parent.num_computed_tokens or len(self.layer_groups) + headroom > self.pool.num_free:
             return None
-        if self.recent_pool is not None and not self.recent_pool.num_free:
+        if self.recent_pool is not None and not self.recent_pool.num_free:  # for an open block, or the next one
             return None
         firsts = [group.first_needed_block(shared) for group in self.groups]
         if any(released > first for released, first in zip(parent.num_released, firsts, strict=True)):
             return None
-        child.block_ids, copies, last_prefix_nodes = [], [], []
+        child.block_ids, copies = [], []
         for group, (size, pool) in enumerate(zip(self.block_sizes, self._pools, strict=True)):
             table = parent.block_ids[group][: -(-shared // size)]
             table[: firsts[group]] = [pool.null_block] * firsts[group]
             forked, pairs = pool.fork(table, has_open_block=shared % size > 0)
             child.block_ids.append(forked)
             (copies if pool is self.pool else self._recent_copies).extend(pairs)
-        for group, layers in enumerate(self.layer_groups):
-            steps = parent.num_cached_blocks[group] - shared // layers.block_size
-            last_prefix_nodes.append(_ancestor(parent.last_prefix_nodes[group], steps))
+        keyed = [min(n, shared // size) for n, size in zip(parent.num_cached_blocks, self.block_sizes, strict=True)]
+        steps = (n - mine for n, mine in zip(parent.num_cached_blocks, keyed, strict=True))
+        nodes = [_ancestor(node, count) for node, count in zip(parent.last_prefix_nodes, steps, strict=True)]
         child.num_computed_tokens = child.num_cached_tokens = shared
-        self._open(child, last_prefix_nodes)
+        self._open(child, nodes, keyed)
         self.allocate_slots(child, 1)
         return copies
 
@@ -260,6 +282,8 @@ class KVCacheManager:
         """Forget all content; False, and nothing done, while a request holds blocks, of the host's memory too."""
         if self.swap.num_free + len(self.copies) < self.swap.num_blocks or not self.pool.reset():
             return False
+        if self.recent_pool is not None:
+            self.recent_pool.reset()
         self.copies.clear()
         self._invalid_nodes.clear()
         return True
@@ -269,15 +293,10 @@ class KVCacheManager:
         time."""
         return sum(group.blocks_for(num_tokens, chunk) for group in self.layer_groups)
 
-    def _open(self, request: Request, last_prefix_nodes: list[PrefixNode | None]) -> None:
-        """Set up the bookkeeping of new tables of layers, whose full blocks all carry keys already."""
+    def _open(self, request: Request, last_prefix_nodes: list[PrefixNode | None], num_cached_blocks: list[int]) -> None:
+        """Set up the bookkeeping of new tables, whose first blocks carry keys already."""
         computed = request.num_computed_tokens
-        if self.recent_pool is not None:
-            if len(request.block_ids) < len(self.groups):
-                request.block_ids.append([self.recent_pool.null_block] * (computed // self.block_sizes[-1]))
-            last_prefix_nodes.append(None)
-        request.last_prefix_nodes = last_prefix_nodes
-        request.num_cached_blocks = [computed // size for size in self.block_sizes]
+        request.last_prefix_nodes, request.num_cached_blocks = last_prefix_nodes, num_cached_blocks
         request.num_released = [group.first_needed_block(computed) for group in self.groups]
         self._count_slots(request)
         self._plan_commit(request)
@@ -303,11 +322,12 @@ class KVCacheManager:
 
     def _key(self, request: Request, group: int) -> None:
         size, table, node = self.block_sizes[group], request.block_ids[group], request.last_prefix_nodes[group]
-        full = request.num_computed_tokens // size
-        for index in range(request.num_cached_blocks[group], full):
+        pool, first = self._pools[group], request.num_cached_blocks[group]
+        stored = max(first, self.groups[group].num_stored_blocks(request.num_computed_tokens))
+        for index in range(first, stored):
             tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
-            node = self.pool.commit(table[index], node, tokens, first_extra(request) if index == 0 else (), group)
-        request.last_prefix_nodes[group], request.num_cached_blocks[group] = node, full
+            node = pool.commit(table[index], node, tokens, first_extra(request) if index == 0 else (), group)
+        request.last_prefix_nodes[group], request.num_cached_blocks[group] = node, stored
 
     def _release(self, request: Request, group: int) -> None:
         released = request.num_released[group]
@@ -317,7 +337,8 @@ class KVCacheManager:
             passed = table[released:first]
             table[released:first] = [self.pool.null_block] * len(passed)
             request.num_released[group] = first
-            self._pools[group].free(passed)
+            # A hit that ends where this request does needs the last ones: they are to be evicted after the others.
+            self._pools[group].free(passed if self.groups[group].recent_blocks is None else passed[::-1])
 
     def _count_slots(self, request: Request) -> None:
         sizes = zip(self.block_sizes, request.block_ids, strict=False)
@@ -328,25 +349,32 @@ class KVCacheManager:
         due = sys.maxsize
         for group, (size, window, pool) in enumerate(zip(self.block_sizes, self.windows, self._pools, strict=True)):
             if pool.enable_caching:
-                due = min(due, (request.num_cached_blocks[group] + 1) * size)
+                late = 0 if group == len(self.layer_groups) else self.groups[group].window_blocks
+                due = min(due, (request.num_cached_blocks[group] + 1 + late) * size)
             if window is not None:
                 due = min(due, (request.num_released[group] + 1) * size + window - 1)
         request.commit_at = due
 
 
-def _recent_pool(groups: Sequence[KVGroup]) -> BlockPool | None:
-    """The pool of a last group of blocks that are not full; content is found in the other one."""
+def _recent_pool(pool: BlockPool, groups: Sequence[KVGroup]) -> BlockPool | None:
+    """The pool of a last group of blocks that are not encoded, where what a window reads is found."""
     *layers, last = groups
     if any(group.recent_blocks is not None for group in layers):
         raise InvalidInputError("groups", "with recent_blocks in the last one alone", list(groups))
     if last.recent_blocks is None:
         return None
-    if [group.block_size for group in layers] != [last.block_size] or layers[0].sliding_window is not None:
+    if [*layers] != [KVGroup(last.block_size, window_blocks=last.window_blocks)]:
         expected = (
-            f"one group without a window, with blocks of {last.block_size} tokens, before that with recent_blocks"
+            f"one group without a sliding window, with blocks of {last.block_size} tokens and "
+            f"window_blocks={last.window_blocks}, before that with recent_blocks"
         )
         raise InvalidInputError("groups", expected, list(groups))
-    return BlockPool(last.recent_blocks, enable_caching=False)
+    least = min(2 + last.window_blocks, pool.num_blocks)
+    if last.recent_blocks < least:
+        expected = f"at least {least}, the null block and those of one request"
+        raise InvalidInputError("recent_blocks", expected, last.recent_blocks)
+    caching = pool.enable_caching and last.window_blocks > 0
+    return BlockPool(last.recent_blocks, enable_caching=caching, contents_of=pool)
 
 
 def _ancestor(node: PrefixNode | None, steps: int) -> PrefixNode | None:

@@ -46,7 +46,7 @@ class SwapSpace:
 
     def store(self, request: Request, num_tokens: int, pool: BlockPool, groups: Sequence[KVGroup]) -> Pairs | None:
         """Note the state of a request that holds blocks, before these are freed, as of its first `num_tokens` tokens,
-        which are computed.
+        which are computed. Blocks that are not encoded are found again, or lost: they have no place in host memory.
 
         Returns:
             Pairs (device block, host block) to copy before the device blocks are written again; None, and nothing
@@ -56,6 +56,7 @@ class SwapSpace:
         moves = [
             (index, entry, block)
             for index, group in enumerate(groups)
+            if group.recent_blocks is None
             for entry, block in _live(request, index, -(-num_tokens // group.block_size))
             if pool.ref_count(block) == 1 or _found(pool, contents[index], entry, index) is None
         ]

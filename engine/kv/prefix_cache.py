@@ -43,14 +43,18 @@ class _LastChain(NamedTuple):
 class PrefixCache:
     """Finds cached beginnings. A hit ends where every group has a whole block, at a multiple of `alignment` tokens.
 
-    A group with a window need not hold what the next token does not read: its hit is its last blocks only.
+    A group with a window need not hold what the next token does not read: its hit is its last blocks only, as is that
+    of blocks that are not encoded, which lie in a pool of their own.
     """
 
     def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], copies: PrefixCopies) -> None:
-        """Look in `pool`, whose blocks `groups` share, then among the copies of what it has evicted."""
+        """Look in `pool`, whose blocks `groups` share but for those with `recent_blocks`, then among the copies of what
+        it has evicted."""
         self.alignment = lcm(*(group.block_size for group in groups))
         self._pool, self._groups, self._copies = pool, groups, copies
         self._last: dict[int, _LastChain] = {}  # by block size
+        # The first group, and that of blocks that are not encoded, if a hit needs some.
+        self._keyed = (0, len(groups) - 1) if groups[-1].window_blocks else (0,)
 
     def lookup(self, request: Request, invalid_nodes: set[int]) -> PrefixHit:
         """The cached beginning of a request: full blocks only, never its last token, no uid of `invalid_nodes`."""
@@ -87,7 +91,11 @@ class PrefixCache:
         tokens = request.token_ids[index * size : (index + 1) * size].tobytes()
         extra = () if index else first_extra(request)
         node = self._pool.find(request.last_prefix_nodes[0], tokens, extra)
-        return node is None or self._pool.block_of(node) is None
+        return node is None or any(self._pool.block_of(node, group) is None for group in self._keyed)
+
+    def num_findable(self, num_tokens: int) -> int:
+        """Tokens that others find of `num_tokens` computed ones."""
+        return self.aligned(min(group.num_stored_blocks(num_tokens) * group.block_size for group in self._groups))
 
     def aligned(self, num_tokens: int) -> int:
         """The longest length up to `num_tokens` at which a hit can end."""
@@ -136,7 +144,7 @@ class PrefixCache:
     def _servable(self, group: KVGroup, table: list[int | None], length: int) -> int:
         """The longest aligned length up to `length` for which the group holds every block that a next token reads."""
         size = group.block_size
-        if group.sliding_window is None:
+        if group.window is None:
             missing = next((index for index, block in enumerate(table) if block is None), len(table))
             return min(length, self.aligned(missing * size))
         index = length // size - 1

@@ -111,7 +111,10 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
     facts = {
         "num_kv_blocks": runner.num_kv_blocks,
         "swap_config": astuple(runner.swap_config),
-        "kv_groups": [[group.block_size, group.sliding_window, group.recent_blocks] for group in runner.kv_groups],
+        "kv_groups": [
+            [group.block_size, group.sliding_window, group.recent_blocks, group.window_blocks]
+            for group in runner.kv_groups
+        ],
         "vocab_size": runner.vocab_size,
         "max_model_len": runner.max_model_len,
         "eos_token_ids": list(runner.eos_token_ids),

@@ -39,15 +39,14 @@ class BaseScheduler:
 
         Args:
             max_num_seqs: most running requests; never more than the budget, so that each decode gets its token, nor
-                than blocks in `kv.recent_pool`, so that each has one for what is not full.
+                than `kv.most_requests`, so that each has a block for what is not encoded.
             max_num_batched_tokens: token budget of a step.
             max_prefill_share: most of the budget that one prompt takes in a step.
             tokens_per_swapped_block: a preempted request is swapped, where there is room, if it has more computed
                 tokens than this many per block.
         """
         self.kv = kv
-        most = max_num_seqs if kv.recent_pool is None else min(max_num_seqs, kv.recent_pool.num_usable)
-        self.max_num_seqs = min(most, max_num_batched_tokens)
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens, kv.most_requests)
         self.budget = max_num_batched_tokens
         self.max_chunk = max(1, int(max_num_batched_tokens * max_prefill_share))
         self.running: list[Request] = []
@@ -108,7 +107,7 @@ class BaseScheduler:
                 # Every request behind this one is left a token of the budget, so prompts never starve decodes.
                 num_tokens = min(remaining, self.max_chunk, plan.budget - (len(running) - index))
                 if self.kv.recent_pool is not None:
-                    num_tokens = self.kv.fit_recent(start, num_tokens, self._num_without_open(index))
+                    num_tokens = max(1, self.kv.fit_recent(start, num_tokens, self._num_without_open(index)))
             if start + num_tokens > request.num_slots:
                 num_tokens = self._grow(request, num_tokens, plan)
             if num_tokens:
@@ -193,7 +192,7 @@ class BaseScheduler:
     def _chunk(self, request: Request, computed: int, plan: SchedulerOutputBuilder) -> int:
         """Tokens of a waiting request that this step can take; none where running ones have all of `recent_pool`."""
         most = min(len(request.token_ids) - computed, self.max_chunk, plan.budget)
-        return self.kv.fit_recent(computed, most)
+        return self.kv.fit_entering(computed, most)
 
     def _enter(self, request: Request, plan: SchedulerOutputBuilder) -> None:
         """Move a waiting request, which has its blocks, to the running ones."""

@@ -22,7 +22,7 @@ class InBatchPrefix:
     def add(self, request: Request, start: int, end: int) -> None:
         """Note that a prompt's tokens [start, end) are computed in this step, or loaded if they are not keyed yet."""
         prefixes = self._prefixes
-        first, last = prefixes.aligned(min(start, prefixes.cached_len(request))), prefixes.aligned(end)
+        first, last = prefixes.aligned(min(start, prefixes.cached_len(request))), prefixes.num_findable(end)
         if first < last and prefixes.is_new(request):
             self._prompts.setdefault(self._key(request, first), []).append(request)
             self._firsts.add(first)

@@ -36,8 +36,8 @@ logger = logging.getLogger("pagedattn.engine")
 
 
 class BlockBytes(NamedTuple):
-    """Of one block id, all slabs and scales together: of the cache, and of its second one for blocks that are not full,
-    which formats that encode whole blocks have."""
+    """Of one block id, all slabs and scales together: of the cache, and of its second one for blocks that are not
+    encoded, which formats that encode whole blocks have."""
 
     cache: int
     recent: int = 0
@@ -65,9 +65,9 @@ def size_kv_blocks(
 ) -> NumBlocks:
     """The numbers of blocks of the cache, and of the second one where `block_bytes` has one.
 
-    The second cache has a block for each of `max_num_seqs`, and for each block_size of the tokens of a step; never more
-    than the first has, and where memory is measured, at most a quarter of it: with fewer blocks fewer requests run at a
-    time, and their chunks are shorter.
+    The second cache has a block for each of `max_num_seqs`, `window_blocks` more, and one for each block_size of the
+    tokens of a step; never more than the first has, and where memory is measured, at most a quarter of it: with fewer
+    blocks fewer requests run at a time, and their chunks are shorter.
 
     On a GPU: total memory x utilization - what is in use by anybody - what activations reserve at their peak, which is
     measured by running a step at the full token budget and one of decodes - what CUDA graphs will need.
@@ -98,11 +98,12 @@ def size_kv_blocks(
 
 def _most_recent(config: EngineConfig, groups: Sequence[KVGroup]) -> int:
     """Blocks of the second cache that are enough for the fullest step but for prompts in very small pieces."""
-    return 1 + config.max_num_seqs + -(-config.max_num_batched_tokens // groups[0].block_size)
+    each = 1 + groups[0].window_blocks
+    return 1 + each * config.max_num_seqs + -(-config.max_num_batched_tokens // groups[0].block_size)
 
 
 def _with_recent(blocks: int, most_recent: int | None) -> NumBlocks:
-    """What is not full yet has a block in the first cache too."""
+    """What is not encoded yet has a block in the first cache too."""
     return NumBlocks(blocks, None if most_recent is None else min(blocks, most_recent))
 
 
@@ -110,7 +111,8 @@ def _split(available: int, config: EngineConfig, block_bytes: BlockBytes, groups
     """How many blocks so many bytes hold."""
     if not block_bytes.recent:
         return NumBlocks(available // block_bytes.cache)
-    recent = min(_most_recent(config, groups), max(2, available // _MOST_RECENT // block_bytes.recent))
+    least = 2 + groups[0].window_blocks  # for one request
+    recent = min(_most_recent(config, groups), max(least, available // _MOST_RECENT // block_bytes.recent))
     return _with_recent((available - recent * block_bytes.recent) // block_bytes.cache, recent)
 
 
@@ -147,7 +149,8 @@ def _measured(
 def _check_fits(blocks: NumBlocks, block_bytes: BlockBytes, most_recent: int, device: torch.device) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     if free is not None and blocks.bytes(block_bytes) > free:
-        second = f", and {blocks.recent} of {block_bytes.recent} for those that are not full," if blocks.recent else ""
+        recent = blocks.recent
+        second = f", and {recent} of {block_bytes.recent} for those that are not encoded," if recent else ""
         # As many of each, or all of the second that there may be.
         most = max(free // sum(block_bytes), (free - most_recent * block_bytes.recent) // block_bytes.cache)
         raise CapacityError(

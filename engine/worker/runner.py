@@ -73,9 +73,7 @@ class ModelRunner:
             self.eos_token_ids = self.tokenizer.eos_token_ids
         self._specs = self.model.kv_cache_specs(config.tokens_per_block)
         layout = PagedKVCache.layout_of(self._specs)
-        self.kv_groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
-        if layout.recent is not None:
-            self.kv_groups.append(KVGroup(layout.recent.groups[0].spec.block_size, recent_blocks=1))
+        self.kv_groups = _groups_of(layout)
         self._attentions = self.model.attention_layers()
         self._state = PersistentBatch(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
         self._builder = HostBatchBuilder(self.kv_groups, self._state)
@@ -221,6 +219,16 @@ def typed_faults(num_tokens: int) -> Iterator[None]:
         raise CapacityError(f"a step of {num_tokens} tokens ran out of memory; {remedy}: {error}") from error
     except torch.AcceleratorError as error:
         raise EngineDeadError(f"the device failed: {error}") from error
+
+
+def _groups_of(layout: PagedKVCache) -> list[KVGroup]:
+    """Those of layers, and behind them that of the second cache, if there is one."""
+    groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
+    if layout.recent is None:
+        return groups
+    size = groups[0].block_size
+    window = max(spec.format.recent_blocks(size) for spec in layout.groups[0].specs)
+    return [KVGroup(size, window_blocks=window), KVGroup(size, recent_blocks=1, window_blocks=window)]
 
 
 def _device(name: str | None) -> torch.device:

@@ -4,8 +4,8 @@ Every slot holds the identity of the whole prefix whose last token was written t
 step runs, each context position that a request may read is looked up through its block table: a wrong hit, a stale or
 overwritten block, or a position that was never computed fails the step with AssertionError.
 
-Where there is a group of blocks that are not full, tokens are written to these, and each block that they fill to the
-other group; what is read is full blocks of the one, and the open one of the other.
+Where there is a group of blocks that are not encoded, tokens are written to these, and each block that they fill, or
+put behind the window, to the other group; what is read are blocks before the window there, and the rest here.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class FakeRunner:
         ]
         self._host = [np.zeros((swap_blocks, group.block_size), dtype=np.int64) for group in groups]
         self._recent = len(groups) - 1 if groups[-1].recent_blocks else None
+        self._window = groups[-1].window_blocks
         self._identities: dict[tuple[int, int], int] = {}
         self._roots: dict[str | None, int] = {}
-        self._sealed: list[tuple[int, int]] = []
         self._known: dict[int, tuple[Request, list[int], np.ndarray]] = {}
 
     def make_detokenizer(self) -> FakeDetokenizer:
@@ -142,7 +142,7 @@ class FakeRunner:
         for index, group in enumerate(self.kv_groups):
             first, stop = 0 if group.sliding_window is None else max(0, item.start - group.sliding_window + 1), end
             if self._recent is not None:
-                full = end // group.block_size * group.block_size
+                full = max(0, end // group.block_size - self._window) * group.block_size
                 first, stop = (full, end) if index == self._recent else (0, full)
             blocks, skipped = self._blocks(request, index, first, stop), first % group.block_size
             found = self._slots[index].reshape(-1, group.block_size)[blocks].ravel()[skipped : skipped + stop - first]
@@ -157,19 +157,16 @@ class FakeRunner:
                 shared = self.ref_count is not None and index != self._recent and self.ref_count(block) > 1
                 assert not shared, f"{request} writes shared block {block}"
                 if self._recent not in (None, index):
-                    if end >= (entry + 1) * size:
-                        self._sealed.append((block, request.block_ids[self._recent][entry]))
                     continue
                 begin, stop = max(first, entry * size), min(end, (entry + 1) * size)
                 slot = (block - entry) * size
                 slots[slot + begin : slot + stop] = truth[begin:stop]
         if self._recent is not None:
-            full, recent = (
-                slots.reshape(-1, group.block_size) for slots in (self._slots[0], self._slots[self._recent])
-            )
-            for block, source in self._sealed:
-                full[block] = recent[source]
-            self._sealed.clear()
+            size = self.kv_groups[0].block_size
+            full, recent = (self._slots[index].reshape(-1, size) for index in (0, self._recent))
+            sealed, sources = request.block_ids[0], request.block_ids[self._recent]
+            for entry in range(max(0, first // size - self._window), end // size - self._window):
+                full[sealed[entry]] = recent[sources[entry]]
 
     def _blocks(self, request: Request, index: int, first: int, end: int) -> list[int]:
         """The blocks that positions first..end lie in."""

@@ -36,7 +36,7 @@ class KVCacheMachine:
         # Per group: what each slot holds, and which blocks can be found, by the identity of their last token.
         self.slots: list[dict[tuple[int, int], int]] = [{} for _ in groups]
         self.keyed: list[dict[int, int]] = [{} for _ in groups]
-        self.has_recent = self.kv.recent_pool is not None
+        self.has_recent, self.window = self.kv.recent_pool is not None, groups[-1].window_blocks
 
     def step(self, name: str, a: int, b: int) -> None:
         self.counts[name] += bool(getattr(self, name)(a, b))
@@ -61,7 +61,7 @@ class KVCacheMachine:
 
     def start(self, request: Request, num_tokens: int, headroom: int) -> bool:
         hit = self.kv.lookup(request)
-        assert hit == PrefixCache(self.kv.pool, self.kv.layer_groups, self.kv.copies).lookup(
+        assert hit == PrefixCache(self.kv.pool, self.kv.groups, self.kv.copies).lookup(
             request, self.kv._invalid_nodes
         ), "as at first sight"
         expected, certain = self.longest_hit(request)
@@ -76,7 +76,7 @@ class KVCacheMachine:
         self.counts["certain hits"] += certain and hit.num_tokens > 0
         self.counts["salted hits"] += hit.num_tokens > 0 and request.cache_salt is not None
         self.requests.append(request)
-        self.forget_fresh(request, {block for table in hit.blocks for block in table})
+        self.forget_fresh(request, self.ids(hit.blocks))
         self.compute(request, num_tokens)
         return True
 
@@ -156,7 +156,7 @@ class KVCacheMachine:
         free = self.kv.pool.num_free
         taken = self.kv.pool.allocate(free if a % 4 == 0 else min(free, a % 9))
         self.pressed += taken
-        self.forget(taken)
+        self.forget({(False, block) for block in taken})
         return bool(taken)
 
     def relax(self, a: int, b: int) -> bool:
@@ -191,7 +191,7 @@ class KVCacheMachine:
             for group, size in enumerate(self.kv.block_sizes):
                 first, end = self.first_needed_block(group, request.num_computed_tokens), request.num_computed_tokens
                 if self.has_recent and self.kv.groups[group].recent_blocks is None:
-                    end -= end % size  # what is not full lies in the other group
+                    end = max(0, end // size - self.window) * size  # the rest lies in the other group
                 for position in range(first * size, end):
                     block = request.block_ids[group][position // size]
                     assert self.slots[group][block, position % size] == known[position]
@@ -239,19 +239,34 @@ class KVCacheMachine:
         self.kv.commit(request)
         self.counts["released"] += sum(request.num_released) - released
         for group, size in enumerate(self.kv.block_sizes):
-            for index in range(request.num_computed_tokens // size):
-                if tables[group][index] and self.kv.groups[group].recent_blocks is None:
+            late = 0 if self.is_recent(group) else self.window
+            for index in range(request.num_computed_tokens // size - late):
+                if tables[group][index] and self.kv._pools[group].enable_caching:
                     self.keyed[group][tables[group][index]] = known[(index + 1) * size - 1]
 
     def write(self, request: Request, num_tokens: int) -> None:
         known = self.known(request)
         start = request.num_computed_tokens
+        end = min(start + num_tokens, len(known), request.num_slots)
         for group, size in enumerate(self.kv.block_sizes):
-            for position in range(start, min(start + num_tokens, len(known), request.num_slots)):
+            for position in range(start, end):
                 block = request.block_ids[group][position // size]
                 pool = self.kv._pools[group]
                 assert pool.ref_count(block) == 1 and block not in self.keyed[group], "written while shared"
-                self.slots[group][block, position % size] = known[position]
+                if not self.has_recent or self.is_recent(group):
+                    self.slots[group][block, position % size] = known[position]
+        if self.has_recent:
+            self.seal(request, start, end)
+
+    def seal(self, request: Request, start: int, end: int) -> None:
+        """Encode the blocks that were filled, or that the window has passed; what others may read stays the same."""
+        size, (blocks, recent) = self.kv.block_sizes[0], request.block_ids
+        for index in range(max(0, start // size - self.window), end // size - self.window):
+            rows = {offset: self.slots[1][recent[index], offset] for offset in range(size)}
+            if blocks[index] in self.keyed[0]:
+                assert rows == {offset: self.slots[0][blocks[index], offset] for offset in range(size)}
+            self.slots[0].update({(blocks[index], offset): row for offset, row in rows.items()})
+            self.counts["sealed again"] += blocks[index] in self.keyed[0]
 
     def known(self, request: Request) -> list[int]:
         """The identity of each prefix of the request, salt included."""
@@ -261,18 +276,25 @@ class KVCacheMachine:
             known.append(identity)
         return known
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """These blocks were handed out anew: what they held is gone."""
-        for keyed in self.keyed:
-            for block in blocks:
-                keyed.pop(block, None)
+    def forget(self, blocks: set[tuple[bool, int]]) -> None:
+        """These blocks, each of `recent_pool` or not, were handed out anew: what they held is gone."""
+        for group, keyed in enumerate(self.keyed):
+            for recent, block in blocks:
+                if recent == self.is_recent(group):
+                    keyed.pop(block, None)
 
-    def forget_fresh(self, request: Request, before: set[int]) -> None:
+    def forget_fresh(self, request: Request, before: set[tuple[bool, int]]) -> None:
         self.forget(self.blocks(request) - before)
 
-    def blocks(self, request: Request) -> set[int]:
-        """Those that may carry keys."""
-        return {block for table in request.block_ids[: len(self.kv.layer_groups)] for block in table}
+    def blocks(self, request: Request) -> set[tuple[bool, int]]:
+        return self.ids(request.block_ids)
+
+    def ids(self, tables: Iterable[Sequence[int]]) -> set[tuple[bool, int]]:
+        """Those that may carry keys, of `recent_pool` or not."""
+        return {(self.is_recent(group), block) for group, table in enumerate(tables) for block in table}
+
+    def is_recent(self, group: int) -> bool:
+        return self.kv.groups[group].recent_blocks is not None
 
     def first_needed_block(self, group: int, position: int) -> int:
         window = self.kv.windows[group]

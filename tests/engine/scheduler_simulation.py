@@ -60,7 +60,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.sizes = [group.block_size for group in groups]
         self.windows = [group.sliding_window for group in groups]
-        self.has_recent = groups[-1].recent_blocks is not None
+        self.has_recent, self.window = groups[-1].recent_blocks is not None, groups[-1].window_blocks
         host = options.pop("swap_blocks", 0)
         pool = BlockPool(num_blocks, enable_caching=options.pop("caching", True))
         self.kv = KVCacheManager(pool, groups, host, options.pop("keeps_prefixes", False))
@@ -205,7 +205,7 @@ class Simulation:
                     slots[block][position % size] = states[position]
         if self.has_recent:
             full, recent = item.request.block_ids
-            for entry in range(item.start // size, end // size):
+            for entry in range(max(0, item.start // size - self.window), end // size - self.window):
                 self.slots[0][full[entry]] = self.slots[1][recent[entry]][:]
         self.seen["chunks"] += not item.samples
 
@@ -215,7 +215,7 @@ class Simulation:
         for slots, size, window, table in zip(self.slots, self.sizes, self.windows, request.block_ids, strict=True):
             low, high = 0 if window is None else max(0, end - window + 1), end
             if self.has_recent:
-                full = end // size * size
+                full = max(0, end // size - self.window) * size
                 low, high = (full, end) if slots is self.slots[1] else (0, full)
             if low < high:
                 positions = range(low, high) if every else (low + self.now % (high - low),)

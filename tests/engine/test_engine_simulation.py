@@ -154,6 +154,7 @@ class Simulation:
 FULL = [KVGroup(4)]
 HYBRID = [KVGroup(4), KVGroup(4, 7)]
 UNEQUAL = [KVGroup(4), KVGroup(8, 10), KVGroup(4, 3)]
+RECENT = [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=22, window_blocks=2)]
 CASES = {
     "ample": (120, FULL, {}),
     "tight": (26, FULL, {"max_num_batched_tokens": 17}),
@@ -172,6 +173,8 @@ CASES = {
     "swap prefixes hybrid": (50, HYBRID, {"swap_blocks": 60, "keeps_prefixes": True, "max_num_batched_tokens": 16}),
     "one by one": (26, [KVGroup(3)], {"max_num_seqs": 1}),
     "swap open blocks": (26, [KVGroup(4), KVGroup(4, recent_blocks=17)], {"swap_blocks": 60}),
+    "swap recent open blocks": (26, RECENT, {"swap_blocks": 60}),
+    "recent open blocks uncached": (26, RECENT, {"enable_prefix_caching": False, "swap_blocks": 60}),
     "few open blocks": (26, [KVGroup(4), KVGroup(4, recent_blocks=5)], {"max_num_batched_tokens": 17}),
     "open blocks uncached": (26, [KVGroup(4), KVGroup(4, recent_blocks=9)], {"enable_prefix_caching": False}),
     "tokens are blocks": (100, [KVGroup(1), KVGroup(2, 1)], {}),

@@ -130,3 +130,21 @@ def test_a_failed_step_leaves_equal_prompts_in_their_order() -> None:
     bench.scheduler.rollback(step)
     assert list(bench.scheduler.waiting) == ["0", "1", "2", "3"]
     bench.finish()
+
+
+def test_who_waits_waits_for_what_will_be_encoded() -> None:
+    """Of a format with a window blocks are found once the window has passed them, while those of a window are there."""
+    for length, waits in ((11, False), (13, True)):
+        bench = Bench(64, [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=16, window_blocks=2)], budget=64)
+        add_all(bench, prompt(length), prompt(length))
+        assert names(bench.step()) == (["0"] if waits else ["0", "1"])
+        assert names(bench.step()) == ["0", "1"]
+        assert bench.requests[1].num_prompt_hits == (4 if waits else 0)
+        bench.finish()
+    recent = bench.kv.recent_pool
+    assert recent is not None
+    recent.free(recent.allocate(recent.num_usable))  # what stays of the prompt has no window
+    add_all(bench, prompt(13), prompt(13))
+    assert names(bench.step()) == ["2"]
+    bench.finish()
+    assert [request.num_prompt_hits for request in bench.requests[2:]] == [0, 8], "whose blocks are there"

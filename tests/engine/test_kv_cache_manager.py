@@ -11,9 +11,6 @@ from invariants import check_tables
 from pagedattn import BlockPool
 from pagedattn.engine import KVCacheManager, KVGroup, Request
 from pagedattn.engine.sampling_params import SamplingParams
-from pagedattn.errors import InvalidInputError
-
-OPEN = [KVGroup(4), KVGroup(4, recent_blocks=6)]
 
 
 def manager(num_blocks: int, *groups: KVGroup, caching: bool = True) -> KVCacheManager:
@@ -231,65 +228,6 @@ def test_fork_is_refused_where_the_window_moved_on_or_blocks_are_short() -> None
     assert kv.fork(parent, request(range(11))) is None
     assert kv.fork(parent, request([1])) is None
     check_tables(kv, [parent])
-
-
-def test_open_blocks_are_held_until_they_are_full() -> None:
-    kv = manager(40, *OPEN)
-    one, pool = request(range(30)), kv.recent_pool
-    assert pool is not None
-    held = []
-    for end in (3, 4, 5, 17, 20, 30):
-        assert (
-            kv.start(one, kv.lookup(one), end)
-            if not one.block_ids
-            else kv.allocate_slots(one, end - one.num_computed_tokens)
-        )
-        held.append(pool.num_usable - pool.num_free)
-        one.num_computed_tokens = end
-        kv.commit(one)
-        check_tables(kv, [one])
-        assert pool.num_usable - pool.num_free == (end % 4 > 0)
-    assert held == [1, 1, 1, 4, 1, 3], "of the open block and of those that the chunk fills"
-    kv.free(one)
-    assert pool.num_free == pool.num_usable and hit(kv, range(30)) == 28
-
-
-def test_chunks_are_cut_to_the_room_of_the_open_block_and_of_free_ones() -> None:
-    kv = manager(40, *OPEN)  # 5 open blocks
-    one, other = request(range(30)), request(range(50, 90))
-    compute(kv, one, 3)
-    assert [kv.fit_recent(computed, 99) for computed in (0, 3, 4, 6)] == [16, 17, 16, 18]
-    assert [kv.fit_recent(3, 99, headroom) for headroom in (1, 3, 4, 5)] == [13, 5, 1, 1]
-    assert kv.fit_recent(3, 9) == 9 and manager(40).fit_recent(0, 99) == 99
-    assert not kv.start(other, kv.lookup(other), 17) and not other.block_ids
-    check_tables(kv, [one])
-    assert kv.start(other, kv.lookup(other), 16) and not kv.allocate_slots(one, 2)
-    check_tables(kv, [one, other], exact=False)
-    assert kv.allocate_slots(one, 1)
-
-
-def test_a_block_that_its_parent_filled_is_not_forked() -> None:
-    kv = manager(40, *OPEN)
-    parent = request(range(11))
-    compute(kv, parent)
-    child = request(range(11))
-    assert kv.fork(parent, child) is not None and kv.take_recent()[1] == [
-        (parent.block_ids[1][2], child.block_ids[1][2])
-    ]
-    assert child.block_ids[1][:2] == [0, 0] and not kv.take_recent()[1]
-    check_tables(kv, [parent, child], exact=False)
-    parent.token_ids.append(99)
-    compute(kv, parent)
-    late = request(range(11))
-    assert kv.fork(parent, late) is None and not late.block_ids
-    kv.free(child)
-    check_tables(kv, [parent])
-
-
-def test_groups_of_open_blocks_stand_behind_one_of_layers() -> None:
-    for groups in ([OPEN[1]], OPEN[::-1], [KVGroup(8), OPEN[1]], [KVGroup(4, 9), OPEN[1]], [KVGroup(4), *OPEN]):
-        with pytest.raises(InvalidInputError, match=r"groups must be .*recent_blocks"):
-            manager(40, *groups)
 
 
 def test_reset_needs_an_idle_cache() -> None:

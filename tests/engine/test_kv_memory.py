@@ -61,9 +61,9 @@ class TestSizing:
             self.size("cpu", num_kv_blocks=10, max_model_len=50)
         assert self.size("cpu", num_kv_blocks=10) == 10 and "sequences end at 41 tokens" in caplog.text
 
-    def second(self, device: str, **options: Any) -> tuple[int, int | None]:
+    def second(self, device: str, window_blocks: int = 0, **options: Any) -> tuple[int, int | None]:
         """With a second cache of blocks of 10 tokens, beside which there is block 0."""
-        return self.both(BlockBytes(1000, 5000), [KVGroup(10)], device, **options)
+        return self.both(BlockBytes(1000, 5000), [KVGroup(10, window_blocks=window_blocks)], device, **options)
 
     def test_a_second_cache_has_a_block_for_each_sequence_and_each_block_of_a_step(
         self, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +73,7 @@ class TestSizing:
         assert self.second("cpu", num_kv_blocks=30, max_num_batched_tokens=91) == (30, 19)
         assert self.second("cpu", num_kv_blocks=9) == (9, 9), "what is not full has a block in the first cache too"
         assert self.second("cpu") == (41, 19)
+        assert self.second("cpu", 2, num_kv_blocks=60) == (60, 35), "and the window of each"
         monkeypatch.setattr(kv_memory, "_CPU_BYTES", 100_000)
         assert self.second("cpu") == (41, 5), "a quarter of memory at most"
         monkeypatch.setattr(kv_memory, "_CPU_BYTES", 42_000)

@@ -21,6 +21,8 @@ HYBRID = [KVGroup(4), KVGroup(4, 7)]
 GEMMA3 = [KVGroup(4), *[KVGroup(4, 9)] * 3]
 OPEN = [KVGroup(4), KVGroup(4, recent_blocks=13)]
 FEW_OPEN = [KVGroup(4), KVGroup(4, recent_blocks=6)]
+RECENT = [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=30, window_blocks=2)]
+FEW_RECENT = [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=11, window_blocks=2)]
 UNEQUAL = [KVGroup(4), KVGroup(8, 10)]
 CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "ample": (150, FULL, {}),
@@ -39,6 +41,11 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "open blocks": (30, OPEN, {"swap_blocks": 60, "max_prefill_share": 0.5}),
     "open blocks recompute": (30, OPEN, {}),
     "ample but for open blocks": (150, [KVGroup(4), KVGroup(4, recent_blocks=5)], {"max_prefill_share": 0.3}),
+    "windows of recent blocks": (30, RECENT, {"swap_blocks": 60, "max_prefill_share": 0.5}),
+    "recent blocks recompute": (30, RECENT, {}),
+    "recent blocks uncached": (30, RECENT, {"caching": False}),
+    "ample but for recent blocks": (150, FEW_RECENT, {"max_prefill_share": 0.3}),
+    "few recent blocks": (30, FEW_RECENT, {"swap_blocks": 14, "keeps_prefixes": True}),
     "few open blocks": (30, FEW_OPEN, {"swap_blocks": 14, "keeps_prefixes": True}),
 }
 

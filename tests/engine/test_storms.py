@@ -20,6 +20,7 @@ GROUPS = {
     "full": [KVGroup(4)],
     "hybrid": [KVGroup(4), KVGroup(4, 12)],
     "open": [KVGroup(4), KVGroup(4, recent_blocks=40)],
+    "recent": [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=600, window_blocks=2)],
 }
 
 
@@ -45,7 +46,9 @@ def test_ten_times_more_requests_than_blocks(name: str, mode: str) -> None:
     assert max(request.num_preemptions for request in bench.requests) < 64 and not bench.requests[0].num_preemptions
 
 
-@pytest.mark.parametrize("groups", [[KVGroup(4), KVGroup(4, 9)], GROUPS["open"]], ids=["hybrid", "open"])
+@pytest.mark.parametrize(
+    "groups", [[KVGroup(4), KVGroup(4, 9)], GROUPS["open"], GROUPS["recent"]], ids=["hybrid", "open", "recent"]
+)
 def test_a_thousand_aborts_leak_no_block(groups: list[KVGroup]) -> None:
     """In every third step a request is aborted, in each state as often, while others come, run, are swapped and end."""
     draw = random.Random(5)

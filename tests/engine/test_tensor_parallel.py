@@ -68,11 +68,12 @@ def test_tokens_are_those_of_one_rank(name: str, pair: Callable[[str], Pair]) ->
     assert two.counters.steps > 2 * 40 // 12 and two.num_free_blocks == two.num_blocks
 
 
-def test_both_ranks_keep_open_blocks(tmp_path: Path) -> None:
-    """Over int4, of which each rank has its heads' part in both caches: chunked, forked, preempted and hit."""
+@pytest.mark.parametrize("name", ["int4", "turboquant4:window=32"])
+def test_both_ranks_keep_open_blocks(name: str, tmp_path: Path) -> None:
+    """Of which each rank has its heads' part in both caches: chunked, forked, preempted and hit."""
     folder = save(hf_model("qwen3", torch.float32, num_hidden_layers=2), tmp_path)
-    options = {"kv_cache_dtype": "int4", "dtype": "float64", "device": "cpu", "num_kv_blocks": 8, "max_num_seqs": 4}
-    options |= {"max_num_batched_tokens": 48, "graph_sizes": (2, 4), "preemption": "recompute"}
+    options = {"kv_cache_dtype": name, "dtype": "float64", "device": "cpu", "num_kv_blocks": 8, "max_num_seqs": 4}
+    options |= {"block_size": 32, "max_num_batched_tokens": 48, "graph_sizes": (2, 4), "preemption": "recompute"}
     draw = torch.Generator().manual_seed(1)
     first, second, third = (torch.randint(3, 500, (length,), generator=draw).tolist() for length in (70, 29, 13))
     asked = [first, second, [*first[:64], *third]]

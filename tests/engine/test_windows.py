@@ -1,0 +1,151 @@
+"""The engine over formats with a window of recent tokens: its tokens are those of `generate`, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_int4 import COVER, GREEDY, NEW_TOKENS, Axes, prompts, tokens
+from test_int4 import make as make_int4
+from tiny_models import hf_model, save
+
+from pagedattn import plan_step
+from pagedattn.cli import command as cli
+from pagedattn.engine import LLM, SamplingParams
+from pagedattn.engine.worker import decode_graphs, kv_memory
+from pagedattn.integrations import transformers as hf
+
+SIZE, WINDOW = 16, "turboquant4:window=20"  # of two blocks
+OTHERS = ("turboquant3:window=1", "int8:window=16", "k8v4:window=40", "int4:window=32", f"{WINDOW}:skip=-1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(hf_model("qwen3", torch.float32, num_hidden_layers=2), tmp_path_factory.mktemp("qwen3"))
+
+
+@cache
+def alone(name: str) -> list[list[int]]:
+    """What `generate` of transformers gives over a format, a prompt at a time."""
+    model = hf_model("qwen3", torch.float64, num_hidden_layers=2)
+    hf.enable(model, kv_cache_dtype=name)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    return [model.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts()]
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    return make_int4(folder, **{"kv_cache_dtype": WINDOW, **options})
+
+
+@pytest.mark.parametrize("axes", COVER, ids=str)
+def test_pairs_of_axes(axes: Axes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if axes.pool == "few open":
+        monkeypatch.setattr(kv_memory, "_most_recent", lambda *_: 11)
+    llm = make(
+        folder,
+        num_kv_blocks=14 if axes.pool in ("recompute", "swap") else 64,
+        max_num_seqs=axes.batch,
+        max_num_batched_tokens=32 if axes.chunk else 1024,
+        max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
+        enable_prefix_caching=axes.prefix != "off",
+        graph_sizes=(1, 3, 5) if axes.graphs and axes.model == "native" else None,
+        overlap=axes.overlap,
+        preemption="swap" if axes.pool == "swap" else "recompute",
+        model_impl=axes.model,
+    )
+    assert llm._scheduler.max_num_seqs == min(axes.batch, 3 if axes.pool == "few open" else 5)
+    for _ in range(2 if axes.prefix == "hot" else 1):
+        assert tokens(llm) == alone(WINDOW)
+    counters = llm.stats().counters
+    if axes.pool in ("recompute", "swap") and axes.batch == 5 and axes.chunk != 1:
+        swaps = axes.pool == "swap" and axes.prefix != "off"
+        assert counters.preemptions > 0 and (counters.swapped_in_blocks > 0) == swaps
+    if axes.pool in ("ample", "few open"):
+        assert counters.preemptions == 0
+    assert counters.cached_tokens > 0 or axes.prefix != "hot" or axes.pool == "few open"
+    assert counters.cached_tokens % SIZE == 0, "whole blocks"
+    if axes.graphs and axes.model == "native":
+        assert llm.runner._graphs.replays > 20
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("chunk", [7, 0])
+def test_formats_with_windows(name: str, chunk: int, folder: Path) -> None:
+    """Of other block sizes and windows, or with a layer in the model's dtype, cold and hot."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 32, "max_prefill_share": chunk / 32} if chunk else {}
+    llm = make(folder, kv_cache_dtype=name, num_kv_blocks=14, max_num_seqs=4, **options)
+    for _ in range(2):
+        assert tokens(llm) == alone(name)
+    assert llm.stats().counters.cached_tokens > 0
+
+
+def test_windows_are_read_and_what_is_before_them_is_encoded(folder: Path) -> None:
+    """What makes the other tests tests."""
+    found = [alone("auto"), alone("turboquant4"), alone(WINDOW), alone("turboquant4:window=40")]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
+
+
+def test_prefixes_are_found_at_every_position_of_a_block(folder: Path) -> None:
+    """Of a prompt that others go on with, and of one whose end was generated, while it runs and once it has ended."""
+    llm, fresh = make(folder), make(folder, enable_prefix_caching=False)
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    first = prompts()[4]
+    document = [*first, *llm.generate([first], GREEDY, progress=False)[0].outputs[0].token_ids]
+    hits = []
+    for shared in range(30, 30 + 2 * SIZE + 2, 3):
+        asked = [*document[:shared], *prompts()[0]]
+        before = llm.stats().counters.cached_tokens
+        found, expected = (
+            [*one.generate([asked], short, progress=False)[0].outputs[0].token_ids] for one in (llm, fresh)
+        )
+        assert found == expected
+        hits.append(llm.stats().counters.cached_tokens - before)
+    assert hits == [shared // SIZE * SIZE for shared in range(30, 30 + 2 * SIZE + 2, 3)]
+    stored = (len(document) - 1) // SIZE - 2
+    before = llm.stats().counters.cached_tokens
+    llm.generate([[*document, 5]], short, progress=False)
+    assert llm.stats().counters.cached_tokens - before == stored * SIZE, "as far as blocks are encoded"
+
+
+def test_completions_fork_the_window(folder: Path) -> None:
+    sampled = partial(SamplingParams, temperature=1.0, max_tokens=34, ignore_eos=True)
+    together = tokens(make(folder), sampled(seed=7, n=3))
+    for index in range(3):
+        single = tokens(make(folder, enable_prefix_caching=False), sampled(seed=7 + index))
+        assert together[index::3] == single
+
+
+@pytest.mark.parametrize("name", [WINDOW, f"{WINDOW}:skip=0"])
+def test_captured_steps_encode_what_the_window_has_passed(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where metadata have tensors of their own, as on a GPU."""
+
+    def with_own_tensors(layers: Any, common: Any, into: Any = None, capture: bool = False) -> Any:
+        return plan_step(layers, common, into, capture=into is None)
+
+    eager = tokens(make(folder, kv_cache_dtype=name))
+    monkeypatch.setattr(decode_graphs, "plan_step", with_own_tensors)
+    monkeypatch.setattr("pagedattn.backends.op_backend.check_capture", lambda *_: None)
+    llm = make(folder, kv_cache_dtype=name, graph_sizes=(1, 4, 5))
+    assert tokens(llm) == eager and llm.runner._graphs.replays > 20
+
+
+def test_the_second_cache_has_a_window_for_each_request(folder: Path) -> None:
+    llm = make(folder, num_kv_blocks=None, max_num_seqs=4, max_num_batched_tokens=50)
+    recent = llm.runner.cache.recent
+    assert recent is not None and recent.num_blocks == 1 + 4 * 3 + 4
+    assert [group.window_blocks for group in llm.runner.kv_groups] == [2, 2]
+
+
+def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model, text = str(Path(__file__).parents[2] / "examples" / "tiny-qwen3"), "A block table"
+    params = SamplingParams(temperature=0, max_tokens=60)
+    expected = LLM(model, device="cpu", kv_cache_dtype=WINDOW).generate(text, params, progress=False)[0].text
+    options = ["--kv-cache-dtype", WINDOW, "--max-tokens", "60", "--device", "cpu"]
+    assert cli.main(["generate", model, text, *options]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
