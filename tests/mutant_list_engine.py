@@ -34,7 +34,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a prompt that has no room and does not say so", "BaseScheduler._schedule_running",
           "max(1, self.kv.fit_recent(start, num_tokens, self._num_without_open(index)))",
           "self.kv.fit_recent(start, num_tokens, self._num_without_open(index))",
-          "test_scheduler_simulation.py [recent"),
+          "test_scheduler.py neither_cache"),
     Fault("waiting for blocks that will not be encoded", "InBatchPrefix.add", "prefixes.num_findable(end)",
           "prefixes.aligned(end)", "test_in_batch_prefix.py will_be_encoded"),
     Fault("nobody waits for a window that is lost", "PrefixCache.__init__", "if groups[-1].window_blocks", "if False",

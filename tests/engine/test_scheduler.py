@@ -311,3 +311,14 @@ def test_a_prompt_enters_with_the_open_blocks_that_are_free() -> None:
         sizes.append([item.num_tokens for item in step.scheduled])
     assert sizes == [[1, 16], [1, 14], [1, 1, 9]]
     bench.finish()
+
+
+def test_a_prompt_takes_blocks_from_a_newer_request_where_neither_cache_has_any() -> None:
+    """The second cache is as large as the first, so that it bounds nothing; the prompt would wait for ever."""
+    groups = [KVGroup(4, window_blocks=4), KVGroup(4, recent_blocks=9, window_blocks=4)]
+    bench = Bench(9, groups, seqs=2, budget=16, share=0.25)
+    bench.scheduler._room = lambda *_: 0  # type: ignore[method-assign]
+    bench.add(prompt(28), 2)
+    bench.add(prompt(15, 5), 8)
+    bench.finish()
+    assert bench.requests[1].num_preemptions > 0 == bench.requests[0].num_preemptions
