@@ -24,12 +24,15 @@ MASKS = [
         for causal, window, n in product((True, False), (None, 4), (1, 2))
     ),
     *(Mask(True, window, earlier_blocks=3, recent_blocks=n) for window, n in product((None, 11), (1, 2))),
+    *(Mask(True, window, earlier_blocks=2, recent_blocks=1, from_block=2) for window in (None, 9)),
+    *(Mask(True, None, earlier_blocks=3, recent_blocks=n, to_block=1) for n in (None, 1)),
+    Mask(True, None, earlier_blocks=2, from_block=1, to_block=4),
 ]
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:
     """Written out: a query sees no later key where causal, of a window's W keys itself and W - 1 on each side, and of
-    blocks its own only, or those before it only, where some before it count as its own."""
+    blocks its own only, or those before it only, where some before it count as its own, and of these some only."""
     recent = mask.recent_blocks or 0
     if mask.causal and key > query:
         return False
@@ -39,6 +42,8 @@ def sees(mask: Mask, query: int, key: int) -> bool:
             return False
     if mask.earlier_blocks is not None:
         if key >= query - query % mask.earlier_blocks - recent * mask.earlier_blocks:
+            return False
+        if key // mask.earlier_blocks not in range(mask.from_block or 0, mask.to_block or KEYS):
             return False
     return mask.sliding_window is None or abs(query - key) <= mask.sliding_window - 1
 
@@ -103,6 +108,7 @@ def test_an_op_is_causal_where_its_mask_leaves_that_open() -> None:
     [
         *({"sliding_window": 0}, {"sliding_window": -1}, {"causal": 2}, {"causal": "yes"}),
         *({"own_block": 0}, {"earlier_blocks": -3}, {"recent_blocks": 2}, {"recent_blocks": 0, "own_block": 4}),
+        *({"from_block": 1}, {"to_block": 1, "own_block": 4}, {"to_block": 0, "earlier_blocks": 4}),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Device code that attention kernels share: which keys a query sees. The host half is `pagedattn/spec/mask.py`.
 
 MASK is `Mask.constants`: whether causal, the window, and where they are given the blocks of `own_block`, of
-`earlier_blocks` and `recent_blocks` (0 is none). Kernels pass it on and read nothing of it.
+`earlier_blocks`, `recent_blocks`, `from_block` and `to_block` (0 is none). Kernels pass it on and read nothing of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_causal(mask):
 def sees_first_keys(mask):
     """Whether a query sees every key before the end that `end_key` gives it: tiles of the first keys are then whole for
     all rows."""
-    return mask[1] == 0 and all(length == 0 for length in mask[2:3])
+    return mask[1] == 0 and all(length == 0 for length in (*mask[2:3], *mask[5:6]))
 
 
 @triton.constexpr_function
@@ -51,7 +51,9 @@ def visible(q_pos, k_pos, MASK: tl.constexpr):
     if OWN > 0:
         keep = keep & (k_pos // OWN <= q_pos // OWN) & (k_pos >= _first_recent(q_pos, OWN, MASK))
     if EARLIER > 0:
-        keep = keep & (k_pos < _first_recent(q_pos, EARLIER, MASK))
+        keep = keep & (k_pos < _first_recent(q_pos, EARLIER, MASK)) & (k_pos >= length_of(MASK, 5) * EARLIER)
+    if length_of(MASK, 6) > 0:
+        keep = keep & (k_pos < length_of(MASK, 6) * EARLIER)
     return keep
 
 
@@ -70,6 +72,8 @@ def first_key(position, MASK: tl.constexpr):
     OWN: tl.constexpr = length_of(MASK, 2)
     if OWN > 0:
         low = tl.maximum(low, _first_recent(position, OWN, MASK))
+    if length_of(MASK, 5) > 0:
+        low = tl.maximum(low, length_of(MASK, 5) * length_of(MASK, 3))
     return low
 
 
@@ -84,4 +88,6 @@ def end_key(position, num_keys, MASK: tl.constexpr):
     EARLIER: tl.constexpr = length_of(MASK, 3)
     if EARLIER > 0:
         end = tl.minimum(end, tl.maximum(_first_recent(position, EARLIER, MASK), 0))
+    if length_of(MASK, 6) > 0:
+        end = tl.minimum(end, length_of(MASK, 6) * EARLIER)
     return end

@@ -13,7 +13,10 @@ import torch
 from ..errors import InvalidInputError
 
 # What the kernels' own masking serves, and what the torch path does.
-KERNEL_FEATURES: tuple[str, ...] = ("sliding_window", "own_block", "earlier_blocks", "recent_blocks")
+KERNEL_FEATURES: tuple[str, ...] = (
+    *("sliding_window", "own_block", "earlier_blocks", "recent_blocks"),
+    *("from_block", "to_block"),
+)
 ALL_FEATURES = (*KERNEL_FEATURES, "mask_mod")
 _Positions = TypeVar("_Positions", int, torch.Tensor)
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,10 +35,12 @@ class Mask:
         earlier_blocks: only keys of blocks of so many tokens before the query's own: j // S < i // S. These two are the
             halves of attention over a cache whose open blocks lie in a group of their own (`docs/formats.md`).
         recent_blocks: with either of them: so many blocks before the query's own count as its own.
+        from_block, to_block: with earlier_blocks: only keys of blocks from this index on, or before this index. The
+            first blocks of a sequence can then be read elsewhere, where they are not encoded.
 
     Raises:
-        InvalidInputError: a window or a block below 1, recent blocks without either of the two, or a causality that is
-            no bool.
+        InvalidInputError: a window or a block below 1, recent blocks without either of the two, a first or last block
+            without earlier_blocks, or a causality that is no bool.
     """
 
     causal: bool | None = None
@@ -44,6 +49,8 @@ class Mask:
     own_block: int | None = None
     earlier_blocks: int | None = None
     recent_blocks: int | None = None
+    from_block: int | None = None
+    to_block: int | None = None
 
     def __post_init__(self) -> None:
         for name in KERNEL_FEATURES:
@@ -55,6 +62,10 @@ class Mask:
         if self.recent_blocks is not None and self.own_block is None and self.earlier_blocks is None:
             remedy = "pass own_block or earlier_blocks with it"
             raise InvalidInputError("recent_blocks", "None without a block size", self.recent_blocks, remedy)
+        for name in ("from_block", "to_block"):
+            if getattr(self, name) is not None and self.earlier_blocks is None:
+                remedy = "pass earlier_blocks with it"
+                raise InvalidInputError(name, "None without a block size", getattr(self, name), remedy)
         if self.causal is not None and not isinstance(self.causal, bool | np.bool_):
             raise InvalidInputError("causal", "True, False or None", repr(self.causal))
 
@@ -110,6 +121,10 @@ class Mask:
             keep = keep & (key >= self._first_recent(query, self.own_block))
         if self.earlier_blocks is not None:
             keep = keep & (key < self._first_recent(query, self.earlier_blocks))
+            if self.from_block is not None:
+                keep = keep & (key >= self.from_block * self.earlier_blocks)
+            if self.to_block is not None:
+                keep = keep & (key < self.to_block * self.earlier_blocks)
         return keep
 
     def _first_recent(self, position: _Positions, size: int) -> _Positions:
@@ -119,6 +134,8 @@ class Mask:
     def first_key(self, position: int) -> int:
         """The first key that a query at this position, or at a later one, sees."""
         low = 0 if self.sliding_window is None else max(position - self.sliding_window + 1, 0)
+        if self.earlier_blocks is not None:
+            low = max(low, (self.from_block or 0) * self.earlier_blocks)
         if self.own_block is None:
             return low
         return max(low, self._first_recent(position, self.own_block))
@@ -131,4 +148,7 @@ class Mask:
         """The most keys that a sequence's new tokens see together."""
         blocks = None if self.own_block is None else self.own_block * (1 + (self.recent_blocks or 0))
         lengths = [one for one in (self.sliding_window, blocks) if one is not None]
-        return min(max_seq_len, min(lengths) + max_query_len) if lengths else max_seq_len
+        most = min(max_seq_len, min(lengths) + max_query_len) if lengths else max_seq_len
+        if self.earlier_blocks is None or self.to_block is None:
+            return most
+        return min(most, self.to_block * self.earlier_blocks)

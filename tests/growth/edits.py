@@ -14,11 +14,11 @@ FORMAT = [
 ]
 # A query sees the keys of its own chunk (Llama 4's chunked attention).
 MASK = [
-    ("spec/mask.py", '"earlier_blocks", "recent_blocks")', '"earlier_blocks", "recent_blocks", "chunk")'),
+    ("spec/mask.py", '*("from_block", "to_block")', '*("from_block", "to_block", "chunk")'),
     (
         "spec/mask.py",
-        "    recent_blocks: int | None = None\n\n    def __post",
-        "    recent_blocks: int | None = None\n    chunk: int | None = None\n\n    def __post",
+        "    to_block: int | None = None\n\n    def __post",
+        "    to_block: int | None = None\n    chunk: int | None = None\n\n    def __post",
     ),
     (
         "spec/mask.py",
@@ -32,17 +32,17 @@ MASK = [
         "        low = low if self.chunk is None else max(low, position // self.chunk * self.chunk)\n"
         "        if self.own_block is None:\n            return low\n",
     ),
-    ("kernels/masking.py", "mask[2:3])", "(*mask[2:3], *mask[5:6]))"),
+    ("kernels/masking.py", "*mask[5:6]))", "*mask[5:6], *mask[7:8]))"),
     (
         "kernels/masking.py",
         "    return keep\n",
-        "    CHUNK: tl.constexpr = length_of(MASK, 5)\n    if CHUNK > 0:\n"
+        "    CHUNK: tl.constexpr = length_of(MASK, 7)\n    if CHUNK > 0:\n"
         "        keep = keep & (q_pos // CHUNK == k_pos // CHUNK)\n    return keep\n",
     ),
     (
         "kernels/masking.py",
         "    return low\n",
-        "    CHUNK: tl.constexpr = length_of(MASK, 5)\n    if CHUNK > 0:\n"
+        "    CHUNK: tl.constexpr = length_of(MASK, 7)\n    if CHUNK > 0:\n"
         "        low = tl.maximum(low, position // CHUNK * CHUNK)\n    return low\n",
     ),
 ]
