@@ -52,8 +52,13 @@ CODES = {
     "k8v4": ("*i8", "*u8"),
 }
 CODES |= dict.fromkeys(("int4", "turboquant4", "turboquant_k3v4", "turboquant2"), ("*u8",) * 2)
-# Of attention over full blocks alone.
-BEFORE = {"int4": (0, 32)}
+# Of attention over full blocks alone, with a window and without first blocks, and of these blocks alone.
+BEFORE = {
+    "int4": (0, 32),
+    "turboquant4": (0, 16, 4, 1),
+    "turboquant_k3v4": (0, 16, 4, 1),
+    "turboquant2": (0, 16, 4, 0, 1),
+}
 _SCALES = {torch.float32: "*fp32", torch.float16: "*fp16"}
 PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA

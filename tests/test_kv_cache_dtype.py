@@ -64,14 +64,25 @@ def test_a_window() -> None:
     assert form is format_of("turboquant4:window=40") and form.key is FORMATS["turboquant4"].key and form.whole_blocks
     assert [form.recent_blocks(size) for size in (1, 8, 16, 39, 40, 64)] == [40, 5, 3, 2, 1, 1]
     assert Attention(4, 8, 2, kv_cache_dtype="int8:window=3").spec.block_size == 16
+    first = KVCacheDtype.of("key=int8,value=rotated_int4:window=8:first=20:skip=0")
+    assert (first.name, first.window, first.first) == ("k8v4:window=8:first=20", 8, 20)
+    assert first == KVCacheDtype("k8v4", [0], window=8, first=20) == KVCacheDtype.of(str(first))
+    form = format_of("turboquant4:first=20")
+    assert form is format_of("turboquant4:first=20") and form.whole_blocks and not form.recent_blocks(16)
+    assert (form.first_blocks(16), form.first_blocks(20)) == (2, 1) and form.encoded_as == "turboquant4"
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KVCacheDtype.of("int8:window=x"), "NAME:window=TOKENS:skip=LAYERS, .* got 'int8:window=x'"),
-        (lambda: KVCacheDtype.of("int8:window=4:0"), "NAME:window=TOKENS:skip=LAYERS, .* got 'int8:window=4:0'"),
+        (lambda: KVCacheDtype.of("int8:window=x"), "TOKENS:first=TOKENS:skip=LAYERS, .* got 'int8:window=x'"),
+        (lambda: KVCacheDtype.of("int8:window=4:0"), "TOKENS:first=TOKENS:skip=LAYERS, .* got 'int8:window=4:0'"),
         (lambda: KVCacheDtype("int8", window=-1), "window must be 0 or more tokens, got -1"),
+        (lambda: KVCacheDtype("int8", first=-1), "first must be 0 or more tokens, got -1"),
+        (lambda: KVCacheDtype("fp8", first=4), "first must be 0 for kv_cache_dtype='fp8_e4m3', got 4; pass first=0"),
+        (lambda: KVCacheDtype("int8:window=4", first=4), "first must be 0 for kv_cache_dtype='int8:window=4', got 4"),
+        (lambda: KVCacheDtype.of("int8:first=4:window=4"), "NAME:window=TOKENS:first=TOKENS:skip=LAYERS, .* got"),
+        (lambda: KVCacheDtype.of("int8:first=4:"), "NAME:window=TOKENS:first=TOKENS:skip=LAYERS, .* got"),
         (lambda: KVCacheDtype("fp8", window=4), "window must be 0 for kv_cache_dtype='fp8_e4m3', got 4; pass window=0"),
         (lambda: KVCacheDtype.of("auto:window=4"), "window must be 0 for kv_cache_dtype='auto', got 4"),
         (lambda: format_of("int8:window=4:window=5"), "kv_cache_dtype must be one of auto"),
@@ -83,11 +94,11 @@ def test_a_window() -> None:
         (lambda: KVCacheDtype.of("int9:skip=0"), "kv_cache_dtype must be one of auto, .*, got 'int9'"),
         (
             lambda: KVCacheDtype.of("int8:0,1"),
-            "kv_cache_dtype must be the name of a format, or NAME:window=TOKENS:skip=LAYERS",
+            "kv_cache_dtype must be the name of a format, or NAME:window=TOKENS:first=TOKENS:skip=LAYERS",
         ),
         (
             lambda: KVCacheDtype.of("int8:skip=first"),
-            "or with one of the two, such as int8:skip=0,-1, got 'int8:skip=first'",
+            "or with some of the three, such as int8:skip=0,-1, got 'int8:skip=first'",
         ),
         (lambda: KVCacheDtype.of(cast(Any, 8)), "kv_cache_dtype must be the name of a format, .* got 8"),
         (

@@ -27,7 +27,7 @@ from pagedattn.testing.oracle import attention_oracle
 
 SIZE, HEADS, KV_HEADS, DIM, LENGTH = 32, 4, 2, 64, 150
 BACKENDS = ("TORCH", "TRITON")
-STORED = ("int4", "turboquant4:window=40", "int8:window=32")
+STORED = ("int4", "turboquant4:window=40", "int8:window=32", "turboquant3:window=10:first=40", "int4:first=1")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Sequences:
     ) -> None:
         options |= {"backend": backend, "block_size": SIZE}
         self.layer = Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype=stored, **options)
-        self.before = format_of(stored).recent_blocks(SIZE)
+        self.before, self.kept = format_of(stored).recent_blocks(SIZE), format_of(stored).first_blocks(SIZE)
         shape = (1, num_blocks, SIZE, KV_HEADS, DIM)
         self.cache = PagedKVCache(*shape, kv_cache_dtype=stored, recent_blocks=recent_blocks)
         self.cache.slabs.fill_(0x7F)  # scales that are NaN, and rows too
@@ -87,11 +87,12 @@ class Sequence1:
         return self.owner.layer(query, key, value, self.owner.cache.layer(0), common)
 
     def _release(self, first: int) -> None:
-        kept = [block for block in self.recent[:first] if block >= 0]
-        self.owner.recent.zero_blocks(kept)
-        self.owner.recent.slabs[:, kept] = 0xFF
-        self.owner.recent_pool.free(kept)
-        self.recent[:first] = [-7] * first
+        kept = self.owner.kept
+        passed = [block for block in self.recent[kept:first] if block >= 0]
+        self.owner.recent.zero_blocks(passed)
+        self.owner.recent.slabs[:, passed] = 0xFF
+        self.owner.recent_pool.free(passed)
+        self.recent[kept:first] = [-7] * (first - kept)
 
     def take_back(self, count: int) -> None:
         """The last tokens are rejected; their blocks stay."""
@@ -114,18 +115,22 @@ class Sequence1:
 
 @lru_cache
 def by_definition(stored: str = "int4", length: int = LENGTH, window: int | None = None) -> torch.Tensor:
-    """Each position alone: its own block and those of the format's window as they came, others encoded."""
+    """Each position alone: its own block, those of the format's window and first ones as they came, others encoded."""
     out, form = [], format_of(stored)
     full = length // SIZE * SIZE
-    before = -(-int(stored.partition("window=")[2] or 0) // SIZE)
+    before, kept = (
+        -(-int(stored.partition(f"{name}=")[2].partition(":")[0] or 0) // SIZE) for name in ("window", "first")
+    )
     encoded = [
         side.decode(side.encode(x[:full].unflatten(0, (-1, SIZE))), DIM, torch.float64).flatten(0, 1)
         for side, x in ((form.key, KEY), (form.value, VALUE))
     ]
     for at in range(length):
         first = max(at // SIZE - before, 0) * SIZE
+        low = min(kept * SIZE, first)
         key, value = (
-            torch.cat((a[:first], b[first : at + 1].double())) for a, b in zip(encoded, (KEY, VALUE), strict=True)
+            torch.cat((b[:low].double(), a[low:first], b[first : at + 1].double()))
+            for a, b in zip(encoded, (KEY, VALUE), strict=True)
         )
         mask = Mask(True, window)
         out.append(attention_oracle(QUERY[at : at + 1], key, value, scale=DIM**-0.5, mask=mask)[0])
@@ -159,7 +164,7 @@ def test_a_window_brings_attention_nearer_to_exact() -> None:
     assert off[0] > 1.3 * off[1] > 1.3**2 * off[2] > 0
 
 
-@pytest.mark.parametrize("stored", STORED[:2])
+@pytest.mark.parametrize("stored", (*STORED[:2], STORED[3]))
 def test_chunks_give_the_same_bits_where_that_is_asked_for(stored: str) -> None:
     found = []
     for chunk in (7, 32, 45, 4096):
@@ -262,7 +267,7 @@ def mixed(query_lens: Sequence[int], seq_lens: Sequence[int]) -> CommonAttention
     return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size=SIZE, recent_table=recent_table)
 
 
-@pytest.mark.parametrize("stored", STORED[:2])
+@pytest.mark.parametrize("stored", (*STORED[:2], STORED[3]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_captured_metadata_are_rewritten_in_place(backend: str, stored: str) -> None:
     """What a graph has recorded reads the same tensors, from which it finds slots, blocks to seal, and lengths."""

@@ -1,10 +1,10 @@
 """Attention over two caches: full blocks as their format encodes them, and recent ones in the model's dtype.
 
 A query at position p reads its own block (p // S), and of a format with a window as many before it as hold the window,
-as they came, and the blocks before those as they are encoded. That depends on nothing but p, so that neither chunks,
-drafts that are taken back, nor a prefix that is found change a result. So a step writes its rows to the second cache,
-encodes the blocks that they fill or put behind the window, and then attends to both, by two calls with a mask each,
-whose states are merged.
+as they came, and the blocks before those as they are encoded, but for the first ones of a format that keeps them. That
+depends on nothing but p, so that neither chunks, drafts that are taken back, nor a prefix that is found change a
+result. So a step writes its rows to the second cache, encodes the blocks that they fill or put behind the window, and
+then attends to both, by two calls or three with a mask each, whose states are merged.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ _REMEDY = "build the cache by PagedKVCache(..., recent_blocks=) and pass cache.l
 
 @dataclass(slots=True)
 class RecentMetadata(AttentionMetadata):
-    """Of both calls. `common` has the slots of the second cache, where new rows are written.
+    """Of all calls. `common` has the slots of the second cache, where new rows are written.
 
-    calls: over full blocks, and over open ones; None of a step without a `recent_table`, which has no cache.
+    calls: over full blocks, over open ones, and over first ones where the format keeps these; None of a step without a
+        `recent_table`, which has no cache.
     dense: plans the step for keys that come with the call, which are not stored.
     """
 
-    calls: tuple[AttentionMetadata, AttentionMetadata] | None
+    calls: tuple[AttentionMetadata, ...] | None
     dense: Callable[[], AttentionMetadata]
     captured: bool = False
 
     def describe(self) -> str:
         if self.calls is None:
             return f"no cache: {self.dense().describe()}"
-        sealed, recent = self.calls
-        return f"full blocks: {sealed.describe()}; open blocks: {recent.describe()}; merged"
+        parts = zip(("full blocks", "open blocks", "first blocks"), self.calls, strict=False)
+        return "; ".join([*(f"{name}: {call.describe()}" for name, call in parts), "merged"])
 
 
 class RecentBuilder(AttentionMetadataBuilder):
-    """Plans both calls, and says where new rows go."""
+    """Plans all calls, and says where new rows go."""
 
     def __init__(
         self, make: Callable[[AttentionSpec], AttentionMetadataBuilder], spec: AttentionSpec, device: torch.device
     ) -> None:
         super().__init__(spec, device)
-        self._sealed, self._recent = (make(part) for part in _parts(spec))
+        self._sealed, *self._recent = (make(part) for part in _parts(spec))
         self._dense = make(_dense(spec))
 
     def build(
@@ -72,7 +73,8 @@ class RecentBuilder(AttentionMetadataBuilder):
             copy_into_captured(into.common, common)
             mine = into.common.replace(**{name: getattr(common, name) for name in _BOUNDS})
             self._sealed.build(mine, into.calls[0])
-            self._recent.build(_of_recent(mine), into.calls[1])
+            for one, call in zip(self._recent, into.calls[1:], strict=True):
+                one.build(_of_recent(mine), call)
             self._update(into, common.slot_mapping)
             return into
         if common.recent_table is None:
@@ -80,11 +82,12 @@ class RecentBuilder(AttentionMetadataBuilder):
         mine = clone_for_capture(common) if capture else common
         mine = mine.replace(slot_mapping=torch.empty_like(mine.slot_mapping), shared_prefix_len=0)
         sealed = self._sealed.build(mine, None, capture)
-        recent = self._recent.build(_of_recent(mine), None, capture)
+        recent = [one.build(_of_recent(mine), None, capture) for one in self._recent]
         if capture:  # what is written to the one is read by all
             sealed.common = mine.replace(num_decodes=sealed.common.num_decodes)
-            recent.common = _of_recent(sealed.common)
-        built = RecentMetadata(mine, (sealed, recent), plan_dense, capture)
+            for call in recent:
+                call.common = _of_recent(sealed.common)
+        built = RecentMetadata(mine, (sealed, *recent), plan_dense, capture)
         self._update(built, common.slot_mapping)
         return built
 
@@ -102,16 +105,16 @@ class RecentBuilder(AttentionMetadataBuilder):
             return
         common = metadata.common
         ops.compute_slot_mapping(table, size, common.query_start_loc, common.seq_lens, common.slot_mapping)
-        self._sealed.device_update(metadata.calls[0])
-        self._recent.device_update(metadata.calls[1])
+        for one, call in zip((self._sealed, *self._recent), metadata.calls, strict=True):
+            one.device_update(call)
 
 
 class RecentImpl(AttentionImpl):
-    """Runs both calls of a backend, or of two, and merges what they leave."""
+    """Runs all calls of a backend, or of two, and merges what they leave."""
 
     def __init__(self, make: Callable[[AttentionSpec], AttentionImpl], spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self._sealed, self._recent = (make(part) for part in _parts(spec))
+        self._sealed, self._recent, *self._first = (make(part) for part in _parts(spec))
         self._dense = make(_dense(spec))
 
     def write_kv(
@@ -156,13 +159,15 @@ class RecentImpl(AttentionImpl):
         if metadata.calls is None:
             raise _without_table(self.spec)
         query, dim = call.query, self.spec.value_dim
-        states = query.new_empty(2, *query.shape[:2], dim)
+        states = query.new_empty(len(metadata.calls), *query.shape[:2], dim)
         lses = query.new_empty(states.shape[:3], dtype=lse_dtype(query.dtype))
         # A sink joins the denominator once: here with the keys that every query has one of at least, its own.
         full = call._replace(out=states[0], lse=lses[0], sinks=None)
         open_ = call._replace(out=states[1], lse=lses[1], kv_cache=_recent_of(call.kv_cache))
         self._sealed.forward(full, metadata.calls[0])
         self._recent.forward(open_, metadata.calls[1])
+        for one, first in zip(self._first, metadata.calls[2:], strict=True):
+            one.forward(open_._replace(out=states[2], lse=lses[2], sinks=None), first)
         out, lse = ops.merge_attn_states(states, lses, out=call.output(dim))
         if call.lse is not None:
             call.lse.copy_(lse)
@@ -172,12 +177,17 @@ class RecentImpl(AttentionImpl):
 _BOUNDS = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len", "num_decodes")
 
 
-def _parts(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
-    """Of the call over full blocks, and of that over recent ones."""
+def _parts(spec: AttentionSpec) -> list[AttentionSpec]:
+    """Of the call over full blocks, of that over recent ones, and where the format keeps first ones, of that."""
     size = spec.block_size
-    before = None if size is None else spec.format.recent_blocks(size) or None
-    sealed = spec.replace(earlier_blocks=size, recent_blocks=before, needs_lse=True, has_sinks=False)
-    return sealed, spec.replace(kv_cache_dtype="auto", own_block=size, recent_blocks=before, needs_lse=True)
+    before, first = (None, None) if size is None else (spec.format.recent_blocks(size), spec.format.first_blocks(size))
+    given = {"recent_blocks": before or None, "needs_lse": True}
+    earlier = spec.replace(earlier_blocks=size, has_sinks=False, **given)
+    recent = spec.replace(kv_cache_dtype="auto", own_block=size, **given)
+    if not first:
+        return [earlier, recent]
+    kept = earlier.replace(kv_cache_dtype="auto", to_block=first)
+    return [earlier.replace(from_block=first), recent, kept]
 
 
 def _dense(spec: AttentionSpec) -> AttentionSpec:

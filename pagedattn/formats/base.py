@@ -135,7 +135,8 @@ class RowFormat(ABC):
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
     """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
-    block sizes are multiples. window: of how many tokens before its own block a query reads what was not encoded."""
+    block sizes are multiples. window: of how many tokens before its own block a query reads what was not encoded.
+    first: of how many tokens at the sequence's beginning."""
 
     name: str
     key: RowFormat
@@ -143,31 +144,41 @@ class CacheFormat:
     has_csrc: bool = False
     block_multiple: int = 1
     window: int = 0
+    first: int = 0
 
-    def with_window(self, window: int) -> CacheFormat:
-        """The same with a window of so many tokens, named NAME:window=N.
+    def with_native(self, window: int, first: int) -> CacheFormat:
+        """The same with a window of so many tokens and so many first ones in the model's dtype, named
+        NAME:window=N:first=N without what is 0.
 
         Raises:
-            InvalidInputError: a window below 0, or one of a format that stores what the model computes, that takes
-                scales with each call, or that stores a full block otherwise than its rows.
+            InvalidInputError: a number below 0, or one for a format that stores what the model computes, that takes
+                scales with each call, that stores a full block otherwise than its rows, or that has such numbers.
         """
-        if window < 0:
-            raise InvalidInputError("window", "0 or more tokens", window)
-        sides = (self.key, self.value)
-        if window and (self.name == "auto" or any(one.takes_scale or one.seals for one in sides)):
-            remedy = "pass window=0, or a format such as turboquant4 or int4"
-            raise InvalidInputError("window", f"0 for kv_cache_dtype={self.name!r}", window, remedy)
-        return replace(self, name=f"{self.name}:window={window}", window=window) if window else self
+        takes_none = self.name == "auto" or any(one.takes_scale or one.seals for one in (self.key, self.value))
+        takes_none = takes_none or self.window > 0 or self.first > 0
+        text = ""
+        for name, count in (("window", window), ("first", first)):
+            if count < 0:
+                raise InvalidInputError(name, "0 or more tokens", count)
+            if count and takes_none:
+                remedy = f"pass {name}=0, or a format such as turboquant4 or int4"
+                raise InvalidInputError(name, f"0 for kv_cache_dtype={self.name!r}", count, remedy)
+            text += f":{name}={count}" if count else ""
+        return replace(self, name=f"{self.name}{text}", window=window, first=first) if text else self
 
     @property
-    def without_window(self) -> str:
-        """The name of the same format without a window."""
+    def encoded_as(self) -> str:
+        """The name of the format without tokens in the model's dtype."""
         return self.name.partition(":")[0]
 
     def recent_blocks(self, block_size: int) -> int:
         """Blocks before its own of which a query reads what was not encoded: whole ones, so that neither chunks nor the
         place of a block in a step change a result."""
         return -(-self.window // block_size)
+
+    def first_blocks(self, block_size: int) -> int:
+        """Blocks at the sequence's beginning that are never read as they are encoded."""
+        return -(-self.first // block_size)
 
     def check_block_size(self, size: int) -> None:
         """Raise InvalidInputError for blocks that the format has not."""
@@ -189,7 +200,7 @@ class CacheFormat:
     @property
     def whole_blocks(self) -> bool:
         """Whether full blocks only are encoded: a layer has a second cache for others (`LayerCache.recent`)."""
-        return self.key.whole_blocks or self.window > 0
+        return self.key.whole_blocks or self.window > 0 or self.first > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidInputError, UnsupportedError
-from .registry import format_of, format_of_pair
+from .registry import format_of, format_of_pair, split_name
 
-_SKIP, _WINDOW = "skip=", "window="
-_TEXT = "the name of a format, or NAME:window=TOKENS:skip=LAYERS, or with one of the two, such as int8:skip=0,-1"
+_SKIP = ":skip="
+_TEXT = (
+    "the name of a format, or NAME:window=TOKENS:first=TOKENS:skip=LAYERS, or with some of the three, such as "
+    "int8:skip=0,-1"
+)
 _PAIR = re.compile("key=([^=,]+),value=([^=,]+)")
 
 
@@ -25,10 +28,12 @@ class KVCacheDtype:
         key, value: what K and V are stored as, in place of `name`: "int8" and "rotated_int4" are "k8v4".
         window: of how many tokens before its own block a query reads keys and values as the model computed them. The
             attribute `name` has it, as "turboquant4:window=64".
+        first: of how many tokens at a sequence's beginning a query reads them so; the name has it behind the window, as
+            "turboquant4:window=64:first=4".
 
     Raises:
         InvalidInputError: an unknown format, a pair of K and V that no format has, one of them only, an index that is
-            no integer or stands there twice, layers of "auto", or a window that the format has not.
+            no integer or stands there twice, layers of "auto", or tokens that the format cannot leave as they are.
     """
 
     name: str
@@ -42,6 +47,7 @@ class KVCacheDtype:
         key: str | None = None,
         value: str | None = None,
         window: int = 0,
+        first: int = 0,
     ) -> None:
         if key is not None or value is not None:
             if name is not None or key is None or value is None:
@@ -51,8 +57,8 @@ class KVCacheDtype:
         name = "auto" if name is None else name
         if not isinstance(name, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(name))
-        if window:
-            name = format_of(name).with_window(window).name
+        if window or first or ":" in name:
+            name = format_of(name).with_native(window, first).name
         native, skip_layers = format_of(name).name == "auto", tuple(skip_layers)
         if any(type(index) is not int for index in skip_layers) or len({*skip_layers}) < len(skip_layers):
             raise InvalidInputError("skip_layers", "integers, each once", repr(skip_layers))
@@ -77,13 +83,18 @@ class KVCacheDtype:
         """Of how many tokens before its own block a query reads what was not encoded."""
         return format_of(self.name).window
 
+    @property
+    def first(self) -> int:
+        """Of how many tokens at a sequence's beginning a query reads what was not encoded."""
+        return format_of(self.name).first
+
     def __str__(self) -> str:
-        return self.name + (f":{_SKIP}{','.join(map(str, self.skip_layers))}" if self.skip_layers else "")
+        return self.name + (f"{_SKIP}{','.join(map(str, self.skip_layers))}" if self.skip_layers else "")
 
     @classmethod
     def of(cls, given: str | KVCacheDtype) -> KVCacheDtype:
         """What is given, or what a text says: the name of a format, or as `int8:skip=0,-1` or
-        `turboquant4:window=64:skip=0`, where `key=int8,value=rotated_int4` may stand for a name.
+        `turboquant4:window=64:first=4:skip=0`, where `key=int8,value=rotated_int4` may stand for a name.
 
         Raises:
             InvalidInputError: as of the class, or another text.
@@ -92,27 +103,21 @@ class KVCacheDtype:
             return given
         if not isinstance(given, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
-        name, colon, rest = given.partition(":")
-        window = 0
-        if rest.startswith(_WINDOW):
-            text, colon, rest = rest.removeprefix(_WINDOW).partition(":")
-            if not text.isdecimal():
-                raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
-            window = int(text)
+        text, skip, layers = given.partition(_SKIP)
+        parts = split_name(text)
+        try:
+            indices = tuple(int(one) for one in layers.split(",")) if skip else ()
+        except ValueError:
+            parts = None
+        if parts is None:
+            raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
+        name, window, first = parts
         pair = _PAIR.fullmatch(name)
         if pair is not None:
             name = format_of_pair(pair[1], pair[2]).name
         elif "=" in name:
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given), "for NAME key=NAME,value=NAME may stand")
-        if not colon:
-            return cls(name, window=window)
-        try:
-            indices = tuple(int(one) for one in rest.removeprefix(_SKIP).split(","))
-        except ValueError:
-            indices = None
-        if indices is None or not rest.startswith(_SKIP):
-            raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
-        return cls(name, indices, window=window)
+        return cls(name, indices, window=window, first=first)
 
     def block_size(self, given: int | None) -> int:
         """Tokens per block: as given, or where None, 16 or what the format's block sizes are multiples of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from functools import lru_cache
 
@@ -21,21 +22,21 @@ FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURB
 ALIASES = {"fp8": "fp8_e4m3"}
 NAMES = (*FORMATS, *ALIASES)
 _OF_ROWS = {DS_MLA.name: DS_MLA}  # of latent rows alone, which no keys and values are stored as
+_NAME = re.compile(r"([^:]*)(?::window=(\d+))?(?::first=(\d+))?", re.ASCII)
 # What elements say of themselves; other formats are to be named.
 _BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
 def format_of(name: str) -> CacheFormat:
-    """The format of a `kv_cache_dtype`: a name, or NAME:window=N for one whose last N tokens are not encoded.
+    """The format of a `kv_cache_dtype`: a name, or NAME:window=N:first=N, or with one of the two, for one whose last N
+    tokens, or first ones, are not encoded.
 
     Raises:
         InvalidInputError: there is none of this name, or it has no such window.
     """
     found = {**FORMATS, **_OF_ROWS}.get(ALIASES.get(name, name)) if isinstance(name, str) else None
-    if found is None and isinstance(name, str):
-        plain, _, window = name.partition(":window=")
-        if window.isdecimal():
-            return _windowed(plain, int(window))
+    if found is None and isinstance(name, str) and (parts := split_name(name)) is not None and parts[0] != name:
+        return _with_native(*parts)
     if found is None:
         near = get_close_matches(name.lower(), NAMES, 1) if isinstance(name, str) else []
         remedy = f"did you mean {near[0]}?" if near else "name one of these; docs/formats.md says which to take"
@@ -43,10 +44,16 @@ def format_of(name: str) -> CacheFormat:
     return found
 
 
+def split_name(text: str) -> tuple[str, int, int] | None:
+    """NAME:window=N:first=N as a name and the two numbers, 0 where one is not given; None of another text."""
+    found = _NAME.fullmatch(text)
+    return None if found is None else (found[1], int(found[2] or 0), int(found[3] or 0))
+
+
 @lru_cache(maxsize=64)
-def _windowed(name: str, window: int) -> CacheFormat:
+def _with_native(name: str, window: int, first: int) -> CacheFormat:
     """One object however often it is asked for."""
-    return format_of(name).with_window(window)
+    return format_of(name).with_native(window, first)
 
 
 def format_of_pair(key: str, value: str) -> CacheFormat:

@@ -206,14 +206,17 @@ def _check_recent_table(
     if common.recent_table is None or kv_cache.recent is None:
         return
     recent, size, table = kv_cache.recent, kv_cache.block_size, common.recent_table.cpu()
-    before = stored_as(kv_cache.format, kv_cache.key.dtype).recent_blocks(size)
+    form = stored_as(kv_cache.format, kv_cache.key.dtype)
+    before, kept = form.recent_blocks(size), form.first_blocks(size)
     column = torch.arange(table.shape[1], device="cpu")
-    live = (column * size < lens[:, None]) & (column >= ((lens - query_lens) // size - before)[:, None])
+    needed = (column >= ((lens - query_lens) // size - before)[:, None]) | (column < kept)
+    live = (column * size < lens[:, None]) & needed
     bad = (live & ((table < 0) | (table >= recent.num_blocks))).nonzero()
     if len(bad):
         row, at = bad[0].tolist()
         first = f"{before} before that of the first new token" if before else "that of the first new token"
-        expected = f"blocks in [0, {recent.num_blocks}) from {first} on"
+        others = f", and in the first {kept}" if kept else ""
+        expected = f"blocks in [0, {recent.num_blocks}) from {first} on{others}"
         raise InvalidInputError("recent_table", expected, f"{int(table[row, at])} at row {row}, column {at}")
 
 

@@ -105,7 +105,7 @@ class Capabilities:
         members: list[tuple[str, Any, Any, str]] = [
             ("device_type", spec.device_type, self.devices, ""),
             ("dtype", _short(spec.dtype), tuple(map(_short, self.dtypes)), "cast the model"),
-            ("kv_cache_dtype", spec.format.without_window, formats, "build the cache with one of these"),
+            ("kv_cache_dtype", spec.format.encoded_as, formats, "build the cache with one of these"),
             ("kv_scale", spec.kv_scale, self.kv_scales, ""),
             ("gqa_ratio", spec.gqa_ratio, self.gqa_ratios, ""),
             ("cache_layout", spec.cache_layout, self.cache_layouts, "build the cache with this layout"),
@@ -147,7 +147,8 @@ class Capabilities:
 
     def _recent_rejections(self, spec: AttentionSpec) -> list[Rejection]:
         """What stands against attention over full and open blocks, which is two calls with masks of their own."""
-        masks = ("own_block", "earlier_blocks", "recent_blocks")[: 3 if spec.format.window else 2]
+        masks = ["own_block", "earlier_blocks", *(["recent_blocks"] if spec.format.window else [])]
+        masks += ["from_block", "to_block"] if spec.format.first else []
         asked = (
             ("attn_type", spec.attn_type is not AttentionType.DECODER, spec.attn_type.value, "decoder"),
             ("causal", not spec.causal, False, "causal attention"),

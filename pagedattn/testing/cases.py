@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..formats.per_layer import KVCacheDtype
 from ..spec import AttentionType, Mask
 from .case import Case
 
@@ -97,6 +98,10 @@ _FEATURES = (
         note="blocks before recent ones, decodes",
     ),
     _chunks(mask=Mask(True, 70, earlier_blocks=16, recent_blocks=1), note="blocks before recent ones, chunks"),
+    _decode(mask=Mask(True, earlier_blocks=8, recent_blocks=1, from_block=3), note="but for first blocks, decodes"),
+    _chunks(mask=Mask(True, earlier_blocks=8, from_block=3), sinks=0.5, note="but for first blocks, chunks"),
+    _decode(mask=Mask(True, earlier_blocks=4, recent_blocks=2, to_block=5), note="first blocks, decodes"),
+    _chunks(mask=Mask(True, 40, earlier_blocks=4, to_block=5), note="first blocks, chunks"),
     Case(
         query_lens=(3, 3, 3),
         seq_lens=(40, 3, 129),
@@ -151,8 +156,8 @@ _TURBO3: dict[str, Any] = {"kv_cache_dtype": "turboquant3"}
 _TURBO2: dict[str, Any] = {"kv_cache_dtype": "turboquant2"}
 
 
-def _windowed(name: str, window: int) -> dict[str, Any]:
-    return {"kv_cache_dtype": f"{name}:window={window}"}
+def _windowed(name: str, window: int, first: int = 0) -> dict[str, Any]:
+    return {"kv_cache_dtype": KVCacheDtype(name, window=window, first=first).name}
 
 
 _STORED = (
@@ -213,6 +218,10 @@ _STORED = (
     Case(**_windowed("turboquant3", 16), query_lens=(40, 1), seq_lens=(70, 33), write=False, note="a window, no write"),
     Case(**_windowed("int4", 40), block_size=32, query_lens=(33, 1, 70), seq_lens=(164, 133, 71)),
     Case(**_windowed("turboquant4", 32), query_lens=(1, 1, 1), seq_lens=(33, 170, 97), shared_prefix=32),
+    _decode(**_windowed("turboquant4", 20, 4), heads=(8, 4), head_dim=64, note="first tokens and a window, decodes"),
+    _chunks(**_windowed("turboquant2", 0, 20), sinks=0.5, alibi=True, note="first tokens, chunks"),
+    Case(**_windowed("int4", 0, 40), block_size=32, query_lens=(33, 1, 70), seq_lens=(164, 133, 71)),
+    _chunks(**_windowed("int8", 16, 16), sliding_window=70, softcap=9.0, note="first tokens behind a sliding window"),
 )
 
 CASES: tuple[Case, ...] = (*_SHAPES, *_LENGTHS, *_FEATURES, *_MEMORY, *_KINDS, *_STORED)

@@ -16,6 +16,7 @@ from pagedattn.integrations.transformers.rows import BlockStore
 
 RAGGED = (90, 31, 64, 33)
 WINDOW = "turboquant4:window=20"  # of two blocks of 16
+FIRST = "turboquant4:window=1:first=20"  # two blocks, behind one
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +32,8 @@ def logits(model: Any, ids: torch.Tensor, chunk: int, cache: Any = None) -> torc
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"), [*((name, "int4") for name in ("llama", "mistral", "gpt_oss")), ("llama", WINDOW)]
+    ("name", "stored"),
+    [*((name, "int4") for name in ("llama", "mistral", "gpt_oss")), ("llama", WINDOW), ("llama", FIRST)],
 )
 def test_chunks_of_any_size_give_one_result(name: str, stored: str) -> None:
     model, ids = model_of(name), tokens(100)
@@ -45,7 +47,7 @@ def test_chunks_of_any_size_give_one_result(name: str, stored: str) -> None:
     assert 1e-4 < off < 0.25
 
 
-@pytest.mark.parametrize("stored", ["int4", WINDOW])
+@pytest.mark.parametrize("stored", ["int4", WINDOW, FIRST])
 def test_every_way_of_decoding_is_that_of_one_row_alone(stored: str) -> None:
     model, inputs = model_of("llama"), batch(*RAGGED)
     hf.enable(model, kv_cache_dtype=stored)

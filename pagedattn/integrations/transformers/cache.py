@@ -174,7 +174,7 @@ class PagedCache(Cache):
         before = list(self._rows.lengths)
         if self._recent is not None:  # what no later token reads, but for those that may be taken back
             kept = _TAKEN_BACK + self._store.recent_blocks * self._store.block_size
-            self._recent.release_before([max(length - kept, 0) for length in before])
+            self._recent.release_before([max(length - kept, 0) for length in before], self._store.first_blocks)
         for done, one in enumerate(self._every()):
             try:
                 if alike > 1:

@@ -27,7 +27,7 @@ class BlockStore:
     yet. It takes memory as ids are handed out, with `num_blocks` too.
 
     Attributes:
-        recent_blocks: how many blocks before its own a query reads there.
+        recent_blocks: how many blocks before its own a query reads there. first_blocks: and how many of a row's first.
         caches: what each layer gets, in order; others after every `allocate`.
     """
 
@@ -54,6 +54,7 @@ class BlockStore:
         second = [replace(spec, kv_cache_dtype="auto") for spec in specs if spec.format.whole_blocks]
         self.recent = BlockStore(second, None, device, most_tokens) if second else None
         self.recent_blocks = max(spec.format.recent_blocks(self.block_size) for spec in specs)
+        self.first_blocks = max(spec.format.first_blocks(self.block_size) for spec in specs)
         self._memory: list[PagedKVCache] = []
         self._num_blocks = self._wanted = 0
         if num_blocks is not None:
@@ -218,15 +219,16 @@ class Rows:
                 needs.append((row, new, shared))
         return needs
 
-    def release_before(self, positions: Sequence[int]) -> None:
-        """Give up each row's blocks before that of a position, which are not read any more, for null blocks."""
+    def release_before(self, positions: Sequence[int], kept: int = 0) -> None:
+        """Give up each row's blocks before that of a position, but for the first `kept`, for null blocks: they are not
+        read any more."""
         size, pool = self.store.block_size, self.store.pool
         firsts = [position // size for position in positions]
         for row, (blocks, first) in enumerate(zip(self._blocks, firsts, strict=True)):
-            passed = [block for block in blocks[:first] if block != pool.null_block]
+            passed = [block for block in blocks[kept:first] if block != pool.null_block]
             if passed:
                 pool.free(passed)
-                blocks[:first] = [pool.null_block] * first
+                blocks[kept:first] = [pool.null_block] * (first - kept)
                 self._changed.add(row)
 
     def holds(self, lengths: Sequence[int], before: int = 0) -> bool:
