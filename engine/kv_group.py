@@ -14,14 +14,15 @@ class KVGroup:
 
     `recent_blocks` is given of blocks that are not encoded yet, in the second cache of a format that encodes whole
     blocks: so many, the null block included, which are a pool of their own. A sequence needs the one of its next token
-    on, and `window_blocks` before that. Such a group stands behind those of layers, of which there is one, with the
-    same `window_blocks`: so many full blocks are not encoded yet.
+    on, `window_blocks` before that, and its `first_blocks`. Such a group stands behind those of layers, of which there
+    is one, with the same numbers: as many full blocks as a window has are not encoded yet.
     """
 
     block_size: int
     sliding_window: int | None = None
     recent_blocks: int | None = None
     window_blocks: int = 0
+    first_blocks: int = 0
     _mask: Mask = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -30,6 +31,15 @@ class KVGroup:
         if self.recent_blocks is not None:
             mask = mask.replace(own_block=self.block_size, recent_blocks=self.window_blocks or None)
         object.__setattr__(self, "_mask", mask)
+
+    @property
+    def full_recent_blocks(self) -> int:
+        """Full blocks that a sequence holds in the second cache."""
+        return self.window_blocks + self.first_blocks
+
+    def num_kept_blocks(self, first: int) -> int:
+        """How many blocks at a sequence's beginning are read here although `first_needed_block` is `first`."""
+        return 0 if self.recent_blocks is None else min(self.first_blocks, first)
 
     @property
     def window(self) -> int | None:

@@ -84,13 +84,13 @@ class KVCacheManager:
 
         None, and nothing done, where there is no host memory for them. Of formats that encode whole blocks full ones
         are stored: the tokens of a block that is not full, fewer than it holds, are computed again, which takes no
-        host memory for the second cache, and no more time than a decode. What a window reads there stays findable
-        until it is handed to others; without prefix caching it is not, and None is returned.
+        host memory for the second cache, and no more time than a decode. Full blocks there stay findable until they
+        are handed to others; without prefix caching they are not, and None is returned.
         """
         computed = request.num_computed_tokens
         if self.recent_pool is not None:
             computed -= computed % self.block_sizes[0]
-            if self.groups[-1].window_blocks and not self.recent_pool.enable_caching:
+            if self.groups[-1].full_recent_blocks and not self.recent_pool.enable_caching:
                 return None
         pairs = self.swap.store(request, computed, self.pool, self.groups) if computed else None
         if pairs is not None:
@@ -172,10 +172,10 @@ class KVCacheManager:
         return min(num_new_tokens, room)
 
     def fit_entering(self, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """As `fit_recent`, of a request that holds no blocks, and enters with so many tokens that were found: those of
-        its window may be free ones still."""
-        window = min(self.groups[-1].window_blocks, num_computed_tokens // self.block_sizes[-1])
-        return self.fit_recent(num_computed_tokens, num_new_tokens, window)
+        """As `fit_recent`, of a request that holds no blocks, and enters with so many tokens that were found: its full
+        blocks may be free ones still."""
+        full = min(self.groups[-1].full_recent_blocks, num_computed_tokens // self.block_sizes[-1])
+        return self.fit_recent(num_computed_tokens, num_new_tokens, full)
 
     @property
     def most_requests(self) -> int:
@@ -185,7 +185,7 @@ class KVCacheManager:
         """
         if self.recent_pool is None or self.recent_pool.num_usable >= self.pool.num_usable:
             return sys.maxsize
-        return self.recent_pool.num_usable // (1 + self.groups[-1].window_blocks)
+        return self.recent_pool.num_usable // (1 + self.groups[-1].full_recent_blocks)
 
     def _has_room(self, tables: Sequence[Sequence[int]], need: int, num_computed_tokens: int, num_new: int) -> bool:
         """Whether `need` blocks of `pool` are free beside those of `tables`, which a request is to hold, and in
@@ -266,7 +266,8 @@ class KVCacheManager:
         child.block_ids, copies = [], []
         for group, (size, pool) in enumerate(zip(self.block_sizes, self._pools, strict=True)):
             table = parent.block_ids[group][: -(-shared // size)]
-            table[: firsts[group]] = [pool.null_block] * firsts[group]
+            kept = self.groups[group].num_kept_blocks(firsts[group])
+            table[kept : firsts[group]] = [pool.null_block] * (firsts[group] - kept)
             forked, pairs = pool.fork(table, has_open_block=shared % size > 0)
             child.block_ids.append(forked)
             (copies if pool is self.pool else self._recent_copies).extend(pairs)
@@ -333,9 +334,9 @@ class KVCacheManager:
         released = request.num_released[group]
         first = self.groups[group].first_needed_block(request.num_computed_tokens)
         if first > released:
-            table = request.block_ids[group]
-            passed = table[released:first]
-            table[released:first] = [self.pool.null_block] * len(passed)
+            table, begin = request.block_ids[group], max(released, self.groups[group].num_kept_blocks(first))
+            passed = table[begin:first]
+            table[begin:first] = [self.pool.null_block] * len(passed)
             request.num_released[group] = first
             # A hit that ends where this request does needs the last ones: they are to be evicted after the others.
             self._pools[group].free(passed if self.groups[group].recent_blocks is None else passed[::-1])
@@ -357,23 +358,20 @@ class KVCacheManager:
 
 
 def _recent_pool(pool: BlockPool, groups: Sequence[KVGroup]) -> BlockPool | None:
-    """The pool of a last group of blocks that are not encoded, where what a window reads is found."""
+    """The pool of a last group of blocks that are not encoded, where full ones are found."""
     *layers, last = groups
     if any(group.recent_blocks is not None for group in layers):
         raise InvalidInputError("groups", "with recent_blocks in the last one alone", list(groups))
     if last.recent_blocks is None:
         return None
-    if [*layers] != [KVGroup(last.block_size, window_blocks=last.window_blocks)]:
-        expected = (
-            f"one group without a sliding window, with blocks of {last.block_size} tokens and "
-            f"window_blocks={last.window_blocks}, before that with recent_blocks"
-        )
-        raise InvalidInputError("groups", expected, list(groups))
-    least = min(2 + last.window_blocks, pool.num_blocks)
+    alike = KVGroup(last.block_size, window_blocks=last.window_blocks, first_blocks=last.first_blocks)
+    if [*layers] != [alike]:
+        raise InvalidInputError("groups", f"{alike} alone before that with recent_blocks", list(groups))
+    least = min(2 + last.full_recent_blocks, pool.num_blocks)
     if last.recent_blocks < least:
         expected = f"at least {least}, the null block and those of one request"
         raise InvalidInputError("recent_blocks", expected, last.recent_blocks)
-    caching = pool.enable_caching and last.window_blocks > 0
+    caching = pool.enable_caching and last.full_recent_blocks > 0
     return BlockPool(last.recent_blocks, enable_caching=caching, contents_of=pool)
 
 

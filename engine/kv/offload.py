@@ -178,10 +178,13 @@ def found_tables(
     for index, group in enumerate(groups):
         first = group.first_needed_block(swapped.num_computed_tokens)
         end = -(-swapped.num_computed_tokens // group.block_size)
-        table: list[int | None] = [pool.null_block] * first
+        table: list[int | None] = []
         contents = swapped.contents[index]
         trusted = contents[: next((at for at, node in enumerate(contents) if node.uid in invalid_nodes), len(contents))]
-        for entry in range(first, end):
+        for entry in range(end):
+            if group.num_kept_blocks(first) <= entry < first:
+                table.append(pool.null_block)
+                continue
             block = _found(pool, trusted, entry, index)
             if block is None and entry not in swapped.places[index]:
                 return None

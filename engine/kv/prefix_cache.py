@@ -54,7 +54,7 @@ class PrefixCache:
         self._pool, self._groups, self._copies = pool, groups, copies
         self._last: dict[int, _LastChain] = {}  # by block size
         # The first group, and that of blocks that are not encoded, if a hit needs some.
-        self._keyed = (0, len(groups) - 1) if groups[-1].window_blocks else (0,)
+        self._keyed = (0, len(groups) - 1) if groups[-1].full_recent_blocks else (0,)
 
     def lookup(self, request: Request, invalid_nodes: set[int]) -> PrefixHit:
         """The cached beginning of a request: full blocks only, never its last token, no uid of `invalid_nodes`."""
@@ -144,9 +144,11 @@ class PrefixCache:
     def _servable(self, group: KVGroup, table: list[int | None], length: int) -> int:
         """The longest aligned length up to `length` for which the group holds every block that a next token reads."""
         size = group.block_size
+        needed = table if group.window is None else table[: group.num_kept_blocks(len(table))]
+        missing = next((index for index, block in enumerate(needed) if block is None), None)
+        length = length if missing is None else min(length, self.aligned(missing * size))
         if group.window is None:
-            missing = next((index for index, block in enumerate(table) if block is None), len(table))
-            return min(length, self.aligned(missing * size))
+            return length
         index = length // size - 1
         while length:
             first = group.first_needed_block(length)
@@ -162,8 +164,9 @@ class PrefixCache:
         blocks, last_prefix_nodes = [], []
         for group, table in zip(self._groups, tables, strict=True):
             first, end = group.first_needed_block(length), length // group.block_size
-            live = [block for block in table[first:end] if block is not None]
-            blocks.append([self._pool.null_block] * first + live)
+            kept = group.num_kept_blocks(first)
+            read = [[block for block in some if block is not None] for some in (table[:kept], table[first:end])]
+            blocks.append([*read[0], *[self._pool.null_block] * (first - kept), *read[1]])
             last_prefix_nodes.append(chains[group.block_size][end - 1])
         return PrefixHit(length, tuple(blocks), tuple(last_prefix_nodes))
 

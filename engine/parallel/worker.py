@@ -112,8 +112,8 @@ def _load(channel: Channel, start: dict[str, Any]) -> ModelRunner:
         "num_kv_blocks": runner.num_kv_blocks,
         "swap_config": astuple(runner.swap_config),
         "kv_groups": [
-            [group.block_size, group.sliding_window, group.recent_blocks, group.window_blocks]
-            for group in runner.kv_groups
+            [one.block_size, one.sliding_window, one.recent_blocks, one.window_blocks, one.first_blocks]
+            for one in runner.kv_groups
         ],
         "vocab_size": runner.vocab_size,
         "max_model_len": runner.max_model_len,

@@ -65,9 +65,9 @@ def size_kv_blocks(
 ) -> NumBlocks:
     """The numbers of blocks of the cache, and of the second one where `block_bytes` has one.
 
-    The second cache has a block for each of `max_num_seqs`, `window_blocks` more, and one for each block_size of the
-    tokens of a step; never more than the first has, and where memory is measured, at most a quarter of it: with fewer
-    blocks fewer requests run at a time, and their chunks are shorter.
+    The second cache has a block for each of `max_num_seqs`, `full_recent_blocks` more, and one for each block_size of
+    the tokens of a step; never more than the first has, and where memory is measured, at most a quarter of it: with
+    fewer blocks fewer requests run at a time, and their chunks are shorter.
 
     On a GPU: total memory x utilization - what is in use by anybody - what activations reserve at their peak, which is
     measured by running a step at the full token budget and one of decodes - what CUDA graphs will need.
@@ -98,7 +98,7 @@ def size_kv_blocks(
 
 def _most_recent(config: EngineConfig, groups: Sequence[KVGroup]) -> int:
     """Blocks of the second cache that are enough for the fullest step but for prompts in very small pieces."""
-    each = 1 + groups[0].window_blocks
+    each = 1 + groups[0].full_recent_blocks
     return 1 + each * config.max_num_seqs + -(-config.max_num_batched_tokens // groups[0].block_size)
 
 
@@ -111,7 +111,7 @@ def _split(available: int, config: EngineConfig, block_bytes: BlockBytes, groups
     """How many blocks so many bytes hold."""
     if not block_bytes.recent:
         return NumBlocks(available // block_bytes.cache)
-    least = 2 + groups[0].window_blocks  # for one request
+    least = 2 + groups[0].full_recent_blocks  # for one request
     recent = min(_most_recent(config, groups), max(least, available // _MOST_RECENT // block_bytes.recent))
     return _with_recent((available - recent * block_bytes.recent) // block_bytes.cache, recent)
 

@@ -226,9 +226,10 @@ def _groups_of(layout: PagedKVCache) -> list[KVGroup]:
     groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
     if layout.recent is None:
         return groups
-    size = groups[0].block_size
-    window = max(spec.format.recent_blocks(size) for spec in layout.groups[0].specs)
-    return [KVGroup(size, window_blocks=window), KVGroup(size, recent_blocks=1, window_blocks=window)]
+    size, formats = groups[0].block_size, [spec.format for spec in layout.groups[0].specs]
+    window, first = max(form.recent_blocks(size) for form in formats), max(form.first_blocks(size) for form in formats)
+    layers = KVGroup(size, window_blocks=window, first_blocks=first)
+    return [layers, replace(layers, recent_blocks=1)]
 
 
 def _device(name: str | None) -> torch.device:

@@ -138,15 +138,21 @@ class FakeRunner:
         request = item.request
         assert request.num_computed_tokens == item.start and item.start + item.num_tokens <= len(request.token_ids)
         assert item.samples == (item.start + item.num_tokens == len(request.token_ids))
-        truth = self.identities(request)
         for index, group in enumerate(self.kv_groups):
             first, stop = 0 if group.sliding_window is None else max(0, item.start - group.sliding_window + 1), end
             if self._recent is not None:
                 full = max(0, end // group.block_size - self._window) * group.block_size
-                first, stop = (full, end) if index == self._recent else (0, full)
-            blocks, skipped = self._blocks(request, index, first, stop), first % group.block_size
-            found = self._slots[index].reshape(-1, group.block_size)[blocks].ravel()[skipped : skipped + stop - first]
-            assert (found == truth[first:stop]).all(), f"{request}: group {index} reads wrong values at {first}..{stop}"
+                kept = min(group.first_blocks * group.block_size, full)
+                first, stop = (full, end) if index == self._recent else (kept, full)
+                if index == self._recent:
+                    self._check_slots(request, index, 0, kept)
+            self._check_slots(request, index, first, stop)
+
+    def _check_slots(self, request: Request, index: int, first: int, stop: int) -> None:
+        size, truth = self.kv_groups[index].block_size, self.identities(request)
+        blocks, skipped = self._blocks(request, index, first, stop), first % size
+        found = self._slots[index].reshape(-1, size)[blocks].ravel()[skipped : skipped + stop - first]
+        assert (found == truth[first:stop]).all(), f"{request}: group {index} reads wrong values at {first}..{stop}"
 
     def _write(self, item: ScheduledRequest) -> None:
         request, first, end = item.request, item.start, item.start + item.num_tokens

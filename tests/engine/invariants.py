@@ -30,13 +30,15 @@ def check_tables(
             need = -(-computed // size)
             assert len(table) == need if exact else len(table) >= need
             first = 0 if window is None else max(0, computed - window + 1) // size
-            assert not any(table[:first]), "a block outlived its window"
-            assert all(table[first:]), "a live position has no block"
-            assert len(set(table[first:])) == len(table) - first
+            kept = kv.groups[group].num_kept_blocks(first)
+            live = table[:kept] + table[first:]
+            assert not any(table[kept:first]), "a block outlived its window"
+            assert all(live), "a live position has no block"
+            assert len(set(live)) == len(live)
             assert computed % size == 0 or pool.ref_count(table[computed // size]) == 1, "an open block is shared"
             most = 1 + kv.groups[group].window_blocks
             assert recent is None or not exact or len(table) - first <= most, "blocks that are full are kept"
-            uses[pool].update(table[first:])
+            uses[pool].update(live)
     for pool, counts in uses.items():
         for block, count in counts.items():
             assert pool.ref_count(block) == count, f"block {block}: {pool.ref_count(block)} holders, {count} uses"

@@ -192,7 +192,8 @@ class KVCacheMachine:
                 first, end = self.first_needed_block(group, request.num_computed_tokens), request.num_computed_tokens
                 if self.has_recent and self.kv.groups[group].recent_blocks is None:
                     end = max(0, end // size - self.window) * size  # the rest lies in the other group
-                for position in range(first * size, end):
+                kept = min(self.kv.groups[group].num_kept_blocks(first) * size, end)
+                for position in (*range(kept), *range(first * size, end)):
                     block = request.block_ids[group][position // size]
                     assert self.slots[group][block, position % size] == known[position]
 
@@ -308,7 +309,8 @@ class KVCacheMachine:
             if all(length % size == 0 for size in self.kv.block_sizes) and all(
                 known[(index + 1) * size - 1] in found[group]
                 for group, size in enumerate(self.kv.block_sizes)
-                for index in range(self.first_needed_block(group, length), length // size)
+                for first in [self.first_needed_block(group, length)]
+                for index in (*range(self.kv.groups[group].num_kept_blocks(first)), *range(first, length // size))
             ):
                 return length, certain
         return 0, certain

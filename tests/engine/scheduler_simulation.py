@@ -216,7 +216,10 @@ class Simulation:
             low, high = 0 if window is None else max(0, end - window + 1), end
             if self.has_recent:
                 full = max(0, end // size - self.window) * size
-                low, high = (full, end) if slots is self.slots[1] else (0, full)
+                kept = min(self.kv.groups[1].first_blocks * size, full)
+                low, high = (full, end) if slots is self.slots[1] else (kept, full)
+                if slots is self.slots[1] and every:
+                    assert [slots[table[at // size]][at % size] for at in range(kept)] == states[:kept]
             if low < high:
                 positions = range(low, high) if every else (low + self.now % (high - low),)
                 for position in positions:

@@ -174,6 +174,7 @@ CASES = {
     "one by one": (26, [KVGroup(3)], {"max_num_seqs": 1}),
     "swap open blocks": (26, [KVGroup(4), KVGroup(4, recent_blocks=17)], {"swap_blocks": 60}),
     "swap recent open blocks": (26, RECENT, {"swap_blocks": 60}),
+    "first open blocks": (26, [KVGroup(4, window_blocks=1, first_blocks=1), KVGroup(4, None, 22, 1, 1)], {}),
     "recent open blocks uncached": (26, RECENT, {"enable_prefix_caching": False, "swap_blocks": 60}),
     "few open blocks": (26, [KVGroup(4), KVGroup(4, recent_blocks=5)], {"max_num_batched_tokens": 17}),
     "open blocks uncached": (26, [KVGroup(4), KVGroup(4, recent_blocks=9)], {"enable_prefix_caching": False}),

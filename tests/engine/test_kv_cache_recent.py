@@ -14,6 +14,7 @@ from pagedattn.errors import InvalidInputError
 
 OPEN = [KVGroup(4), KVGroup(4, recent_blocks=6)]
 RECENT = [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=16, window_blocks=2)]
+FIRST = [KVGroup(4, window_blocks=1, first_blocks=2), KVGroup(4, None, 16, 1, 2)]
 
 
 def test_open_blocks_are_held_until_they_are_full() -> None:
@@ -165,6 +166,33 @@ def test_what_a_window_reads_is_found_again_or_the_request_is_computed_anew() ->
     kv = KVCacheManager(BlockPool(40, enable_caching=False), RECENT, num_swap_blocks=20)
     compute(kv, one := request(range(19)))
     assert kv.swap_out(one) is None and one.block_ids, "nothing is found without content"
+
+
+def test_first_blocks_stay_and_are_needed() -> None:
+    kv = KVCacheManager(BlockPool(40), FIRST, num_swap_blocks=20)
+    one = request(range(30))
+    compute(kv, one)
+    check_tables(kv, [one])
+    table = one.block_ids[1]
+    assert [index for index, block in enumerate(table) if block] == [0, 1, 6, 7], "two first ones, a window, and open"
+    found = kv.lookup(request(range(40)))
+    assert found.num_tokens == 24 and found.blocks[1][:2] == table[:2] and found.blocks[1][2:5] == [0, 0, 0]
+    child = request(range(30))
+    assert kv.fork(one, child) is not None and child.block_ids[1][:7] == table[:7]
+    check_tables(kv, [one, child], exact=False)
+    kv.free(child)
+    assert kv.swap_out(one) is not None and kv.swap_in(one, 2) is not None
+    assert one.block_ids[1][:7] == table[:7]
+    check_tables(kv, [one], exact=False)
+    kv.trim(one)
+    kv.free(one)
+    assert kv.recent_pool is not None
+    last = kv.recent_pool.allocate(kv.recent_pool.num_usable)
+    kv.recent_pool.free(last)
+    compute(kv, other := request([*range(4), *range(50, 66)]), 20)
+    assert hit(kv, range(40)) == 4, "of its first blocks one is there"
+    check_tables(kv, [other])
+    assert manager(40, *FIRST).most_requests == 15 // 4
 
 
 def test_requests_are_as_many_as_have_a_window() -> None:

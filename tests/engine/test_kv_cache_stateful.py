@@ -25,6 +25,7 @@ GROUPS = {
     "unequal": [KVGroup(2), KVGroup(4, 5), KVGroup(3)],
     "open": [KVGroup(3), KVGroup(3, recent_blocks=9)],
     "recent": [KVGroup(3, window_blocks=2), KVGroup(3, recent_blocks=14, window_blocks=2)],
+    "first": [KVGroup(3, window_blocks=1, first_blocks=2), KVGroup(3, None, 16, 1, 2)],
 }
 
 
@@ -96,6 +97,6 @@ def test_random_operations_agree_with_the_model(name: str, digest: Callable[[byt
         if any(group.sliding_window or group.recent_blocks for group in GROUPS[name])
         else []
     )
-    wanted += ["sealed again"] if name == "recent" else []
+    wanted += ["sealed again"] if name in ("recent", "first") else []
     rare = {event: machine.counts[event] for event in wanted if machine.counts[event] < part_of(20, SHARE)}
     assert not rare

@@ -23,6 +23,8 @@ OPEN = [KVGroup(4), KVGroup(4, recent_blocks=13)]
 FEW_OPEN = [KVGroup(4), KVGroup(4, recent_blocks=6)]
 RECENT = [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=30, window_blocks=2)]
 FEW_RECENT = [KVGroup(4, window_blocks=2), KVGroup(4, recent_blocks=11, window_blocks=2)]
+FIRST = [KVGroup(4, window_blocks=1, first_blocks=1), KVGroup(4, None, 30, 1, 1)]
+FEW_FIRST = [KVGroup(4, first_blocks=2), KVGroup(4, None, 11, 0, 2)]
 UNEQUAL = [KVGroup(4), KVGroup(8, 10)]
 CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "ample": (150, FULL, {}),
@@ -45,6 +47,8 @@ CASES: dict[str, tuple[int, list[KVGroup], dict[str, Any]]] = {
     "recent blocks recompute": (30, RECENT, {}),
     "recent blocks uncached": (30, RECENT, {"caching": False}),
     "ample but for recent blocks": (150, FEW_RECENT, {"max_prefill_share": 0.3}),
+    "first blocks": (30, FIRST, {"swap_blocks": 60, "max_prefill_share": 0.5}),
+    "ample but for first blocks": (150, FEW_FIRST, {"max_prefill_share": 0.3}),
     "few recent blocks": (30, FEW_RECENT, {"swap_blocks": 14, "keeps_prefixes": True}),
     "few open blocks": (30, FEW_OPEN, {"swap_blocks": 14, "keeps_prefixes": True}),
 }

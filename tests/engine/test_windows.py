@@ -21,6 +21,7 @@ from pagedattn.integrations import transformers as hf
 
 SIZE, WINDOW = 16, "turboquant4:window=20"  # of two blocks
 OTHERS = ("turboquant3:window=1", "int8:window=16", "k8v4:window=40", "int4:window=32", f"{WINDOW}:skip=-1")
+FIRST = ("turboquant4:window=20:first=4", "turboquant3:first=17", "int4:first=1:skip=0")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_pairs_of_axes(axes: Axes, folder: Path, monkeypatch: pytest.MonkeyPatch
         assert llm.runner._graphs.replays > 20
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", (*OTHERS, *FIRST))
 @pytest.mark.parametrize("chunk", [7, 0])
 def test_formats_with_windows(name: str, chunk: int, folder: Path) -> None:
     """Of other block sizes and windows, or with a layer in the model's dtype, cold and hot."""
