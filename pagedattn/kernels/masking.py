@@ -51,7 +51,9 @@ def visible(q_pos, k_pos, MASK: tl.constexpr):
     if OWN > 0:
         keep = keep & (k_pos // OWN <= q_pos // OWN) & (k_pos >= _first_recent(q_pos, OWN, MASK))
     if EARLIER > 0:
-        keep = keep & (k_pos < _first_recent(q_pos, EARLIER, MASK)) & (k_pos >= length_of(MASK, 5) * EARLIER)
+        keep = keep & (k_pos < _first_recent(q_pos, EARLIER, MASK))
+    if length_of(MASK, 5) > 0:
+        keep = keep & (k_pos >= length_of(MASK, 5) * EARLIER)
     if length_of(MASK, 6) > 0:
         keep = keep & (k_pos < length_of(MASK, 6) * EARLIER)
     return keep
