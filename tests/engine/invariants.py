@@ -30,7 +30,7 @@ def check_tables(
             need = -(-computed // size)
             assert len(table) == need if exact else len(table) >= need
             first = 0 if window is None else max(0, computed - window + 1) // size
-            kept = kv.groups[group].num_kept_blocks(first)
+            kept = 0 if recent is None else min(kv.groups[group].first_blocks, first)
             live = table[:kept] + table[first:]
             assert not any(table[kept:first]), "a block outlived its window"
             assert all(live), "a live position has no block"

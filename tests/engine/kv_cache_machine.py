@@ -192,7 +192,7 @@ class KVCacheMachine:
                 first, end = self.first_needed_block(group, request.num_computed_tokens), request.num_computed_tokens
                 if self.has_recent and self.kv.groups[group].recent_blocks is None:
                     end = max(0, end // size - self.window) * size  # the rest lies in the other group
-                kept = min(self.kv.groups[group].num_kept_blocks(first) * size, end)
+                kept = min(self.num_kept(group, first) * size, end)
                 for position in (*range(kept), *range(first * size, end)):
                     block = request.block_ids[group][position // size]
                     assert self.slots[group][block, position % size] == known[position]
@@ -294,6 +294,9 @@ class KVCacheMachine:
         """Those that may carry keys, of `recent_pool` or not."""
         return {(self.is_recent(group), block) for group, table in enumerate(tables) for block in table}
 
+    def num_kept(self, group: int, first: int) -> int:
+        return min(self.kv.groups[group].first_blocks, first) if self.is_recent(group) else 0
+
     def is_recent(self, group: int) -> bool:
         return self.kv.groups[group].recent_blocks is not None
 
@@ -310,7 +313,7 @@ class KVCacheMachine:
                 known[(index + 1) * size - 1] in found[group]
                 for group, size in enumerate(self.kv.block_sizes)
                 for first in [self.first_needed_block(group, length)]
-                for index in (*range(self.kv.groups[group].num_kept_blocks(first)), *range(first, length // size))
+                for index in (*range(self.num_kept(group, first)), *range(first, length // size))
             ):
                 return length, certain
         return 0, certain

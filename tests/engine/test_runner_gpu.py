@@ -117,9 +117,9 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
     assert len({token for each in wanted for token in each}) > 60
 
 
-@pytest.mark.parametrize("name", ["int4", "int4:skip=0"])
+@pytest.mark.parametrize("name", ["int4", "int4:skip=0", "turboquant4:window=40:first=4"])
 def test_captured_steps_encode_the_blocks_that_they_fill(name: str, folder: Path, tmp_path: Path) -> None:
-    """Over int4, which has layers of one kind only."""
+    """Over formats with a second cache, which have layers of one kind only."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "use_sliding_window": False}), encoding="utf-8")
     shutil.copy(folder / "model.safetensors", tmp_path)
     options = {"kv_cache_dtype": name, "max_model_len": 256}
