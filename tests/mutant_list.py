@@ -236,7 +236,7 @@ _BLOCKS = (
     Fault("a failed swap that is trusted", "Scheduler.rollback", "self._lose_swapped()\nself.kv.copies",
           "self.kv.copies", f"{SIMULATION} [swap]"),
     Fault("content that was swapped in and not keyed", "KVCacheManager.swap_in",
-          "keyed = min([len(contents), *entries])", "keyed = len(contents)", "test_swap.py hit_again"),
+          "min([len(nodes), *entries])", "len(nodes)", "test_swap.py hit_again"),
     Fault("a shared block that is swapped out", "SwapSpace.store", "if pool.ref_count(block) == 1 or", "if",
           "test_swap.py others_hold"),
     Fault("a fork of what is still being swapped in", "BaseScheduler._should_wait", "or parent.swapped is not None", "",

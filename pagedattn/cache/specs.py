@@ -36,7 +36,7 @@ class KVCacheSpec:
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype), "kv_cache_dtype takes names")
         format_of(self.kv_cache_dtype).check_block_size(self.block_size)
-        if not (isinstance(self, MLASpec) or self.format.name in FORMATS):
+        if not (isinstance(self, MLASpec) or self.format.encoded_as in FORMATS):
             remedy = "take an MLASpec, or kv_cache_dtype='fp8'"
             raise InvalidInputError("kv_cache_dtype", "a format of keys and values", repr(self.kv_cache_dtype), remedy)
 

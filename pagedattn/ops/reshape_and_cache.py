@@ -50,7 +50,7 @@ def reshape_and_cache(
         InvalidInputError: shapes, dtypes, strides or scales that do not fit each other, or a format of whole blocks.
     """
     form = stored_as(kv_cache_dtype, key_cache.dtype)
-    if form.name not in FORMATS:
+    if form.encoded_as not in FORMATS:
         remedy = "write latent rows by concat_and_cache_mla"
         raise InvalidInputError("kv_cache_dtype", "a format of keys and values", repr(form.name), remedy)
     if form.whole_blocks:

@@ -62,7 +62,8 @@ def test_what_it_serves_and_refuses() -> None:
     assert reasons(cache_layout="HND", dtype=torch.float16) == []
     for form in ("fp8_e5m2", "int8"):
         (why,) = reasons(kv_cache_dtype=form)
-        assert why == f"kv_cache_dtype={form} (serves auto, fp8_e4m3): FlashAttention 3 reads 8-bit caches of e4m3 only"
+        hint = "FlashAttention 3 reads 8-bit caches of e4m3 only, and no such latent rows"
+        assert why == f"kv_cache_dtype={form} (serves auto, fp8_e4m3): {hint}"
     (why,) = reasons(head_dim=72)
     assert why.startswith("head_dim=72 (serves multiples of 16 over fp8 caches)")
     assert reasons(head_dim=72, kv_cache_dtype="auto") == []

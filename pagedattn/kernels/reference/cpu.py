@@ -123,6 +123,9 @@ def _prompt(inputs: AttentionInputs, seq: int, first: int, last: int, length: in
     """Query rows first..last, the last ones of a sequence of `length` keys."""
     key, table, count, mask = inputs.key, _table(inputs), last - first, Mask.of(inputs.mask)
     size, low = key.shape[1], mask.first_key(length - count)
+    if low >= length:
+        inputs.out[first:last] = 0
+        return
     blocks = table[seq, low // size : -(-length // size)]
     own = slice(low % size, length - low // size * size)
     k, v = (x.index_select(0, blocks).flatten(0, 1)[own].transpose(0, 1)[None] for x in (key, inputs.value))
