@@ -52,6 +52,12 @@ def test_a_cache_of_any_strides_and_nothing_around_it(device, path: str) -> None
     assert torch.equal(room, before)
 
 
+def bits_of(codes: torch.Tensor) -> torch.Tensor:
+    """Of e4m3. Divisions on a GPU give a NaN without a sign, those of a CPU keep it."""
+    bits = codes.view(torch.uint8)
+    return torch.where(codes.float().isnan(), 0x7F, bits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [None, 0.03, torch.tensor([0.03])], ids=["none", "float", "tensor"])
 def test_rows_of_e4m3_are_quotients_saturated(device, path: str, scale: Any, dtype: torch.dtype) -> None:
@@ -66,7 +72,7 @@ def test_rows_of_e4m3_are_quotients_saturated(device, path: str, scale: Any, dty
     )
     given = scale.to(device) if isinstance(scale, torch.Tensor) else scale
     ops.concat_and_cache_mla(latent, k_pe, cache, slots, k_scale=given, path=path)
-    assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(bits_of(cache.cpu()), bits_of(want))
     assert cache[2, 1, 0, 0].float() == 448 and bool(cache[2, 1, 0, 2].float().isnan())
 
 
