@@ -11,7 +11,7 @@ import torch
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.base import CacheFormat, Plane
 from ..formats.mla_rows.format import require_rows, stores_rows
-from ..formats.registry import FORMATS, format_of
+from ..formats.registry import format_of
 
 _ALIGNMENT = 16  # bytes, of planes where there are scales: codes and scales are then loaded by vectors of any size
 
@@ -36,7 +36,7 @@ class KVCacheSpec:
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidInputError("dtype", "a torch.dtype", repr(self.dtype), "kv_cache_dtype takes names")
         format_of(self.kv_cache_dtype).check_block_size(self.block_size)
-        if not (isinstance(self, MLASpec) or self.format.encoded_as in FORMATS):
+        if self.format.latent_only and not isinstance(self, MLASpec):
             remedy = "take an MLASpec, or kv_cache_dtype='fp8'"
             raise InvalidInputError("kv_cache_dtype", "a format of keys and values", repr(self.kv_cache_dtype), remedy)
 

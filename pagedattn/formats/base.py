@@ -136,7 +136,8 @@ class RowFormat(ABC):
 class CacheFormat:
     """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
     block sizes are multiples. window: of how many tokens before its own block a query reads what was not encoded.
-    first: of how many tokens at the sequence's beginning."""
+    first: of how many tokens at the sequence's beginning. latent_only: latent rows are stored so (`mla_rows`), and no
+    keys and values."""
 
     name: str
     key: RowFormat
@@ -145,6 +146,7 @@ class CacheFormat:
     block_multiple: int = 1
     window: int = 0
     first: int = 0
+    latent_only: bool = False
 
     def with_native(self, window: int, first: int) -> CacheFormat:
         """The same with a window of so many tokens and so many first ones in the model's dtype, named

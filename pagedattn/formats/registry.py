@@ -21,7 +21,7 @@ from .turboquant.format import TURBOQUANT
 FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURBOQUANT)}
 ALIASES = {"fp8": "fp8_e4m3"}
 NAMES = (*FORMATS, *ALIASES)
-_OF_ROWS = {DS_MLA.name: DS_MLA}  # of latent rows alone, which no keys and values are stored as
+_BY_NAME = {**FORMATS, DS_MLA.name: DS_MLA}
 _NAME = re.compile(r"([^:]*)(?::window=(\d+))?(?::first=(\d+))?", re.ASCII)
 # What elements say of themselves; other formats are to be named.
 _BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
@@ -34,7 +34,7 @@ def format_of(name: str) -> CacheFormat:
     Raises:
         InvalidInputError: there is none of this name, or it has no such window.
     """
-    found = {**FORMATS, **_OF_ROWS}.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    found = _BY_NAME.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None and isinstance(name, str) and (parts := split_name(name)) is not None and parts[0] != name:
         return _with_native(*parts)
     if found is None:

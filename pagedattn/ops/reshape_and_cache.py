@@ -10,7 +10,7 @@ from ..errors import InvalidInputError
 from ..formats.base import RowFormat, check_scales
 from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.native.format import NATIVE
-from ..formats.registry import FORMATS, stored_as
+from ..formats.registry import stored_as
 from ..runtime.op_registry import choose, csrc_op, expect, load, refuse, register
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,7 +50,7 @@ def reshape_and_cache(
         InvalidInputError: shapes, dtypes, strides or scales that do not fit each other, or a format of whole blocks.
     """
     form = stored_as(kv_cache_dtype, key_cache.dtype)
-    if form.encoded_as not in FORMATS:
+    if form.latent_only:
         remedy = "write latent rows by concat_and_cache_mla"
         raise InvalidInputError("kv_cache_dtype", "a format of keys and values", repr(form.name), remedy)
     if form.whole_blocks:

@@ -77,4 +77,4 @@ class DeepseekRows(RowFormat):
         return RowKernels(None, None)
 
 
-DS_MLA = CacheFormat(NAME, DeepseekRows(LATENT + ROPE), DeepseekRows(LATENT))
+DS_MLA = CacheFormat(NAME, DeepseekRows(LATENT + ROPE), DeepseekRows(LATENT), latent_only=True)
