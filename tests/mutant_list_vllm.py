@@ -30,7 +30,7 @@ FAULTS: tuple[Fault, ...] = (
           "sliding_window=None", f"{STEPS} pair-NHD-0-window"),
     Fault("vLLM: scales of an 8-bit cache forgotten", "PagedAttentionImpl.forward",
           "(layer._k_scale, layer._v_scale)", "(torch.ones(()), torch.ones(()))", f"{STEPS} 8_bits"),
-    Fault("vLLM: a cache of another dtype than the queries", "why_not", "if _SAME_DTYPE.get(stored, dtype) != dtype:",
+    Fault("vLLM: a cache of another dtype than the queries", "_why_not", "if _SAME_DTYPE.get(stored, dtype) != dtype:",
           "if False:", f"{PLUGIN} refusals_have"),
     Fault("vLLM: Ray's workers without variables", "copy_variables_to_ray", "os.environ[RAY_PREFIXES] = ",
           "_ = ", f"{PLUGIN} rays_workers"),

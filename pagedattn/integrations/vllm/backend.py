@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from .builder import PagedAttentionBuilder
 from .impl import PagedAttentionImpl
-from .kernels import FP8, INT8, TYPES, int8_row_bytes, serving_backend, why_not
+from .kernels import FP8, INT8, TYPES, capability_of, int8_row_bytes, serving_backend, why_not
 from .refusals import explained
 
 
@@ -88,9 +88,7 @@ class PagedAttentionBackend(AttentionBackend):
     ) -> str | None:
         if use_mla:  # has been said
             return None
-        capability = None if device_capability is None else (device_capability.major, device_capability.minor)
-        on_gpu = torch.cuda.is_available()
-        return why_not(head_size, dtype, kv_cache_dtype, has_sink, capability if on_gpu else None)
+        return why_not(head_size, dtype, kv_cache_dtype, has_sink, capability_of(device_capability))
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,34 +50,21 @@ def stored_as(kv_cache_dtype: str) -> dict[str, Any]:
 _ROPE_DIM = 64  # of every model with latent attention so far; vLLM asks about whole rows
 
 
-def latent_spec(
-    num_heads: int,
-    row: int,
-    latent_dim: int,
-    scale: float,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None = None,
-) -> AttentionSpec:
-    """Of absorbed latent attention over rows of `row` elements; of the current GPU where no capability is given."""
-    on_gpu = torch.cuda.is_available()
-    if capability is None and on_gpu:
-        capability = torch.cuda.get_device_capability()
-    place: dict[str, Any] = {"device_type": "cuda", "capability": capability} if capability else {"device_type": "cpu"}
+def capability_of(device_capability: Any) -> tuple[int, int] | None:
+    """What vLLM says of the GPU, as a pair; None without one."""
+    if device_capability is None or not torch.cuda.is_available():
+        return None
+    return device_capability.major, device_capability.minor
+
+
+def latent_spec(num_heads: int, row: int, latent_dim: int, scale: float, dtype: torch.dtype) -> AttentionSpec:
+    """Of absorbed latent attention over rows of `row` elements, on the current GPU where there is one."""
+    place = _place(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
     return AttentionSpec(num_heads=num_heads, head_dim=row, latent_dim=latent_dim, scale=scale, dtype=dtype, **place)
 
 
-def why_not_latent(
-    row: int, dtype: torch.dtype, kv_cache_dtype: str | None, capability: tuple[int, int] | None
-) -> str | None:
-    """Every reason why a model of such rows is refused; None where it is not."""
-    stored = kv_cache_dtype or "auto"
-    if _SAME_DTYPE.get(stored, dtype) != dtype:
-        return f"a {stored} cache needs queries of {stored}, not {str(dtype).removeprefix('torch.')}"
-    try:
-        select_backend(latent_spec(1, row, row - _ROPE_DIM, 1.0, dtype, capability), serving_backend())
-    except (InvalidInputError, NoBackendError) as error:
-        return str(error)
-    return None
+def _place(capability: tuple[int, int] | None) -> dict[str, Any]:
+    return {"device_type": "cuda", "capability": capability} if capability else {"device_type": "cpu"}
 
 
 def int8_scales_at(head_size: int) -> int:
@@ -97,15 +85,26 @@ def why_not(
     capability: tuple[int, int] | None,
 ) -> str | None:
     """Every reason why a model of such layers is refused; None where it is not."""
+    asked = {"head_dim": head_size, "has_sinks": has_sink, **stored_as(kv_cache_dtype or "auto")}
+    return _why_not(dtype, kv_cache_dtype, capability, asked)
+
+
+def why_not_latent(
+    row: int, dtype: torch.dtype, kv_cache_dtype: str | None, capability: tuple[int, int] | None
+) -> str | None:
+    """As `why_not`, of latent attention over rows of `row` elements in the model's dtype."""
+    asked = {"head_dim": row, "latent_dim": row - _ROPE_DIM, "scale": 1.0}
+    return _why_not(dtype, kv_cache_dtype, capability, asked)
+
+
+def _why_not(
+    dtype: torch.dtype, kv_cache_dtype: str | None, capability: tuple[int, int] | None, asked: Mapping[str, Any]
+) -> str | None:
     stored = kv_cache_dtype or "auto"
     if _SAME_DTYPE.get(stored, dtype) != dtype:
         return f"a {stored} cache needs queries of {stored}, not {str(dtype).removeprefix('torch.')}"
-    place: dict[str, Any] = {"device_type": "cuda", "capability": capability} if capability else {"device_type": "cpu"}
     try:
-        spec = AttentionSpec(
-            num_heads=1, head_dim=head_size, dtype=dtype, has_sinks=has_sink, **stored_as(stored), **place
-        )
-        select_backend(spec, serving_backend())
+        select_backend(AttentionSpec(num_heads=1, dtype=dtype, **asked, **_place(capability)), serving_backend())
     except (InvalidInputError, NoBackendError) as error:
         return str(error)
     return None

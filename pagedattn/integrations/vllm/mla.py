@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from ... import AttentionMetadata, AttentionSpec, CommonAttentionMetadata, ops, select_backend
 from ...errors import UnsupportedError
-from .kernels import latent_spec, serving_backend, why_not_latent
+from .kernels import capability_of, latent_spec, serving_backend, why_not_latent
 from .refusals import explained
 
 
@@ -69,8 +69,7 @@ class PagedMLABackend(MLACommonBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        capability = None if device_capability is None else (device_capability.major, device_capability.minor)
-        return why_not_latent(head_size, dtype, kv_cache_dtype, capability if torch.cuda.is_available() else None)
+        return why_not_latent(head_size, dtype, kv_cache_dtype, capability_of(device_capability))
 
 
 class PagedMLABuilder(MLACommonMetadataBuilder[Any]):
