@@ -204,7 +204,7 @@ FAULTS = (
     Fault("ranks: heads that are not divided", "check_shares", "heads < 1 or heads % size", "heads < 1",
           "test_latent_ranks.py do_not_divide"),
     Fault("ranks: logits of the first rank's columns", "TransformersModel.logits",
-          "self._ranks.rank * width : (self._ranks.rank + 1) * width", "0:width",
+          "logits[:, first:end]", "logits[:, : end - first]",
           "test_latent_ranks.py tokens_of_one {}"),
     Fault("ranks: scales of the first heads", "_kv_heads",
           "slice(ranks.rank * count, (ranks.rank + 1) * count)", "slice(0, count)",

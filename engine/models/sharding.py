@@ -47,12 +47,11 @@ class ShardSpec:
             raise UnsupportedError(f"tensor_parallel_size={size}: {problem}; possible: {possible}")
         kv_heads = config.num_kv_heads
         first = rank * kv_heads // size
-        width = -(-config.vocab_size // size)
         return cls(
             heads=_part(config.num_heads, rank, size),
             kv_heads=(first, first + max(1, kv_heads // size)),
             channels=_part(config.intermediate_size, rank, size),
-            tokens=(min(rank * width, config.vocab_size), min((rank + 1) * width, config.vocab_size)),
+            tokens=columns_of(config.vocab_size, rank, size),
         )
 
     def local(self, config: ModelConfig) -> ModelConfig:
@@ -79,10 +78,15 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
 
+def columns_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Which of `count` columns a rank has, first and end: count / size rounded up, and of the last ranks fewer."""
+    width = -(-count // size)
+    return min(rank * width, count), min((rank + 1) * width, count)
+
+
 def gather_columns(own: torch.Tensor, count: int, ranks: TPGroup) -> torch.Tensor:
-    """The columns of every rank, [n, count / size] rounded up and of the last ranks fewer, as the same [n, count] on
-    every rank."""
-    width = -(-count // ranks.size)
+    """The columns of every rank, [n, those of `columns_of`], as the same [n, count] on every rank."""
+    _, width = columns_of(count, 0, ranks.size)
     if own.shape[1] < width:
         own = nn.functional.pad(own, (0, width - own.shape[1]))
     return ranks.all_gather(own).transpose(0, 1).flatten(1)[:, :count]

@@ -30,7 +30,7 @@ from .folder import ModelFolder
 from .kv_scales import load_kv_scales, set_kv_scales
 from .latent_sharding import check_logits, keep_heads, logits_of
 from .loader import read_tensors
-from .sharding import gather_columns
+from .sharding import columns_of, gather_columns
 from .text_part import text_config
 from .tp_group import TPGroup
 
@@ -85,9 +85,9 @@ class TransformersModel:
         """hidden [n, hidden_size] to float32 [n, vocab_size], in `out` where that is given."""
         logits = self._packed.logits(hidden).float()
         if self._ranks is not None:  # each rank has all of them, but maybe not to the last bit, and samples for itself
-            count, width = logits.shape[1], -(-logits.shape[1] // self._ranks.size)
-            own = logits[:, self._ranks.rank * width : (self._ranks.rank + 1) * width]
-            logits = gather_columns(own, count, self._ranks)
+            count = logits.shape[1]
+            first, end = columns_of(count, self._ranks.rank, self._ranks.size)
+            logits = gather_columns(logits[:, first:end], count, self._ranks)
         return logits if out is None else out.copy_(logits)
 
     @property
