@@ -36,6 +36,20 @@ class Axes(NamedTuple):
     overlap: bool
     model: str
 
+    def options(self, scarce: int) -> dict[str, Any]:
+        """Of `LLM`, with so many blocks where requests are to be preempted."""
+        return {
+            "num_kv_blocks": scarce if self.pool in ("recompute", "swap") else 64,
+            "max_num_seqs": self.batch,
+            "max_num_batched_tokens": 32 if self.chunk else 1024,
+            "max_prefill_share": self.chunk / 32 if self.chunk else 1.0,
+            "enable_prefix_caching": self.prefix != "off",
+            "graph_sizes": (1, 3, 5) if self.graphs and self.model == "native" else None,
+            "overlap": self.overlap,
+            "preemption": "swap" if self.pool == "swap" else "recompute",
+            "model_impl": self.model,
+        }
+
 
 LEVELS: dict[str, tuple[Any, ...]] = {
     "chunk": (1, 7, 32, 0),
@@ -90,18 +104,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 def test_pairs_of_axes(axes: Axes, folder: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     if axes.pool == "few open":
         monkeypatch.setattr(kv_memory, "_most_recent", lambda *_: 4)
-    llm = make(
-        folder,
-        num_kv_blocks=6 if axes.pool in ("recompute", "swap") else 64,
-        max_num_seqs=axes.batch,
-        max_num_batched_tokens=32 if axes.chunk else 1024,
-        max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
-        enable_prefix_caching=axes.prefix != "off",
-        graph_sizes=(1, 3, 5) if axes.graphs and axes.model == "native" else None,
-        overlap=axes.overlap,
-        preemption="swap" if axes.pool == "swap" else "recompute",
-        model_impl=axes.model,
-    )
+    llm = make(folder, **axes.options(6))
     assert llm._scheduler.max_num_seqs == min(axes.batch, 3 if axes.pool == "few open" else 5)
     for _ in range(2 if axes.prefix == "hot" else 1):
         assert tokens(llm) == alone

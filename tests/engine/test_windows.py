@@ -47,18 +47,7 @@ def make(folder: Path, **options: Any) -> LLM:
 def test_pairs_of_axes(axes: Axes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if axes.pool == "few open":
         monkeypatch.setattr(kv_memory, "_most_recent", lambda *_: 11)
-    llm = make(
-        folder,
-        num_kv_blocks=14 if axes.pool in ("recompute", "swap") else 64,
-        max_num_seqs=axes.batch,
-        max_num_batched_tokens=32 if axes.chunk else 1024,
-        max_prefill_share=axes.chunk / 32 if axes.chunk else 1.0,
-        enable_prefix_caching=axes.prefix != "off",
-        graph_sizes=(1, 3, 5) if axes.graphs and axes.model == "native" else None,
-        overlap=axes.overlap,
-        preemption="swap" if axes.pool == "swap" else "recompute",
-        model_impl=axes.model,
-    )
+    llm = make(folder, **axes.options(14))
     assert llm._scheduler.max_num_seqs == min(axes.batch, 3 if axes.pool == "few open" else 5)
     for _ in range(2 if axes.prefix == "hot" else 1):
         assert tokens(llm) == alone(WINDOW)
