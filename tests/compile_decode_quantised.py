@@ -1,4 +1,4 @@
-"""Compile the Gluon decode kernel for 8-bit caches for a Hopper GPU that need not be there; prints what ptxas says of
+"""Compile the Gluon decode kernel for codes for a Hopper GPU that need not be there; prints what ptxas says of
 each variant, and of the instructions in its loop over keys.
 
 It runs in a process without TRITON_INTERPRET, which is read when kernels are imported.
@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from assembler import Compiled
@@ -21,9 +22,10 @@ from pagedattn.kernels.decode_quantised.plan import quantised_decode_config
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.runtime.target import Target
 
-BLOCK_SIZE, KV_HEADS = 16, 8
+KV_HEADS = 8
+_TORCH_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _ROWS = ("query", "key", "value", "out")
-_STRIDES = ("sq_t", "sq_h", "sk_b", "sk_s", "sk_h", "sv_b", "sv_s", "sv_h", "so_t", "so_h")
+_STRIDES = ("sq_t", "sq_h", "sk_b", "sk_h", "sv_b", "sv_h", "so_t", "so_h")
 _FLOATS = ("lse_out", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _TYPES = dict.fromkeys(("key", "value", "table", "query_start_loc", "seq_lens", "workspace"), "*i32")
 _TYPES |= dict.fromkeys(_FLOATS, "*fp32") | dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32")
@@ -36,23 +38,32 @@ def compile_one(
     group: int,
     batch: int,
     tokens: int = 1,
-    mask: tuple[int, int] = (1, 0),
+    mask: tuple[int, ...] = (1, 0),
     given: Sequence[str] = (),
     values: str | None = None,
+    keys: str | None = None,
+    size: int = 16,
 ) -> None:
-    codes = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[stored]
-    features = (mask, False, True, False, BLOCK_SIZE, (codes, values or codes))
+    codes = keys or _TORCH_CODES.get(stored, "int8")
+    features = (mask, False, True, False, size, (codes, values or codes))
     shape = AttentionShape(torch.bfloat16, stored, KV_HEADS, group, dim, dim, *features)
     bounds = BatchBounds(batch * tokens, batch, batch if tokens == 1 else 0, tokens, 4096, 4096)
     config = quantised_decode_config(shape, bounds, Target(132, 232448, True))
-    of_rows = (BLOCK_SIZE * KV_HEADS, KV_HEADS, 1) if stored == torch.int8 else None
-    constants = constants_of(shape, config, batch, tokens, "softcap" in given) | {"K_STRIDES": of_rows}
-    constants |= {"V_STRIDES": of_rows}
+    of_rows = None if stored in _TORCH_CODES else (size * KV_HEADS, KV_HEADS, 1)
+    per_channel = codes == "int4_per_channel"
+    constants = constants_of(shape, config, batch, tokens, "softcap" in given) | {"V_STRIDES": of_rows}
+    constants |= {"K_STRIDES": (KV_HEADS * dim, 0, dim) if per_channel else of_rows}
+    words = [dim * KV_HEADS * bits_of(one) // 32 for one in shape.codes]
+    constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True))
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
     absent = {"lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})
     names = _decode_kernel.arg_names
     types = _TYPES | dict.fromkeys(("query", "out", "sinks"), "*bf16")
+    if per_channel:
+        types |= {"k_scale_cache": "*i32"}
+    if codes == "turboquant4":
+        types |= dict.fromkeys(("k_scale_cache", "v_scale_cache"), "*fp16")
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in _STRIDES]
     source = GluonASTSource(
@@ -68,6 +79,10 @@ def compile_one(
     # Of 64 bits and more: four codes at a time would be words.
     wide = sum(bool(re.search(r"\.(64|128)\b", one)) for one in loop if one.startswith("LDG"))
     print(json.dumps(facts | {"instructions": len(loop), "wide_loads": wide, "loop": counted}), flush=True)
+
+
+def bits_of(codes: str | None) -> int:
+    return 4 if codes and "4" in codes and codes != "e4m3" else 8
 
 
 def key_loop(sass: str) -> list[str]:
@@ -93,12 +108,20 @@ def main() -> None:
     compile_one("e4m3-D128-G4", torch.float8_e4m3fn, 128, 4, 64)
     compile_one("int8-D128-G4", torch.int8, 128, 4, 64)
     compile_one("k8v4-D128-G4", torch.int8, 128, 4, 64, values="rotated_int4")
+    int4: dict[str, Any] = {"keys": "int4_per_channel", "values": "rotated_int4", "size": 32, "mask": (1, 0, 0, 32)}
+    compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, **int4)
+    turboquant: dict[str, Any] = {"keys": "turboquant4", "values": "turboquant4", "size": 32}
+    compile_one("turboquant4-D128-G4", torch.uint8, 128, 4, 64, **turboquant)
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), every)
     if "--grid" in sys.argv:
         compile_one("e4m3-D128-G4-few", torch.float8_e4m3fn, 128, 4, 1)
         compile_one("int8-D256-G8", torch.int8, 256, 8, 300)
         compile_one("k8v4-D256-G8", torch.int8, 256, 8, 300, values="rotated_int4")
         compile_one("k8v4-D64-G4-few", torch.int8, 64, 4, 1, given=every, values="rotated_int4")
+        compile_one("int4-D256-G8", torch.uint8, 256, 8, 300, **int4)
+        compile_one("int4-D64-G4-T2-few", torch.uint8, 64, 4, 1, 2, given=every, **int4)
+        compile_one("turboquant4-D64-G8-S16-few", torch.uint8, 64, 8, 1, given=every, **turboquant | {"size": 16})
+        compile_one("turboquant4-D256-G4", torch.uint8, 256, 4, 300, **turboquant)
         compile_one("e4m3-D128-G16-few", torch.float8_e4m3fn, 128, 16, 4)
 
 

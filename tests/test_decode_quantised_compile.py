@@ -1,4 +1,4 @@
-"""The decode kernel for 8-bit caches compiles for Hopper without one, and its loop is what was measured."""
+"""The decode kernel for codes compiles for Hopper without one, and its loop is what was measured."""
 
 from __future__ import annotations
 
@@ -11,20 +11,35 @@ import random_work
 from uninterpreted import output_of
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-# Products of 16 keys, D of them and Dv, by 8 rows; loads of codes of 64 bits or more; instructions at most.
+# Products of 16 keys, or of 32 of 4 bits, D of them and Dv, by 8 rows; loads of codes, and of what channels have, of 64
+# bits or more; instructions at most.
 LOOPS = {
-    "e4m3-D128-G4": (16, 8, 330),
-    "int8-D128-G4": (16, 8, 440),
-    "k8v4-D128-G4": (16, 8, 430),
-    "e5m2-D64-G4-T2-window-all": (8, 6, 330),
-    "e4m3-D128-G4-few": (16, 8, 330),
-    "int8-D256-G8": (32, 16, 700),
-    "k8v4-D256-G8": (32, 12, 690),
-    "k8v4-D64-G4-few": (8, 2, 410),
-    "e4m3-D128-G16-few": (32, 8, 450),
+    "e4m3-D128-G4": (16, 8, 300),
+    "int8-D128-G4": (16, 8, 390),
+    "k8v4-D128-G4": (16, 8, 390),
+    "int4-D128-G4": (64, 20, 770),
+    "turboquant4-D128-G4": (48, 12, 910),
+    "e5m2-D64-G4-T2-window-all": (8, 6, 310),
+    "e4m3-D128-G4-few": (16, 8, 300),
+    "int8-D256-G8": (32, 16, 610),
+    "k8v4-D256-G8": (32, 12, 600),
+    "k8v4-D64-G4-few": (8, 2, 360),
+    "int4-D256-G8": (80, 24, 910),
+    "int4-D64-G4-T2-few": (32, 8, 660),
+    "turboquant4-D64-G8-S16-few": (12, 2, 450),
+    "turboquant4-D256-G4": (48, 8, 1000),
+    "e4m3-D128-G16-few": (32, 8, 420),
 }
-REGISTERS = {"int8-D256-G8": 255, "k8v4-D256-G8": 255, "e4m3-D128-G16-few": 255}
-REGISTERS |= dict.fromkeys(("e4m3-D128-G4", "int8-D128-G4", "k8v4-D128-G4"), 168)  # three programs of four warps an SM
+REGISTERS = {"int8-D256-G8": 255, "k8v4-D256-G8": 255, "e4m3-D128-G16-few": 255, "int4-D64-G4-T2-few": 255}
+REGISTERS |= {"int4-D256-G8": 255, "turboquant4-D256-G4": 255}
+THREE_PROGRAMS = (
+    "e4m3-D128-G4",
+    "int8-D128-G4",
+    "k8v4-D128-G4",
+    "int4-D128-G4",
+    "turboquant4-D128-G4",
+)
+REGISTERS |= dict.fromkeys(THREE_PROGRAMS, 168)
 
 
 @cache
@@ -33,11 +48,11 @@ def compiled() -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.grid] * (i > 3)) for i, one in enumerate(LOOPS)])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.grid] * (i > 5)) for i, one in enumerate(LOOPS)])
 def test_it_compiles_as_it_was_measured(name: str) -> None:
     found, (products, loads, instructions) = compiled()[name], LOOPS[name]
     loop = found["loop"]
     assert loop["HMMA"] == products and found["wide_loads"] == loads and found["instructions"] <= instructions
     assert not {"STS", "LDS", "LDSM", "BAR"} & {*loop}, "codes go through shared memory, or warps wait for each other"
     assert found["registers"] and max(found["registers"]) <= REGISTERS.get(name, 128)
-    assert max(found["spills"]) <= 64, "what is spilled are addresses; a tile would be hundreds of bytes"
+    assert not {"LDL", "STL"} & {*loop} and max(found["spills"]) <= 96, "what is spilled are addresses, before the loop"

@@ -96,8 +96,9 @@ class RowFormat(ABC):
     """
 
     name: str  # what `KVCacheDtype(key=..., value=...)` calls it
-    # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8", or "rotated_int4"
-    # (`k8v4`), beside which the second plane is a float32 factor of each row. None: only the device half reads it.
+    # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8" or "rotated_int4"
+    # (`k8v4`), beside which the second plane is a float32 factor of each row, "turboquant4" with one in float16, or
+    # "int4_per_channel" with steps and least elements. None: only the device half reads it.
     codes: str | None = None
     # The most keys of a tile that the device half loads, beginning at a multiple of them, so that a tile lies in one
     # block. None: tiles of any size.
@@ -135,15 +136,16 @@ class RowFormat(ABC):
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
     """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
-    block sizes are multiples. window: of how many tokens before its own block a query reads what was not encoded.
-    first: of how many tokens at the sequence's beginning. latent_only: latent rows are stored so (`mla_rows`), and no
-    keys and values."""
+    block sizes are multiples. best_block_size: from how many tokens on blocks are read fastest. window: of how many
+    tokens before its own block a query reads what was not encoded. first: of how many tokens at the sequence's
+    beginning. latent_only: latent rows are stored so (`mla_rows`), and no keys and values."""
 
     name: str
     key: RowFormat
     value: RowFormat
     has_csrc: bool = False
     block_multiple: int = 1
+    best_block_size: int = 16
     window: int = 0
     first: int = 0
     latent_only: bool = False
@@ -191,8 +193,8 @@ class CacheFormat:
 
     @property
     def default_block_size(self) -> int:
-        """Tokens per block where nobody says: 16, or what block sizes are multiples of."""
-        return -(-16 // self.block_multiple) * self.block_multiple
+        """Tokens per block where nobody says: the fewest that are read fastest."""
+        return -(-self.best_block_size // self.block_multiple) * self.block_multiple
 
     @property
     def takes_scales(self) -> bool:

@@ -3,6 +3,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import even_split, masking
+
+end_of_keys = gluon.jit(even_split.end_of_keys.fn)
+key_tiles = gluon.jit(even_split.key_tiles.fn)
+visible = gluon.jit(masking.visible.fn)
+
+
+@gluon.constexpr_function
+def window_mask(length):
+    """The mask of a sliding window, 0 of none."""
+    return (1, length)
+
 
 @gluon.jit
 def _add(a, b):
@@ -10,20 +22,8 @@ def _add(a, b):
 
 
 @gluon.jit
-def key_tiles(q_len, seq_len, max_keys, WINDOW: gl.constexpr, TILE: gl.constexpr, OVERHEAD: gl.constexpr):
-    """A sequence's first key that any of its rows sees, the first tile, and how many tiles, OVERHEAD included: none
-    without queries, else one of keys at least, so that rows without keys are written too."""
-    low = seq_len * 0
-    if WINDOW > 0:
-        low = gl.maximum(seq_len - q_len + 1 - WINDOW, 0)
-    first = low // TILE
-    tiles = gl.maximum((gl.minimum(seq_len, max_keys) + TILE - 1) // TILE - first, 1)
-    return low, first, gl.where(q_len > 0, tiles + OVERHEAD, 0)
-
-
-@gluon.jit
 def tiles_of(
-    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: gl.constexpr, WINDOW: gl.constexpr,
+    first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q: gl.constexpr, MASK: gl.constexpr,
     TILE: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of a head's items of each of CHUNK sequences from `first` on, [CHUNK]."""
@@ -33,7 +33,7 @@ def tiles_of(
     start = gl.load(query_start_loc + seq, mask=live, other=0)
     q_len = gl.load(query_start_loc + seq + 1, mask=live, other=0) - start
     seq_len = gl.load(seq_lens + seq, mask=live, other=0)
-    _, _, tiles = key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
+    _, _, tiles = key_tiles(q_len, seq_len, max_keys, MASK, TILE, OVERHEAD)
     return tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
 
 

@@ -124,7 +124,7 @@ class LaunchPlan:
         span, config, prefix = launch
         text = f"{span.kernel.split('_')[0]} kernel: {span.last - span.first} sequences"
         if isinstance(config, QuantisedDecodeConfig):
-            return f"{text} (for 8-bit caches, {config.programs} programs, tiles of {config.tuning.tile} keys)"
+            return f"{text} (for codes, {config.programs} programs, tiles of {config.tuning.tile} keys)"
         if not isinstance(config, DecodeConfig):
             if span.kernel == "prefill":
                 return f"{text} (the portable one: {self.portable_because})"
@@ -159,7 +159,7 @@ def plan_attention(
             shares where that pays.
         not_sm90: why tensors of this step are not for the Hopper kernel, whatever their shape. not_copied: the same,
             where it attends to a copy of the cache.
-        has_words: whether the kernel for 8-bit caches can read this one.
+        has_words: whether the kernel for codes can read this cache.
     """
     target, here = target_of(device), hopper.why_not_here(device)
     turns = dequantise.copy_turns(shape, bounds) if bounds.max_query_len > DECODE_TOKENS else 0

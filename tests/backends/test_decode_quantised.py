@@ -1,4 +1,4 @@
-"""TRITON's decode kernel for 8-bit caches against the oracle, on a Hopper GPU."""
+"""TRITON's decode kernel for codes of 8 and 4 bits against the oracle, on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopp
 DEVICE = torch.device("cuda", 0)
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dim": 128, "query_lens": (1,), "seq_lens": (1,)}
 E4M3, E5M2, INT8, K8V4 = ({"kv_cache_dtype": name} for name in ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4"))
+INT4, TURBO = ({"kv_cache_dtype": name, "block_size": 32} for name in ("int4", "turboquant4"))
 KINDS = {
     "e4m3": Case(**BF16 | E4M3),
     "e4m3, scales of heads, HND": Case(**BF16 | E4M3, kv_scale="head", layout="HND"),
@@ -41,6 +42,23 @@ KINDS = {
     "k8v4, 128, values of 64, 16 heads a group, ALiBi": Case(
         **BF16 | K8V4 | {"heads": (16, 1)}, head_dim_v=64, block_size=32, alibi=True
     ),
+    "int4": Case(**BF16 | INT4),
+    "int4, fp16, 64, HND": Case(**BF16 | INT4 | {"dtype": torch.float16, "head_dim": 64}, layout="HND"),
+    "int4, 256, eight heads a group, blocks of 64": Case(
+        **BF16 | INT4 | {"heads": (8, 1), "head_dim": 256, "block_size": 64}
+    ),
+    "int4, soft cap, sinks": Case(**BF16 | INT4, softcap=9.0, sinks=0.5),
+    "int4, queries beyond float16": Case(**BF16 | INT4, magnitude=3e3, scale=1e-8),
+    "int4, the last 40 tokens in 16 bit": Case(**BF16 | INT4 | {"kv_cache_dtype": "int4:window=40:first=40"}),
+    "turboquant4": Case(**BF16 | TURBO),
+    "turboquant4, fp16, blocks of 16, HND": Case(
+        **BF16 | TURBO | {"dtype": torch.float16, "block_size": 16}, layout="HND"
+    ),
+    "turboquant4, 64, window, sinks": Case(**BF16 | TURBO | {"head_dim": 64}, sliding_window=70, sinks=0.5),
+    "turboquant4, 256, eight heads a group, ALiBi": Case(
+        **BF16 | TURBO | {"heads": (8, 1), "head_dim": 256}, alibi=True
+    ),
+    "turboquant4, the last 64 tokens in 16 bit": Case(**BF16 | TURBO | {"kv_cache_dtype": "turboquant4:window=64"}),
 }
 LENS = [
     (1, 15, 16, 17, 63, 64, 65, 127, 500, 3000, 5),

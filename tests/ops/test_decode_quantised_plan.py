@@ -1,4 +1,4 @@
-"""Which decodes go to the kernel for 8-bit caches; what it computes is in tests/backends/test_decode_quantised.py."""
+"""Which decodes go to the kernel for codes; what it computes is in tests/backends/test_decode_quantised.py."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def test_decodes_of_8_bit_caches_are_its_own() -> None:
     assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), decodes()) == ["decode"]
 
 
+@pytest.mark.parametrize("codes", [("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4")])
+def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple[str, str]) -> None:
+    shape = SHAPE._replace(stored_dtype=torch.uint8, codes=codes, block_size=32, mask=(1, 0, 0, 32, 2, 1))
+    assert kernels(shape, decodes()) == ["decode_quantised"]
+    wide, tall = shape._replace(block_size=64), shape._replace(head_dim=256)
+    found = [quantised_decode_config(one, decodes(64), H200).tuning for one in (shape, wide, tall)]
+    assert [(one.keys, one.tile) for one in found] == [(32, 128), (32, 128), (16, 64)]
+    assert quantised_decode_config(shape._replace(block_size=48), decodes(), H200).tuning.keys == 16
+    assert quantised_decode_config(shape, decodes(1, 1 << 17), H200).programs == 128, "registers are for one an SM"
+    assert kernels(shape._replace(mask=(1, 0, 32)), decodes()) == ["decode"], "codes are of earlier blocks"
+    assert kernels(shape._replace(codes=(codes[0], "int8")), decodes()) == ["decode"]
+
+
 def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
     assert kernels(SHAPE, decodes(tokens=5)) == ["decode"]
     assert kernels(SHAPE, decodes(), has_words=False) == ["decode"]
@@ -77,6 +90,9 @@ def test_a_plan_is_not_for_a_cache_of_odd_strides() -> None:
     wide = torch.zeros(*inputs.key.shape[:-1], 65, dtype=torch.int8)
     odd = inputs._replace(key=wide[..., :64])
     assert has_words(inputs) and not has_words(odd) and not has_words(inputs._replace(value=wide[..., 1:]))
+    channels = torch.zeros(2, 1, 2, 129, dtype=torch.float16)
+    assert has_words(inputs._replace(k_scale_cache=torch.zeros(2, 1, 2, 128, dtype=torch.float16)))
+    assert not has_words(inputs._replace(k_scale_cache=channels[..., :128])), "of each channel, in words too"
     assert not plan.serves(odd) and [launch.span.kernel for launch in plan_call(odd).launches] == ["decode"]
     assert shape_of(odd) == shape_of(inputs) and bounds_of(odd) == bounds_of(inputs)
 
@@ -100,5 +116,5 @@ def test_programs_and_workspace() -> None:
 def test_the_plan_says_so() -> None:
     bounds = decodes(2, 512)
     plan = plan_attention(SHAPE, bounds, CPU)
-    assert plan.describe() == "decode kernel: 2 sequences (for 8-bit caches, 64 programs, tiles of 128 keys)"
+    assert plan.describe() == "decode kernel: 2 sequences (for codes, 64 programs, tiles of 128 keys)"
     assert plan.workspace_size == plan.launches[0].config.workspace  # type: ignore[union-attr]

@@ -32,7 +32,7 @@ class ChannelSteps(RowFormat):
     channel with an element that is not finite becomes NaN in the whole block.
     """
 
-    name = "int4_per_channel"
+    name = codes = "int4_per_channel"
     whole_blocks = True
     tile_keys = 32  # of one block: its steps and least elements are loaded once
 

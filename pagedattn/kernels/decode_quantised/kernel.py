@@ -1,12 +1,12 @@
-"""Gluon: attention of a few new tokens per sequence over a paged cache of 8-bit codes, in one launch.
+"""Gluon: attention of a few new tokens per sequence over a paged cache of codes of 8 or 4 bits, in one launch.
 
 The work is split as by the decode kernel for every cache: a head's tiles of keys, in the order of the sequences, are
 cut into equal ranges, one per program; programs that share an item exchange partial states. Within a program each of W
-warps has 16 keys of a tile, and a running maximum, sum and output of its own, so that no warp waits for another in the
-loop. Products are transposed, keys by query rows and channels by query rows: they are padded to 8 rows of queries, not
-to 16. Source: stream-K (PPoPP 2023).
+warps has KEYS keys of a tile, and a running maximum, sum and output of its own, so that no warp waits for another in
+the loop. Products are transposed, keys by query rows and channels by query rows: they are padded to 8 rows of queries,
+not to 16. Source: stream-K (PPoPP 2023).
 
-Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a group), `s` [W, 16, R], `acc` [W, DV, R].
+Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a group), `s` [W, KEYS, R], `acc` [W, DV, R].
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LN2, LOG2E
-from ..gluon_even_split import key_tiles, tiles_before, tiles_of
+from ..gluon_even_split import end_of_keys, key_tiles, tiles_before, tiles_of
 from ..gluon_names import thread_barrier
 from ..inputs import VARYING, AttentionInputs
+from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
 from .key_loop import attend
-from .operands import KEYS, in_order, key_element
+from .operands import in_order, is_4_bit
 from .plan import QuantisedDecodeConfig
+from .queries import load_queries
 from .rotation import rotate_back
 from .split_kv import publish_and_reduce
 
@@ -88,12 +90,13 @@ def _together(acc, m_i, l_i, exchange, V_CODES: gl.constexpr, MINE: gl.constexpr
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t,
+    num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
     so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
-    ONE_TOKEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
-    V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr,
+    ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
+    V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
+    V_SLOT: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -110,16 +113,16 @@ def _decode_kernel(
 
     if CHUNK == 1:  # the only sequence: nothing to look for
         q_len = gl.load(query_start_loc + 1) - gl.load(query_start_loc)
-        _, _, tiles = key_tiles(q_len, gl.load(seq_lens), max_keys, WINDOW, TILE, OVERHEAD)
+        _, _, tiles = key_tiles(q_len, gl.load(seq_lens), max_keys, MASK, TILE, OVERHEAD)
         here = tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
     else:
-        work = tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W)
+        work = tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, TILE, OVERHEAD, CHUNK, W)
         here = gl.sum(work, 0)
     total = here
     if MANY_SEQS:
         for more in range(CHUNK, num_seqs, CHUNK):
             next = tiles_of(
-                more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W
+                more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, TILE, OVERHEAD, CHUNK, W
             )
             total += gl.sum(next, 0)
     share = gl.maximum((total + programs - 1) // programs, 1)
@@ -134,7 +137,7 @@ def _decode_kernel(
                     base += here
                     first += CHUNK
                     work = tiles_of(
-                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, WINDOW, TILE, OVERHEAD, CHUNK, W
+                        first, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, TILE, OVERHEAD, CHUNK, W
                     )
                     here = gl.sum(work, 0)
         seq = first
@@ -145,15 +148,14 @@ def _decode_kernel(
 
         exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
         offs_q = gl.arange(0, R, along(2, QUERY))
-        element = in_3d(key_element(gl.arange(0, D, along(1, QUERY))), 1)
         offs_m = gl.arange(0, R, along(2, MMA))
         state = gl.arange(0, W, gl.SliceLayout(1, STATES))
-        first_key = in_3d(gl.arange(0, W, along(0, MMA)), 0) + in_3d(gl.arange(0, KEYS, along(1, MMA)), 1)
+        first_key = in_3d(gl.arange(0, W, along(0, MMA)), 0) + in_3d(gl.arange(0, 16, along(1, MMA)), 1)
         while at < end:
             q_start = gl.load(query_start_loc + seq)
             q_len = gl.load(query_start_loc + seq + 1) - q_start
             seq_len = gl.load(seq_lens + seq)
-            low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, WINDOW, TILE, OVERHEAD)
+            low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, MASK, TILE, OVERHEAD)
             past = base + tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
             q_block = (at - base) // gl.maximum(tiles, 1)
             close = base + (q_block + 1) * tiles
@@ -168,15 +170,8 @@ def _decode_kernel(
                 stop = gl.minimum(close, end)
                 q_row, head, exists = _rows(offs_q, q_len, q_block, kv_head, GROUP, BLOCK_Q)
                 to_row = (q_start + q_row).to(gl.int64) * sq_t + head * sq_h
-                mine = gl.arange(0, W, along(0, QUERY)) * 0
-                q = gl.load(query + in_3d(mine, 0) + in_3d(to_row, 2) + element, mask=in_3d(exists, 2), other=0.0)
-                # Codes are multiplied as float16, so that queries must be in its range: a power of two puts each row's
-                # largest element just below float16's.
-                largest = gl.max(gl.abs(q.to(gl.float32)), 1)
-                exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, 15)
-                down = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-                q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
-                up = gl.convert_layout(((exponent - 14) << 23).to(gl.float32, bitcast=True), STATES)
+                q, q_rest, up = load_queries(query, to_row, exists, D, R, W, K_CODES, QUERY)
+                up = gl.convert_layout(up, STATES)
 
                 q_row, head, exists = _rows(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
                 slope = 0.0
@@ -186,7 +181,7 @@ def _decode_kernel(
                 if k_scale is not None:  # stored keys times their scale: the same as their logits times it
                     logit_scale *= gl.load(k_scale + kv_head * s_kscale)
                 m_i = gl.full([W, R], -float("inf"), gl.float32, STATES)
-                l_i = gl.zeros([W, KEYS, R], gl.float32, MMA)
+                l_i = gl.zeros([W, 16, R], gl.float32, MMA)
                 if sinks is not None:
                     if at == origin:
                         sink = gl.load(sinks + head, mask=exists, other=-float("inf")).to(gl.float32) * LOG2E
@@ -194,16 +189,16 @@ def _decode_kernel(
                         l_i = gl.where((first_key == 0) & (in_3d(sink, 2) != -float("inf")), 2.0**SINK, l_i)
                 acc = gl.zeros([W, DV, R], gl.float32, MMA)
                 from_key = (first_tile + at - origin) * TILE
-                to_key = gl.minimum((first_tile + stop - origin) * TILE, gl.minimum(seq_len, max_keys))
-                if WINDOW > 0:  # a sequence longer than its table may have its window outside
+                to_key = gl.minimum((first_tile + stop - origin) * TILE, end_of_keys(seq_len, max_keys, MASK))
+                if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
                     to_key = gl.where(low < to_key, to_key, 0)
                 if from_key < to_key:
                     acc, m_i, l_i = attend(
-                        q, up * logit_scale, acc, m_i, l_i, key + kv_head.to(gl.int64) * sk_h,
+                        q, q_rest, up * logit_scale, acc, m_i, l_i, key + kv_head.to(gl.int64) * sk_h,
                         value + kv_head.to(gl.int64) * sv_h, k_scale_cache, v_scale_cache, kv_head,
                         table + seq.to(gl.int64) * s_table, from_key, to_key, low, seq_len - q_len + q_row, slope,
-                        softcap, num_blocks, sk_b, sk_s, sv_b, sv_s, K_CODES, V_CODES, K_STRIDES, V_STRIDES, S, D, DV,
-                        R, W, CAUSAL, WINDOW, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, MMA,
+                        softcap, num_blocks, sk_b, sv_b, K_SLOT, V_SLOT, K_CODES, V_CODES, K_STRIDES, V_STRIDES, S, D,
+                        DV, R, W, KEYS, MASK, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, MMA,
                     )  # fmt: skip
                 all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, V_CODES, MINE)
                 scale = out_scale
@@ -219,7 +214,7 @@ def _decode_kernel(
                 if complete:
                     _finish(
                         all_acc, all_m, all_l, out, lse_out, q_start, q_len, q_block, kv_head, scale, so_t, so_h, sl_t,
-                        GROUP, BLOCK_Q, V_CODES == "rotated_int4",
+                        GROUP, BLOCK_Q, is_4_bit(V_CODES),
                     )  # fmt: skip
                 at = stop
 
@@ -232,7 +227,6 @@ def constants_of(
 ) -> dict[str, Any]:
     """What the kernel is compiled for, but for the planes of scales."""
     chunk = 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
-    causal, window = shape.mask
     return {
         "S": shape.block_size,
         "KV_HEADS": shape.num_kv_heads,
@@ -245,11 +239,11 @@ def constants_of(
         "CHUNK": chunk,
         "MANY_SEQS": num_seqs > chunk,
         "ONE_TOKEN": max_query_len <= 1,
-        "CAUSAL": bool(causal),
-        "WINDOW": window,
+        "MASK": shape.mask,
         "SOFTCAP": softcap,
         "K_CODES": shape.codes[0],
         "V_CODES": shape.codes[1],
+        "KEYS": config.tuning.keys,
     }
 
 
@@ -260,7 +254,9 @@ def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: to
     else may use it before this launch is done.
     """
     query, table, out, lse = inputs.query, inputs.block_table, inputs.out, inputs.lse
-    key, value = inputs.key.view(torch.int32), inputs.value.view(torch.int32)
+    key, value, k_scales = inputs.key.view(torch.int32), inputs.value.view(torch.int32), inputs.k_scale_cache
+    if k_scales is not None and k_scales.shape[3] > 1:  # numbers of each channel
+        k_scales = k_scales.view(torch.int32)
     if table is None:
         raise ValueError("packed keys have no blocks")
     num_seqs = len(inputs.seq_lens)
@@ -269,15 +265,15 @@ def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: to
         *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
-        *key.stride()[:3],
-        *value.stride()[:3],
+        *(key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
         *out.stride()[:2],
         *(0 if lse is None else lse.stride(0), table.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-        *(inputs.k_scale_cache, inputs.v_scale_cache),
+        *(k_scales, inputs.v_scale_cache),
     )
     constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)
-    constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
+    constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1)}
+    constants |= {"K_STRIDES": plane_strides(k_scales), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
     with on_device(query):
         _launch((config.programs,), arguments, constants, **options)

@@ -5,30 +5,39 @@ the indices are chosen such that the 16 bytes a thread loads at a time are eleme
 no shared memory, no shuffle. Keys are K of S = Q K^T, whose operands hold pairs of a row's elements; values are V of
 O = P V, whose operands hold pairs of rows, which two words of neighbouring rows are interleaved to.
 
-Words are int32 of four codes, or eight of 4 bits. W warps have 16 keys each.
+Words are int32 of four codes, or eight of 4 bits (`operands_4bit.py`). W warps have 16 keys each, or 32.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import operands_4bit
 from .axes import bits
 
-KEYS = gl.constexpr(16)  # of a warp's product
-SIXTEEN = gl.constexpr((gl.float16,) * 16)
+is_4_bit = operands_4bit.is_4_bit
 
 
 @gluon.constexpr_function
-def key_words(warps, words):
-    """Layout of words of keys [W, 16, D / 4]."""
-    registers = [[0, 0, 1], [0, 0, 2], *([0, 0, 16 << i] for i in range(bits(words // 16))), [0, 8, 0]]
-    lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+def key_words(warps, keys, words):
+    """Layout of words of keys [W, keys, words]."""
+    run = operands_4bit.run_of(words)
+    registers = [[0, 0, 1 << i] for i in range(bits(run))]
+    registers += [[0, 0, 4 * run << i] for i in range(bits(words // (4 * run)))]
+    registers += [[0, 8 << i, 0] for i in range(bits(keys // 8))]
+    lanes = [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 16, words])
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, keys, words])
 
 
 @gluon.constexpr_function
 def codes_of_word(codes):
-    return 8 if codes == "rotated_int4" else 4
+    return 8 if is_4_bit(codes) else 4
+
+
+@gluon.constexpr_function
+def may_be_nan(codes):
+    """Whether some codes stand for no number, so that those of rows that are not seen must not be multiplied by 0."""
+    return codes in ("e4m3", "e5m2")
 
 
 @gluon.constexpr_function
@@ -38,19 +47,20 @@ def _run(words):
 
 
 @gluon.constexpr_function
-def value_words(warps, words):
-    """Layout of words of every second value [W, 8, DV / 4]."""
+def value_words(warps, keys, words):
+    """Layout of words of every second value [W, keys / 2, words]."""
     run = _run(words)
     registers = [[0, 0, 1 << i] for i in range(bits(run))]
-    registers += [[0, 0, 8 * run << i] for i in range(bits(words // (8 * run)))] + [[0, 4, 0]]
+    registers += [[0, 0, 8 * run << i] for i in range(bits(words // (8 * run)))]
+    registers += [[0, 4 << i, 0] for i in range(bits(keys // 8))]
     lanes = [[0, 1, 0], [0, 2, 0], [0, 0, run], [0, 0, 2 * run], [0, 0, 4 * run]]
     of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 8, words])
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, keys // 2, words])
 
 
 @gluon.jit
 def key_element(index):
-    """The element of a row that stands at an index of Q K^T's inner dimension."""
+    """The element of a row of 8-bit codes that stands at an index of Q K^T's inner dimension."""
     low = (index & 1) | ((index >> 2) & 14) | ((index << 3) & 48)
     return low | (index >> 6 << 6)
 
@@ -59,12 +69,21 @@ def key_element(index):
 def key_offset(codes):
     """What elements of `key_operand` are larger by than the codes stand for. It is taken off the products, where they
     begin: a subtraction per element was a tenth of the loop's instructions."""
-    return 1152.0 if codes == "int8" else 0.0
+    return 1152.0 if codes in ("int8", "turboquant4") else 0.0
 
 
 @gluon.jit
-def key_operand(words, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, 16, D] plus `key_offset`, elements in the order of `key_element`."""
+def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
+    """float16 [W, keys, D] plus `key_offset`, elements in the order of `key_element`, or of `in_key_order`."""
+    if is_4_bit(CODES):
+        k = operands_4bit.key_operand(words, tables, CODES, MMA)
+    else:
+        k = _keys_of_8_bits(words, CODES, MMA)
+    return k
+
+
+@gluon.jit
+def _keys_of_8_bits(words, CODES: gl.constexpr, MMA: gl.constexpr):
     if CODES == "e4m3":
         a, b, c, d = gl.inline_asm_elementwise(
             """{ .reg .b16 a, b; .reg .b32 x, y;
@@ -100,6 +119,7 @@ def key_operand(words, CODES: gl.constexpr, MMA: gl.constexpr):
             1,
         )
     W: gl.constexpr = words.shape[0]
+    KEYS: gl.constexpr = words.shape[1]
     D: gl.constexpr = words.shape[2] * 4
     x = gl.join(gl.join(a, b), gl.join(c, d))
     x = x.reshape([W, KEYS, D // 64, 2, 2, 2, 2, 2, 2]).permute((0, 1, 2, 5, 6, 8, 3, 4, 7)).reshape([W, KEYS, D])
@@ -107,17 +127,17 @@ def key_operand(words, CODES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def value_operand(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, DV, 16] of the values at even and at odd places, to be put in order by `in_order`."""
-    if CODES == "rotated_int4":
-        v = _of_4_bits(even, odd, MMA)
+def value_operand(even, odd, tables, CODES: gl.constexpr, MMA: gl.constexpr):
+    """float16 [W, DV, keys] of the values at even and at odd places, to be put in order by `in_order`."""
+    if is_4_bit(CODES):
+        v = operands_4bit.value_operand(even, odd, tables, _run(even.shape[2]), CODES, MMA)
     else:
-        v = _of_8_bits(even, odd, CODES, MMA)
+        v = _values_of_8_bits(even, odd, CODES, MMA)
     return v
 
 
 @gluon.jit
-def _of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
+def _values_of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
     if CODES == "e4m3":
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             """{ .reg .b32 p, q, x; .reg .b16 a, b;
@@ -161,48 +181,12 @@ def _of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
             1,
         )
     W: gl.constexpr = even.shape[0]
+    PAIRS: gl.constexpr = even.shape[1]
     WORDS: gl.constexpr = even.shape[2]
     RUN: gl.constexpr = _run(WORDS)
     x = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    x = x.reshape([W, KEYS // 2, WORDS // (8 * RUN), 8, RUN, 2, 2, 2]).permute((0, 2, 4, 7, 6, 3, 1, 5))
-    return gl.convert_layout(x.reshape([W, 4 * WORDS, KEYS]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _of_4_bits(even, odd, MMA: gl.constexpr):
-    """Words of eight codes c, which stand for 2c - 15. Halves of two rows' words beside each other are four pairs; a
-    pair's codes are bits of the mantissas of two numbers from 1024 on, four places or none from their upper end."""
-    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, r = gl.inline_asm_elementwise(
-        """{ .reg .b32 u, s, x, half, low, small, high;
-        mov.b32 half, 0x38003800; mov.b32 low, 0xE01EE01E; mov.b32 small, 0x28002800; mov.b32 high, 0xD1E0D1E0;
-        prmt.b32 u, $16, $17, 0x5410;
-        shl.b32 s, u, 2;
-        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$0, $1}, x;
-        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$2, $3}, x;
-        shr.u32 s, u, 6;
-        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$4, $5}, x;
-        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$6, $7}, x;
-        prmt.b32 u, $16, $17, 0x7632;
-        shl.b32 s, u, 2;
-        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$8, $9}, x;
-        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$10, $11}, x;
-        shr.u32 s, u, 6;
-        lop3.b32 x, s, 0x003C003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, half, low; mov.b32 {$12, $13}, x;
-        lop3.b32 x, s, 0x03C003C0, 0x64006400, 0xEA; fma.rn.f16x2 x, x, small, high; mov.b32 {$14, $15}, x; }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [even, odd],
-        SIXTEEN,
-        True,
-        1,
-    )
-    W: gl.constexpr = even.shape[0]
-    WORDS: gl.constexpr = even.shape[2]
-    RUN: gl.constexpr = _run(WORDS)
-    first = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    second = gl.join(gl.join(gl.join(i, j), gl.join(k, m)), gl.join(gl.join(n, o), gl.join(p, r)))
-    x = gl.join(first, second).reshape([W, KEYS // 2, WORDS // (8 * RUN), 8, RUN, 2, 2, 2, 2])
-    x = x.permute((0, 2, 4, 8, 7, 6, 3, 1, 5)).reshape([W, 8 * WORDS, KEYS])
-    return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+    x = x.reshape([W, PAIRS, WORDS // (8 * RUN), 8, RUN, 2, 2, 2]).permute((0, 2, 4, 7, 6, 3, 1, 5))
+    return gl.convert_layout(x.reshape([W, 4 * WORDS, 2 * PAIRS]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit

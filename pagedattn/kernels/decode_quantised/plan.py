@@ -13,26 +13,29 @@ from ..shape import AttentionShape, BatchBounds
 
 KEYS_PER_WARP = 16
 _DIMS = (64, 128, 256)
-_MASKS = ("sliding_window",)
-_CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"))
+_MASKS = ("sliding_window", "earlier_blocks", "recent_blocks", "from_block")
+_4_BITS = (("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4"))
+_CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"), *_4_BITS)
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
 _MOST_ROWS = 16  # of a query block: tokens times heads of a group
 
 
 class QuantisedDecodeTuning(NamedTuple):
-    """What is chosen by measurement: warps of a program, programs of an SM, registers of a thread, and tiles that an
-    item counts for beyond its keys' when they are split, since it takes time until its first keys are there."""
+    """What is chosen by measurement: warps of a program, programs of an SM, registers of a thread, tiles that an item
+    counts for beyond its keys' when they are split, since it takes time until its first keys are there, and keys of a
+    warp."""
 
     warps: int
     per_sm: int
     max_registers: int
     tile_overhead: int
+    keys: int = KEYS_PER_WARP
 
     @property
     def tile(self) -> int:
         """Keys."""
-        return self.warps * KEYS_PER_WARP
+        return self.warps * self.keys
 
 
 class QuantisedDecodeConfig(NamedTuple):
@@ -74,11 +77,14 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
 
 
 def has_words(inputs: AttentionInputs) -> bool:
-    """Whether the codes can be read four at a time."""
+    """Whether the codes, and what keys have of each channel, can be read four bytes at a time."""
+    planes, channels = [inputs.key, inputs.value], inputs.k_scale_cache
+    if channels is not None and channels.shape[3] > 1:
+        planes.append(channels)
     return all(
         x.storage_offset() * x.element_size() % 4 == 0
         and all(step * x.element_size() % 4 == 0 for step in x.stride()[:-1])
-        for x in (inputs.key, inputs.value)
+        for x in planes
     )
 
 
@@ -89,19 +95,31 @@ def quantised_decode_config(
     """The configuration of a launch over sequences of these bounds; `tuning` is taken as it is."""
     rows = 8 if bounds.max_query_len * shape.group <= 8 else _MOST_ROWS
     items = bounds.num_seqs * shape.num_kv_heads
-    tuning = tuning or _tuning(items, bounds.max_seq_len, rows * max(shape.head_dim, shape.head_dim_v), target)
+    state, twice = rows * max(shape.head_dim, shape.head_dim_v), _has_double_tiles(shape)
+    tuning = tuning or _tuning(items, bounds.max_seq_len, state, twice, target)
     tiles = items * max(1, -(-bounds.max_seq_len // tuning.tile))
     programs = min(target.num_sms * tuning.per_sm, tiles, COUNTERS)
     programs = max(1, programs // shape.num_kv_heads) * shape.num_kv_heads  # each head has as many as every other
     return QuantisedDecodeConfig(rows, programs, tiles, rows * (shape.head_dim_v + 2), tuning)
 
 
-def _tuning(items: int, keys: int, state: int, target: Target) -> QuantisedDecodeTuning:
+def _has_double_tiles(shape: AttentionShape) -> bool:
+    """Whether a warp can have twice the keys: of 4 bits they are as many bytes, and what a tile takes beside its codes
+    is shared by more. States of larger heads leave no registers for them."""
+    whole = shape.block_size is not None and shape.block_size % (2 * KEYS_PER_WARP) == 0
+    return whole and shape.codes in _4_BITS and max(shape.head_dim, shape.head_dim_v) <= 128
+
+
+def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -> QuantisedDecodeTuning:
     """Of many items twelve warps an SM in small programs, of few sixteen in large ones, so that there are fewer partial
-    states, and of few keys one program, for the same reason; eight warps where their states are large."""
-    small = state <= _SMALL_STATE
+    states, and of few keys one program, for the same reason; eight warps where their states are large, or they have
+    twice the keys."""
+    small, keys = state <= _SMALL_STATE, KEYS_PER_WARP * (2 if twice else 1)
     if 2 * items >= 3 * target.num_sms:
         per_sm, registers = (3, 168) if small else (2, 255)
-        return QuantisedDecodeTuning(4, per_sm, registers, 2)
-    few = items * keys <= 1024 * target.num_sms
-    return QuantisedDecodeTuning(8, 2 if small and not few else 1, 128 if small else 255, 0)
+        return QuantisedDecodeTuning(4, per_sm, registers, 2, keys)
+    if items * seq_len <= 1024 * target.num_sms:
+        return QuantisedDecodeTuning(8, 1, 255, 0)
+    if twice:
+        return QuantisedDecodeTuning(8, 1, 255, 0, keys)
+    return QuantisedDecodeTuning(8, 2 if small else 1, 128 if small else 255, 0)

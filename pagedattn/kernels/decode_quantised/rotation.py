@@ -1,4 +1,4 @@
-"""Gluon: outputs of rotated values, as they were before the rotation."""
+"""Gluon: rows times signs and a Hadamard matrix: queries of rotated keys, and outputs of rotated values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,9 +10,25 @@ _signs = gluon.jit(device.signs.fn)
 
 
 @gluon.jit
+def rotate(x):
+    """Rows [R, D], as of `rotate_back`, in the rotation of stored rows."""
+    D: gl.constexpr = x.shape[1]
+    dim = gl.arange(0, D, gl.SliceLayout(0, x.type.layout))
+    return _hadamard(x * gl.expand_dims(_signs(dim) * D**-0.5, 0))
+
+
+@gluon.jit
 def rotate_back(x):
-    """Rows [R, D] times signs and a Hadamard matrix, D a power of two of which a thread has N side by side. Each round
-    transforms an index's last bit, which becomes its first; after log2(N) of them the next bits come to one thread."""
+    """Rows [R, D] as they were before the rotation, D a power of two of which a thread has some side by side."""
+    D: gl.constexpr = x.shape[1]
+    dim = gl.arange(0, D, gl.SliceLayout(0, x.type.layout))
+    return _hadamard(x) * gl.expand_dims(_signs(dim) * D**-0.5, 0)
+
+
+@gluon.jit
+def _hadamard(x):
+    """H times rows [R, D] of which a thread has N elements side by side. Each round transforms an index's last bit,
+    which becomes its first; after log2(N) of them the next bits come to one thread."""
     R: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
@@ -22,6 +38,4 @@ def rotate_back(x):
         x = gl.join(a + b, a - b).permute((0, 2, 1)).reshape([R, D])
         if i % MINE == MINE - 1:
             x = gl.convert_layout(x, LAYOUT)
-    x = gl.convert_layout(x, LAYOUT)
-    dim = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    return x * gl.expand_dims(_signs(dim) * D**-0.5, 0)
+    return gl.convert_layout(x, LAYOUT)

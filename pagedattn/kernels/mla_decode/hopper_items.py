@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_even_split import key_tiles, tiles_before, tiles_of
+from ..gluon_even_split import key_tiles, tiles_before, tiles_of, window_mask
 from .plan import HOPPER_DIMS, HOPPER_KEYS, MAX_ROWS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
@@ -79,8 +79,8 @@ class Step:
     def tiles_of(self, first, shape, COUNT: gl.constexpr):
         """Tiles of a part's items of each of CHUNK sequences from `first` on; COUNT warps look."""
         return tiles_of(
-            first, self.query_start_loc, self.seq_lens, self.num_seqs, self.max_keys, shape.BLOCK_Q, shape.WINDOW,
-            KEYS, shape.OVERHEAD, shape.CHUNK, COUNT,
+            first, self.query_start_loc, self.seq_lens, self.num_seqs, self.max_keys, shape.BLOCK_Q,
+            window_mask(shape.WINDOW), KEYS, shape.OVERHEAD, shape.CHUNK, COUNT,
         )  # fmt: skip
 
     @gluon.jit
@@ -112,7 +112,7 @@ class Step:
         q_start = gl.load(self.query_start_loc + seq)
         q_len = gl.load(self.query_start_loc + seq + 1) - q_start
         seq_len = gl.load(self.seq_lens + seq)
-        low, first, tiles = key_tiles(q_len, seq_len, self.max_keys, shape.WINDOW, KEYS, shape.OVERHEAD)
+        low, first, tiles = key_tiles(q_len, seq_len, self.max_keys, window_mask(shape.WINDOW), KEYS, shape.OVERHEAD)
         return q_start, q_len, seq_len, low, first, tiles
 
     @gluon.jit
