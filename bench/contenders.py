@@ -80,7 +80,8 @@ def chosen(version: str | None) -> Iterator[None]:
 def through_layer(contender: Contender, problem: Problem) -> Run:
     """Attention through our layer, without the cache write, as the kernels are compared."""
     case = problem.case
-    size, form = contender.block_size or case.block_size, contender.kv_cache_dtype or case.kv_cache_dtype
+    form = contender.kv_cache_dtype or case.kv_cache_dtype
+    size = contender.block_size or case.size_of_blocks(form)
     with chosen(contender.version):
         attention = Attention(
             *(case.heads, case.dim, case.kv_heads),

@@ -30,6 +30,9 @@ class Paged(NamedTuple):
 
     caches: PagedKVCache
     common: CommonAttentionMetadata
+    recent: PagedKVCache | None = (
+        None  # all rows in the model's dtype, in the same blocks, where a format reads some so
+    )
 
     def layer(self, index: int) -> LayerCache:
         """Planes of a layer's keys and values, each [P, S, Hkv, n]."""
@@ -121,13 +124,19 @@ def _encoded(plain: Paged, kv_cache_dtype: str) -> Paged:
     """The same rows in the same blocks, as a format stores them."""
     form, (blocks, size, heads, dim) = format_of(kv_cache_dtype), plain.layer(0).key.shape
     options = {"dtype": plain.layer(0).key.dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype}
+    if form.whole_blocks:  # some blocks are read as they came: the second cache has all, under the same ids
+        options["recent_blocks"] = blocks
     caches = PagedKVCache(plain.caches.num_layers, blocks, size, heads, dim, **options)
     for index in range(caches.num_layers):
         rows = plain.layer(index).key, plain.layer(index).value
         for kind, given, planes in zip((form.key, form.value), rows, caches.layer(index).sides, strict=True):
             for plane, encoded in zip(planes, kind.encode(given), strict=True):
                 plane.copy_(encoded)
-    return Paged(caches, plain.common)
+        recent = caches.layer(index).recent
+        if recent is not None:
+            recent.key.copy_(rows[0])
+            recent.value.copy_(rows[1])
+    return Paged(caches, plain.common.replace(recent_table=plain.common.block_table if form.whole_blocks else None))
 
 
 def _samples(problem: Problem, paged: Paged) -> list[_Sample]:
@@ -174,9 +183,23 @@ def _sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, he
         for kind, planes in zip((form.key, form.value), cache.sides, strict=True)
     )
     heads = slice(head * group, (head + 1) * group)
-    data = (problem.queries[0, rows, heads], key.flatten(0, 1)[:keys], value.flatten(0, 1)[:keys])
+    stored = [x.flatten(0, 1)[:keys] for x in (key, value)]
     sinks = None if problem.sinks is None else problem.sinks[heads]
     options = {"scale": case.scale, "mask": case.mask, "softcap": case.softcap or None, "sinks": sinks}
-    want, _ = attention_oracle(*data, **options)
-    naive, _ = attention_oracle(*data, **options, dtype=case.torch_dtype)
-    return _Sample(rows, heads, want, naive.double())
+
+    def attended(dtype: torch.dtype) -> torch.Tensor:
+        queries = problem.queries[0, rows, heads]
+        if cache.recent is None:
+            return attention_oracle(queries, *stored, **options, dtype=dtype)[0]
+        given, size = [x[table][:, :, [head]].flatten(0, 1)[:keys] for x in cache.recent.planes], cache.block_size
+        every = []
+        for at, query in enumerate(queries):
+            position = keys - len(queries) + at  # which decides what a query reads as it came
+            first, recent = form.first_blocks(size) * size, (position // size - form.recent_blocks(size)) * size
+            came = torch.arange(position + 1, device=query.device)
+            came = ((came < first) | (came >= recent))[:, None, None]
+            seen = [torch.where(came, a[: position + 1], b[: position + 1]) for a, b in zip(given, stored, strict=True)]
+            every.append(attention_oracle(query[None], *seen, **options, dtype=dtype)[0])
+        return torch.cat(every)
+
+    return _Sample(rows, heads, attended(torch.float64), attended(case.torch_dtype).double())

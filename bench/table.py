@@ -10,6 +10,7 @@ import torch
 from pagedattn import Mask
 from pagedattn.cache.specs import FullAttentionSpec, KVCacheSpec, MLASpec
 from pagedattn.errors import InvalidInputError
+from pagedattn.formats.registry import format_of
 
 from .workload import Workload, parse
 
@@ -76,8 +77,13 @@ class Case(NamedTuple):
 
     def bytes_read(self, kv_cache_dtype: str) -> int:
         """Bytes of keys and values, codes and scales, each read once from a cache of that format."""
-        spec = self.cache_spec(self.block_size, kv_cache_dtype)
-        return self.work.keys_read(self.window) * spec.bytes_per_block // self.block_size
+        size = self.size_of_blocks(kv_cache_dtype)
+        return self.work.keys_read(self.window) * self.cache_spec(size, kv_cache_dtype).bytes_per_block // size
+
+    def size_of_blocks(self, kv_cache_dtype: str) -> int:
+        """Tokens of a block in a format: the case's, or of formats that have, or want, larger ones, theirs."""
+        least = 1 if self.latent or kv_cache_dtype == "auto" else format_of(kv_cache_dtype).default_block_size
+        return max(self.block_size, least)
 
     def cache_spec(self, block_size: int, kv_cache_dtype: str = "auto") -> KVCacheSpec:
         """What a layer caches, in blocks of that size."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InvalidInputError, UnsupportedError
+from ..errors import InvalidInputError
 from .registry import format_of, format_of_pair, split_name
 
 _SKIP = ":skip="
@@ -141,19 +141,6 @@ class KVCacheDtype:
             remedy = "give each layer its own: KVCacheDtype.of(...).of_layers(num_layers)[index]"
             raise InvalidInputError("kv_cache_dtype", "the format of one layer, without skip=", repr(str(self)), remedy)
         return self.name
-
-    def require_rows(self, who: str) -> KVCacheDtype:
-        """This, unless it encodes whole blocks, on behalf of somebody who keeps no second cache for open ones.
-
-        Raises:
-            UnsupportedError: such a format, by name.
-        """
-        if format_of(self.name).whole_blocks:
-            raise UnsupportedError(
-                f"kv_cache_dtype={str(self)!r} is not served by {who}, which has no second cache for open blocks; take "
-                "turboquant4, k8v4 or int8 there, or the engine, a Hugging Face model or a layer of your own"
-            )
-        return self
 
     def of_layers(self, num_layers: int) -> Sequence[str]:
         """The format of each of a model's layers, by name.
