@@ -33,7 +33,6 @@ from pagedattn import (
     plan_step,
     select_backend,
 )
-from pagedattn.bench import command as bench
 from pagedattn.cli import packaged_model
 from pagedattn.engine import LLM
 from pagedattn.errors import PagedAttnError
@@ -247,7 +246,6 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "block_size must be": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int4"),
     "recent_blocks must be": lambda here: PagedKVCache(1, 4, 32, kv_cache_dtype="int4"),
     "recent_table must be": lambda here: without_recent_table(),
-    "kv_cache_dtype='int4' is not served": lambda here: bench.run("decode", None, [], None, False, ["int4"]),
     "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
     "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
     "metadata must be planned": lambda here: other_plan(),

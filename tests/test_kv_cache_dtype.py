@@ -59,7 +59,7 @@ def test_a_window() -> None:
         == KVCacheDtype(key="turboquant4", value="turboquant4", skip_layers=[0], window=40)
     )
     assert KVCacheDtype.of("key=int8,value=rotated_int4:window=8").name == "k8v4:window=8"
-    assert KVCacheDtype.of("int8:window=0") == KVCacheDtype("int8") and some.block_size(None) == 16
+    assert KVCacheDtype.of("int8:window=0") == KVCacheDtype("int8") and some.block_size(None) == 32
     form = format_of("turboquant4:window=40")
     assert form is format_of("turboquant4:window=40") and form.key is FORMATS["turboquant4"].key and form.whole_blocks
     assert [form.recent_blocks(size) for size in (1, 8, 16, 39, 40, 64)] == [40, 5, 3, 2, 1, 1]
