@@ -1,4 +1,4 @@
-"""The Gluon kernel for latent attention compiles for Hopper without one: all in room, products not waited for alone."""
+"""The Gluon kernels for latent attention compile for Hopper without one: all in room, products not waited for alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 EXPECTED = {
     "bf16-H128-64x1-page64-(1, 0)": (36 + 2 * 4, 80),
     "fp16-H16-8x2-page16-(1, 100)-cap": (36 + 2 * 16, 120),
+    "bf16-e4m3-H16-64x1-page64-(1, 0)": (36 + 32, 80),
+    "bf16-ds_mla-H128-64x1-page64-(1, 0)": (36 + 32, 900),
 }
 MORE = {
     "bf16-H16-300x1-page8-(1, 0)": (36 + 2 * 16, 200),
     "bf16-H64-64x4-page128-(1, 0)": (36 + 2 * 4, 80),
     "bf16-H96-64x1-page64-(0, 0)": (36 + 2 * 4, 80),
+    "bf16-e4m3-H128-64x1-page64-(1, 0)": (36 + 32, 160),
+    "fp16-e4m3-H8-300x2-page8-(1, 100)-cap": (36 + 32, 450),
+    "bf16-ds_mla-H16-64x1-page128-(1, 0)": (36 + 32, 350),
+    "fp16-ds_mla-H16-8x2-page16-(0, 100)-cap": (36 + 32, 900),
 }
 EXPECTED |= MORE if random_work.everything else {}
 
