@@ -51,7 +51,15 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     names = ("key_operand", "halves_of", "in_key_order", "value_operand", "in_order")
     found = SimpleNamespace(**{name: getattr(operands, name).fn for name in names})
-    given = {"gl": language, "KEYS": KEYS, "LATENT": LATENT, "PANEL": PANEL, "PANELS": PANELS, "SOME_KEYS": SOME}
+    given = {
+        "gl": language,
+        "KEYS": KEYS,
+        "LATENT": LATENT,
+        "PANEL": PANEL,
+        "PANELS": PANELS,
+        "SOME_KEYS": SOME,
+        "output_layout": lambda rows: None,
+    }
     for name, value in (given | {"_elements": lambda x: of_words(plain(x)), "_pairs": pairs_of}).items():
         monkeypatch.setattr(operands, name, value)
     return found

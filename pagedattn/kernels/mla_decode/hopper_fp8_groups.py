@@ -30,7 +30,7 @@ from .hopper_fp8_rooms import GROUPS, LOAD
 from .hopper_items import LATENT, ROPE
 from .hopper_states import note_splits, state_of, write_sums
 
-SOME = gl.constexpr(8)  # rows that are loaded, or set to 0, at a time
+SOME = gl.constexpr(8)  # rows of queries that are loaded at a time
 SMALLEST_SCALE = gl.constexpr(2.0**-100)  # what is smaller is read as this: a sum of exp(logit) then is a float32
 
 
@@ -77,20 +77,6 @@ def _panel_product(i: gl.constexpr, words, s, rooms, shape):
     LAYOUT: gl.constexpr = key_words(PANEL // 4)
     a = key_operand(words.slice(i * (PANEL // 4), PANEL // 4, 1).load(LAYOUT), shape.MMA)
     return warpgroup_mma(a, rooms.q_latent.slice(i * PANEL, PANEL, 1).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _group_product(i: gl.constexpr, words, s, before, rooms, shape):
-    """The same of a group's channels alone, in two steps, to have fewer registers, and the products `before`, done."""
-    LAYOUT: gl.constexpr = key_words(PANEL // 4)
-    HALF: gl.constexpr = PANEL // 2
-    first, second = halves_of(words.slice(i * (PANEL // 4), PANEL // 4, 1).load(LAYOUT))
-    q = rooms.q_latent.slice(i * PANEL, HALF, 1).permute((1, 0))
-    s = warpgroup_mma(key_operand(first, shape.MMA), q, s, use_acc=False, is_async=True)
-    before = warpgroup_mma_wait(1, deps=[before])
-    q = rooms.q_latent.slice(i * PANEL + HALF, HALF, 1).permute((1, 0))
-    s = warpgroup_mma(key_operand(second, shape.MMA), q, s, is_async=True)
-    return s, before
 
 
 @gluon.jit
@@ -141,20 +127,31 @@ def _scales(c, begin, end, rooms, shape):
 
 @gluon.jit
 def _grouped_logits(c, scales, rooms, shape):
-    """The same of rows with scales by groups: products of each group times the keys' scale of it."""
+    """The same of rows with scales by groups: products of each group times the keys' scale of it. A group's channels
+    are converted in two steps, to have fewer registers."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.MMA, k_width=2)
+    LAYOUT: gl.constexpr = key_words(PANEL // 4)
+    HALF: gl.constexpr = PANEL // 2
     nothing = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
     words, q_rope = rooms.words(c), rooms.q_rope.permute((1, 0))
     if shape.DTYPE == gl.bfloat16:
-        s = warpgroup_mma(rooms.rope_rows(c), q_rope, nothing, use_acc=False, is_async=True)
+        product = warpgroup_mma(rooms.rope_rows(c), q_rope, nothing, use_acc=False, is_async=True)
     else:
         rope = rooms.rope_rows(c).load(OPERAND).to(shape.DTYPE)
-        s = warpgroup_mma(rope, q_rope, nothing, use_acc=False, is_async=True)
-    product, s = _group_product(0, words, nothing, s, rooms, shape)
-    for i in gl.static_range(1, PANELS):
-        later, product = _group_product(i, words, nothing, product, rooms, shape)
-        s += product * gl.expand_dims(scales[i - 1], 1)
-        product = later
+        product = warpgroup_mma(rope, q_rope, nothing, use_acc=False, is_async=True)
+    s = nothing
+    for i in gl.static_range(PANELS):
+        first, second = halves_of(words.slice(i * (PANEL // 4), PANEL // 4, 1).load(LAYOUT))
+        operand = key_operand(first, shape.MMA)
+        product = warpgroup_mma_wait(0, deps=[product])
+        if i == 0:
+            s = product
+        else:
+            s += product * gl.expand_dims(scales[i - 1], 1)
+        q = rooms.q_latent.slice(i * PANEL, HALF, 1).permute((1, 0))
+        product = warpgroup_mma(operand, q, nothing, use_acc=False, is_async=True)
+        q = rooms.q_latent.slice(i * PANEL + HALF, HALF, 1).permute((1, 0))
+        product = warpgroup_mma(key_operand(second, shape.MMA), q, product, is_async=True)
     product = warpgroup_mma_wait(0, deps=[product])
     return s + product * gl.expand_dims(scales[PANELS - 1], 1)
 
@@ -194,18 +191,6 @@ def _weights(s, m_i, largest, q_pos, key, past, scale, softcap, MASKED: gl.const
 
 
 @gluon.jit
-def _zero_rows(words, begin, end):
-    """Rows outside begin..end of a tile become 0: their weights are 0, but 0 * NaN would reach the output."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    for i in gl.static_range(KEYS // SOME):
-        if (i * SOME + SOME > end) | (i * SOME < begin):
-            rows = words.slice(i * SOME, SOME)
-            index = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
-            kept = gl.expand_dims((index >= begin) & (index < end), 1)
-            rows.store(gl.where(kept, rows.load(WIDE), 0))
-
-
-@gluon.jit
 def _factors(i: gl.constexpr, rooms):
     """Of the pairs of keys of a part of a tile, what values of each group are multiplied with."""
     LAYOUT: gl.constexpr = factor_words()
@@ -218,12 +203,16 @@ def _factors(i: gl.constexpr, rooms):
 
 
 @gluon.jit
-def _add_values(acc, c, rooms, shape):
-    """Outputs and what a tile's values add to them. A half of the tile is released when its codes are in registers."""
+def _add_values(acc, c, begin, end, MASKED: gl.constexpr, rooms, shape):
+    """Outputs and what a tile's values add to them. A half of the tile is released when its codes are in registers.
+    MASKED: values of keys outside begin..end are 0, as their weights are, but 0 * NaN would reach the output."""
     VALUES: gl.constexpr = value_words()
     words = rooms.words(c)
     for i in gl.static_range(KEYS // SOME_KEYS):
         some = words.slice(i * SOME_KEYS, SOME_KEYS).load(VALUES)
+        if MASKED:
+            key = i * SOME_KEYS + gl.arange(0, SOME_KEYS, gl.SliceLayout(1, VALUES))
+            some = gl.where(gl.expand_dims((key >= begin) & (key < end), 1), some, 0)
         factor = None
         if shape.GROUPED:
             factor = _factors(i, rooms)
@@ -237,10 +226,24 @@ def _add_values(acc, c, rooms, shape):
 
 
 @gluon.jit
+def _sums(p):
+    """Sums of the two keys that a thread has of each row, [WARPS, 8, ROWS]: what is left is added up once per item."""
+    return gl.sum(p.reshape([WARPS, 2, KEYS // (2 * WARPS), p.shape[1]]), 1)
+
+
+@gluon.jit
+def _times(sums, factor):
+    """Sums by `_sums` times a factor of each row."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)), assert_trivial=True)
+    return sums * gl.expand_dims(gl.expand_dims(factor, 0), 0)
+
+
+@gluon.jit
 def _attend_tiles(item, begin, past, c, q_pos, scale, softcap, rooms, shape):
     """The state after keys begin..past, sums by key, and the number of tiles until then."""
     m_i = gl.full([shape.ROWS], -float("inf"), gl.float32, shape.ROW)
-    l_i = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
+    l_i = _sums(gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA))
     acc = gl.zeros([LATENT, shape.ROWS], gl.float32, shape.MMA)
     whole = past  # keys that every row sees end there
     if shape.CAUSAL:
@@ -257,17 +260,19 @@ def _attend_tiles(item, begin, past, c, q_pos, scale, softcap, rooms, shape):
             p, m_i, alpha = _weights(s, m_i, largest, q_pos, key, past, scale, softcap, False, shape)
         else:
             p, m_i, alpha = _weights(s, m_i, largest, q_pos, key, past, scale, softcap, True, shape)
-        l_i = l_i * gl.expand_dims(alpha, 0) + p
+        l_i = _times(l_i, alpha) + _sums(p)
         if shape.GROUPED:
             p = p * gl.expand_dims(largest, 1)
         rooms.weights.store(p.to(gl.float16))
-        if (key + KEYS > past) | (key < item.low):
-            _zero_rows(rooms.words(c), item.low - key, past - key)
         fence_async_shared()
         thread_barrier()
-        acc = _add_values(acc * gl.expand_dims(alpha, 0), c, rooms, shape)
+        acc = acc * gl.expand_dims(alpha, 0)
+        if (key + KEYS > past) | (key < item.low):
+            acc = _add_values(acc, c, item.low - key, past - key, True, rooms, shape)
+        else:
+            acc = _add_values(acc, c, 0, KEYS, False, rooms, shape)
         c += 1
-    return acc, m_i, gl.sum(l_i, 0), c
+    return acc, m_i, gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), shape.ROW), c
 
 
 @gluon.jit

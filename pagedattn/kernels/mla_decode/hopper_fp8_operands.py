@@ -153,8 +153,18 @@ def value_operand(words, factor, MMA: gl.constexpr):
     return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def output_layout(rows):
+    """Layout of outputs [LATENT, rows], as `in_order` has them in a thread: eight channels beside each other."""
+    registers = [[1, 0], [2, 0], [4, 0], [0, 1], *([0, 8 << i] for i in range(_bits(rows // 8)))]
+    lanes = [[0, 2], [0, 4], [8, 0], [16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[64, 0], [128, 0], [256, 0]], [], [LATENT.value, rows])
+
+
 @gluon.jit
 def in_order(acc):
     """Outputs [LATENT, rows] of products whose first operands are `value_operand`s."""
     ROWS: gl.constexpr = acc.shape[1]
-    return acc.reshape([2, 2, 8, 2, 8, ROWS]).permute((2, 4, 0, 1, 3, 5)).reshape([LATENT, ROWS])
+    x = acc.reshape([2, 2, 8, 2, 8, ROWS]).permute((2, 4, 0, 1, 3, 5)).reshape([LATENT, ROWS])
+    LAYOUT: gl.constexpr = output_layout(ROWS)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
