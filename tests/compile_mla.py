@@ -1,4 +1,4 @@
-"""Compile the Gluon kernel for latent attention for a Hopper GPU that need not be there; prints what ptxas says.
+"""Compile the Gluon kernels for latent attention for a Hopper GPU that need not be there; prints what ptxas says.
 
 It runs in a process without TRITON_INTERPRET, which is read when kernels are imported.
 """
@@ -7,54 +7,62 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
+import torch
 from assembler import Compiled
 from compile_hopper import descriptor
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagedattn.kernels.mla_decode.hopper import _mla_decode_kernel, constants_of
-from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, mla_decode_config
+from pagedattn.kernels.mla_decode import hopper, hopper_fp8
+from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, max_rows, mla_decode_config
 from pagedattn.runtime.target import Target
 
 _TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "splits", "states"), "*i32")
-_TYPES |= dict.fromkeys(("qk_scale", "softcap"), "fp32") | {"lse_out": "*fp32"}
+_TYPES |= dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32") | dict.fromkeys(("lse_out", "k_scale"), "*fp32")
+_ROWS = {"": None, "e4m3": torch.float8_e4m3fn, "ds_mla": torch.uint8}  # None: of the query's dtype
 
 
 def compile_one(
-    kind: str, heads: int, tokens: int, num_seqs: int, page: int, mask: tuple[int, int] = (1, 0), softcap: bool = False
+    kind: str,
+    heads: int,
+    tokens: int,
+    num_seqs: int,
+    page: int,
+    mask: tuple[int, int] = (1, 0),
+    softcap: bool = False,
+    stored: str = "",
 ) -> None:
     latent, rope = HOPPER_DIMS
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    rows = _ROWS[stored] or dtype
     config = mla_decode_config(
         num_seqs=num_seqs,
         num_heads=heads,
         latent_dim=latent,
         rope_dim=rope,
         itemsize=2,
-        stored_itemsize=2,
-        max_rows=64,
+        stored_itemsize=rows.itemsize,
+        max_rows=max_rows(dtype, rows, True),
         num_tokens=num_seqs * tokens,
         max_query_len=tokens,
         max_seq_len=4096,
         target=Target(132, 232448, True),
         hopper=True,
     )
-    constants = constants_of(heads, config, page, num_seqs, mask, softcap)
+    constants = hopper.constants_of(heads, config, page, num_seqs, mask, softcap)
     part = min(page, HOPPER_KEYS)
     types = _TYPES | dict.fromkeys(("query", "out"), f"*{kind}")
-    types |= {"latent": descriptor(kind, part, 1, latent), "rope": descriptor(kind, part, 1, rope)}
-    names = _mla_decode_kernel.arg_names
-    signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
-    divisible = [
-        at for at, one in enumerate(names) if signature[one].startswith("*") or one in ("sq_t", "sq_h", "so_t", "so_h")
-    ]
-    source = GluonASTSource(
-        _mla_decode_kernel,
-        signature,
-        {(names.index(one),): value for one, value in constants.items()},
-        {(at,): [["tt.divisibility", 16]] for at in divisible},
-    )
-    made = Compiled(source, 90, {"num_warps": 4})
-    name = f"{kind}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{'-cap' if softcap else ''}"
+    kernel = hopper_fp8._mla_decode_kernel if stored else hopper._mla_decode_kernel
+    if stored:
+        grouped = stored == "ds_mla"
+        constants |= {"GROUPED": grouped} | ({"k_scale": None} if grouped else {"scales": None})
+        types |= {"codes": _of_bytes(part, latent), "rope": _of_bytes(part, 2 * rope if grouped else rope)}
+        types |= {"scales": _of_bytes(part, 16)}
+    else:
+        types |= {"latent": descriptor(kind, part, 1, latent), "rope": descriptor(kind, part, 1, rope)}
+    made = _compiled(kernel, constants, types, config.tuning.num_warps)
+    name = f"{kind}{stored and '-'}{stored}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{'-cap' if softcap else ''}"
     facts = {
         "name": name,
         "shared": made.shared,
@@ -63,17 +71,51 @@ def compile_one(
         "serialized": "wgmma.mma_async instructions are serialized" in made.said,
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
+        "spilled_in_loop": _spilled_in_loop(made.sass),
     }
     print(json.dumps(facts), flush=True)
+
+
+def _of_bytes(*block: int) -> str:
+    shape = [block[0], 1, block[1]]
+    return f"tensordesc<u8{shape},{hopper_fp8.byte_layout(shape)!r}>"
+
+
+def _compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], num_warps: int) -> Compiled:
+    names = kernel.arg_names
+    signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
+    divisible = [
+        at for at, one in enumerate(names) if signature[one].startswith("*") or one in ("sq_t", "sq_h", "so_t", "so_h")
+    ]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(names.index(one),): value for one, value in constants.items()},
+        {(at,): [["tt.divisibility", 16]] for at in divisible},
+    )
+    return Compiled(source, 90, {"num_warps": num_warps})
+
+
+def _spilled_in_loop(sass: str) -> int:
+    """Accesses to spilled registers between the first and the last product of the kernel."""
+    lines = sass.splitlines()
+    products = [at for at, line in enumerate(lines) if "HGMMA" in line]
+    return sum(" STL" in line or " LDL" in line for line in lines[products[0] : products[-1]])
 
 
 def main() -> None:
     compile_one("bf16", 128, 1, 64, 64)
     compile_one("fp16", 16, 2, 8, 16, (1, 100), True)
+    compile_one("bf16", 16, 1, 64, 64, stored="e4m3")
+    compile_one("bf16", 128, 1, 64, 64, stored="ds_mla")
     if "--grid" in sys.argv:
         compile_one("bf16", 16, 1, 300, 8)
         compile_one("bf16", 64, 4, 64, 128)
         compile_one("bf16", 96, 1, 64, 64, (0, 0))
+        compile_one("bf16", 128, 1, 64, 64, stored="e4m3")
+        compile_one("fp16", 8, 2, 300, 8, (1, 100), True, stored="e4m3")
+        compile_one("bf16", 16, 1, 64, 128, stored="ds_mla")
+        compile_one("fp16", 16, 2, 8, 16, (0, 100), True, stored="ds_mla")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 from pagedattn import CommonAttentionMetadata, MLAAttention, MLASpec, PagedKVCache, plan_step
 from pagedattn.backends.registry import get_backend
 from pagedattn.bench import flash_mla_library
+from pagedattn.formats.mla_rows import deepseek
+from pagedattn.formats.mla_rows.format import decode
 from pagedattn.spec import GraphLevel
 from pagedattn.testing import mla_expanded_oracle
 
@@ -29,7 +31,8 @@ class Latent:
         size = self.block_size = block_size
         self.layer = MLAAttention(heads, L, R, N, V, SCALE, block_size=size, **KIND, **options)  # type: ignore[arg-type]
         self.columns = KEYS // size
-        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=size, dtype=torch.bfloat16)
+        stored = str(options.get("kv_cache_dtype", "auto"))
+        spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=size, dtype=torch.bfloat16, kv_cache_dtype=stored)
         self.cache = PagedKVCache.from_specs([spec], seqs * self.columns + 1, device="cuda")
         self.weight = torch.randn(heads * (N + V), L, **KIND) * L**-0.5
         self.queries = torch.randn(tokens, heads, N, **KIND), torch.randn(tokens, heads, R, **KIND)
@@ -38,7 +41,8 @@ class Latent:
 
     def fill(self) -> None:
         rows = self.cache.layer(0).key
-        rows.copy_(torch.randn(rows.shape, **KIND))
+        random = torch.randn(*rows.shape[:3], L + R, **KIND)
+        rows.copy_(deepseek.encode(random) if rows.dtype == torch.uint8 else random)
         for tensor in (*self.queries, *self.new):
             tensor.normal_()
 
@@ -53,8 +57,11 @@ class Latent:
 
 @pytest.mark.parametrize(("batch", "query_len"), [(1, 1), (7, 1), (64, 1), (5, 4), (2, 40)])
 @pytest.mark.parametrize("heads", [8, 16, 128])
-@pytest.mark.parametrize("backend", ["TRITON", "FLASH_MLA", "FLASH_ATTN"])
-def test_replays_equal_eager(backend: str, heads: int, batch: int, query_len: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "stored"),
+    [("TRITON", "auto"), ("TRITON", "fp8"), ("TRITON", "fp8_ds_mla"), ("FLASH_MLA", "auto"), ("FLASH_ATTN", "auto")],
+)
+def test_replays_equal_eager(backend: str, stored: str, heads: int, batch: int, query_len: int) -> None:
     torch.manual_seed(0)
     flash_mla_library.provide()
     if not get_backend(backend).availability().ok:
@@ -62,6 +69,7 @@ def test_replays_equal_eager(backend: str, heads: int, batch: int, query_len: in
     tokens = batch * query_len
     options: dict[str, Any] = {"block_size": 64 if backend == "FLASH_MLA" else S, "clean_cache": True}
     options |= {"graph_level": GraphLevel.ALWAYS, "backend": f"prefill=TRITON,decode={backend}"}
+    options |= {"kv_cache_dtype": stored}
     latent = Latent(heads, batch, tokens, **options)
 
     def step(seq_lens: list[int]) -> CommonAttentionMetadata:
@@ -95,13 +103,16 @@ def test_replays_equal_eager(backend: str, heads: int, batch: int, query_len: in
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_errors_are_those_of_16_bits(heads: int, most: int) -> None:
+@pytest.mark.parametrize("stored", ["auto", "fp8", "fp8_ds_mla"])
+def test_errors_are_those_of_16_bits(stored: str, heads: int, most: int) -> None:
     torch.manual_seed(0)
     query_lens, seq_lens = [1, 40, 200], [1000, 300, 200]
-    latent = Latent(heads, 3, sum(query_lens), max_absorbed_len=most, workspace_bytes=128 << 20)
+    kind: dict[str, Any] = {"max_absorbed_len": most, "workspace_bytes": 128 << 20, "kv_cache_dtype": stored}
+    latent = Latent(heads, 3, sum(query_lens), **kind)
     table = latent.table(3)
     out = latent.run(CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size=S))
-    flat, weights = latent.cache.layer(0).key.flatten(0, 2), latent.layer.split_kv_b(latent.weight)
+    flat = decode(latent.cache.layer(0).key, None, torch.float64).flatten(0, 2)
+    weights = latent.layer.split_kv_b(latent.weight)
     parts = [x.split(query_lens) for x in (*latent.queries, out)]
     for seq, (q_nope, q_pe, got) in enumerate(zip(*parts, strict=True)):
         at = torch.arange(seq_lens[seq], device="cuda")

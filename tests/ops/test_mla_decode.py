@@ -249,7 +249,10 @@ def shape_of_rows(**changes: Any) -> AttentionShape:
         ({"block_size": 8, "mask": (1, 100)}, ""),
         ({"dtype": torch.float16, "stored_dtype": torch.float16, "group": 128}, ""),
         ({"dtype": torch.float32, "stored_dtype": torch.float32}, "rows of torch.float32"),
-        ({"stored_dtype": torch.float8_e4m3fn}, "rows of torch.float8_e4m3fn"),
+        ({"stored_dtype": torch.float8_e4m3fn}, ""),
+        ({"dtype": torch.float16, "stored_dtype": torch.uint8, "group": 128}, ""),
+        ({"stored_dtype": torch.float16}, "rows of torch.float16"),
+        ({"dtype": torch.float32, "stored_dtype": torch.uint8}, "rows of torch.uint8"),
         ({"head_dim": 512}, "rows that are not 512 . 64"),
         ({"head_dim": 320, "head_dim_v": 256}, "rows that are not 512 . 64"),
         ({"block_size": 4}, "blocks of 4"),
@@ -273,6 +276,20 @@ def test_a_plan_names_the_kernel_that_serves_it(monkeypatch: pytest.MonkeyPatch)
     assert plan.serves(shape_of_rows(), 64, rows) and not plan.serves(shape_of_rows(), 64, odd)
     assert plan_mla_decode(shape_of_rows(), bounds, device, can_load(odd)).module == "kernel"
     assert plan_mla_decode(shape_of_rows(group=48), bounds, device).config.block_m == 64
+
+
+@pytest.mark.parametrize(("stored", "width"), [(torch.float8_e4m3fn, 576), (torch.uint8, 656)])
+def test_a_plan_over_rows_of_codes(monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, width: int) -> None:
+    monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
+    bounds, device = BatchBounds(64, 64, 64, 1, 4096, 4096), torch.device("cpu")
+    shape = shape_of_rows(stored_dtype=stored, group=128)
+    plan = plan_mla_decode(shape, bounds, device)
+    assert plan.module == "hopper_fp8" and "for Hopper" in plan.describe()
+    assert (plan.config.block_m, plan.config.parts, plan.config.tuning.block_n) == (32, 4, 128)
+    rows = torch.zeros(10, 64, 1, width, dtype=torch.uint8).view(stored)
+    odd = torch.zeros(10, 64, 1, width + 4, dtype=torch.uint8).view(stored)[..., 4:]
+    assert plan.serves(shape, 64, rows) and not plan.serves(shape, 64, odd)
+    assert plan_mla_decode(shape, bounds, device, can_load(odd)).module == "kernel"
 
 
 def test_many_states_are_added_up_at_a_time_where_many_programs_share_a_sequence() -> None:

@@ -37,6 +37,7 @@ class Shape:
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
     BLOCK_Q: gl.constexpr
+    KEYS: gl.constexpr
     AXIS: gl.constexpr
     WEIGHTS: gl.constexpr
     OUTPUTS: gl.constexpr
@@ -51,7 +52,7 @@ class Shape:
         self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
         self.DTYPE = gl.constexpr(DTYPE)
-        self.BLOCK_Q = gl.constexpr(ROWS // G)
+        self.BLOCK_Q, self.KEYS = gl.constexpr(ROWS // G), KEYS
         if ROWS == MAX_ROWS:
             axis, weights, outputs = 1, [ROWS, KEYS.value], [ROWS, HALF.value]
         else:
@@ -80,7 +81,7 @@ class Step:
         """Tiles of a part's items of each of CHUNK sequences from `first` on; COUNT warps look."""
         return tiles_of(
             first, self.query_start_loc, self.seq_lens, self.num_seqs, self.max_keys, shape.BLOCK_Q,
-            window_mask(shape.WINDOW), KEYS, shape.OVERHEAD, shape.CHUNK, COUNT,
+            window_mask(shape.WINDOW), shape.KEYS, shape.OVERHEAD, shape.CHUNK, COUNT,
         )  # fmt: skip
 
     @gluon.jit
@@ -112,7 +113,9 @@ class Step:
         q_start = gl.load(self.query_start_loc + seq)
         q_len = gl.load(self.query_start_loc + seq + 1) - q_start
         seq_len = gl.load(self.seq_lens + seq)
-        low, first, tiles = key_tiles(q_len, seq_len, self.max_keys, window_mask(shape.WINDOW), KEYS, shape.OVERHEAD)
+        low, first, tiles = key_tiles(
+            q_len, seq_len, self.max_keys, window_mask(shape.WINDOW), shape.KEYS, shape.OVERHEAD
+        )
         return q_start, q_len, seq_len, low, first, tiles
 
     @gluon.jit
@@ -128,13 +131,14 @@ class Step:
         q_block = (at - base) // tiles
         origin = base + q_block * tiles + shape.OVERHEAD
         keys = gl.minimum(seq_len, self.max_keys)
-        return Item(seq, base, q_start, q_len, seq_len, keys, low, first, q_block, origin, base + (q_block + 1) * tiles)
+        close = base + (q_block + 1) * tiles
+        return Item(seq, base, q_start, q_len, seq_len, keys, low, first, q_block, origin, close, shape.KEYS)
 
 
 @aggregate
 class Item:
     """A query block of a sequence: tiles origin..close, the first of which is the sequence's tile number `first`; keys
-    low..keys are seen by some row."""
+    low..keys are seen by some row. KEYS of a tile."""
 
     seq: gl.tensor
     base: gl.tensor
@@ -147,18 +151,19 @@ class Item:
     q_block: gl.tensor
     origin: gl.tensor
     close: gl.tensor
+    KEYS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, seq, base, q_start, q_len, seq_len, keys, low, first, q_block, origin, close):
+    def __init__(self, seq, base, q_start, q_len, seq_len, keys, low, first, q_block, origin, close, KEYS):
         self.seq, self.base, self.q_start, self.q_len, self.seq_len = seq, base, q_start, q_len, seq_len
         self.keys, self.low, self.first, self.q_block = keys, low, first, q_block
-        self.origin, self.close = origin, close
+        self.origin, self.close, self.KEYS = origin, close, gl.constexpr(KEYS)
 
     @gluon.jit
     def key_range(self, at, stop):
         """Keys of tiles at..stop, which begin with a tile's first."""
-        begin = (self.first + at - self.origin) * KEYS
-        return begin, gl.minimum((self.first + stop - self.origin) * KEYS, self.keys)
+        begin = (self.first + at - self.origin) * self.KEYS
+        return begin, gl.minimum((self.first + stop - self.origin) * self.KEYS, self.keys)
 
     @gluon.jit
     def rows(self, row, part, shape):

@@ -22,6 +22,8 @@ MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
 _MAX_ROWS_OF_CODES = {torch.float8_e4m3fn: 32, torch.uint8: 16}
 HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
+HOPPER_CODE_KEYS = 128  # of the one over rows of codes
+_HOPPER_CODE_ROWS = 32  # packed rows of a query block of that one at most
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
@@ -86,6 +88,7 @@ class MLADecodeConfig(NamedTuple):
 
 
 HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=4, num_stages=2, per_sm=1)
+HOPPER_CODE_TUNING = MLADecodeTuning(block_n=HOPPER_CODE_KEYS, num_warps=8, num_stages=2, per_sm=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +107,7 @@ class MLADecodePlan:
     def serves(self, shape: AttentionShape, num_seqs: int, rows: torch.Tensor) -> bool:
         """Whether a call of this shape, of so many sequences over this cache, can be made by this plan."""
         fits = self.shape.covers(shape) and self.num_seqs == num_seqs
-        return fits and (self.module != "hopper" or can_load(rows))
+        return fits and (self.module == "kernel" or can_load(rows))
 
     def take_workspace(self, workspace: torch.Tensor | None, device: torch.device) -> None:
         """Use this workspace, or a new one where it is too small or None."""
@@ -117,7 +120,7 @@ class MLADecodePlan:
         """Which kernel runs, by how many programs."""
         config = self.config
         tiles = f"{config.programs} programs, tiles of {config.block_m} rows and {config.tuning.block_n} keys"
-        where = " for Hopper" if self.module == "hopper" else ""
+        where = "" if self.module == "kernel" else " for Hopper"
         return f"MLA decode kernel{where}: {self.num_seqs} sequences ({tiles})"
 
 
@@ -137,7 +140,7 @@ def why_not_hopper(shape: AttentionShape, here: str) -> str:
     where it does."""
     if here:
         return here
-    if shape.dtype.itemsize != 2 or shape.stored_dtype != shape.dtype:
+    if shape.dtype.itemsize != 2 or shape.stored_dtype not in (shape.dtype, *_MAX_ROWS_OF_CODES):
         return f"rows of {shape.stored_dtype}"
     if (shape.head_dim_v, shape.head_dim - shape.head_dim_v) != HOPPER_DIMS:
         return f"rows that are not {HOPPER_DIMS[0]} + {HOPPER_DIMS[1]} elements"
@@ -153,8 +156,11 @@ def can_load(rows: torch.Tensor) -> bool:
     return bool(len(rows)) and gpu.is_aligned(rows[:, :, 0])
 
 
-def max_rows(dtype: torch.dtype, stored: torch.dtype) -> int:
-    """Packed rows of a query block at most, of queries of one dtype over rows of another."""
+def max_rows(dtype: torch.dtype, stored: torch.dtype, hopper: bool = False) -> int:
+    """Packed rows of a query block at most, of queries of one dtype over rows of another, by the portable kernel or by
+    those for Hopper."""
+    if hopper:
+        return MAX_ROWS if stored == dtype else _HOPPER_CODE_ROWS
     return 16 if dtype.itemsize == 4 else _MAX_ROWS_OF_CODES.get(stored, MAX_ROWS)
 
 
@@ -163,6 +169,7 @@ def plan_mla_decode(
 ) -> MLADecodePlan:
     """The plan of a step, without its workspace. aligned: the cache is as `can_load` says."""
     hopper = aligned and not why_not_hopper(shape, gpu.why_not_here(device))
+    module = "kernel" if not hopper else "hopper" if shape.stored_dtype == shape.dtype else "hopper_fp8"
     config = mla_decode_config(
         num_seqs=bounds.num_seqs,
         num_heads=shape.group,
@@ -170,14 +177,14 @@ def plan_mla_decode(
         rope_dim=shape.head_dim - shape.head_dim_v,
         itemsize=shape.dtype.itemsize,
         stored_itemsize=shape.stored_dtype.itemsize,
-        max_rows=max_rows(shape.dtype, shape.stored_dtype),
+        max_rows=max_rows(shape.dtype, shape.stored_dtype, hopper),
         num_tokens=bounds.num_tokens,
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
         target=target_of(device),
         hopper=hopper,
     )
-    return MLADecodePlan(shape, bounds.num_seqs, config, "hopper" if hopper else "kernel")
+    return MLADecodePlan(shape, bounds.num_seqs, config, module)
 
 
 @lru_cache(maxsize=4096)
@@ -209,7 +216,7 @@ def mla_decode_config(
     longest = max(max_query_len, 1)
     block_m = max(16, min(next_power_of_2(longest * heads), most))
     if hopper:
-        tuning = tuning or HOPPER_TUNING
+        tuning = tuning or (HOPPER_TUNING if stored_itemsize == itemsize else HOPPER_CODE_TUNING)
     else:
         sizes = (latent_dim, rope_dim, itemsize, stored_itemsize)
         tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, *sizes, target)

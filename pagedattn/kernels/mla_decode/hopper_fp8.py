@@ -1,0 +1,181 @@
+"""Gluon: absorbed latent attention (MLA) of new tokens over latent rows of fp8, on Hopper.
+
+The work is split and the states of items that programs share are added up as in `hopper.py`. Within a program one warp
+loads tiles of 128 rows by TMA as bytes, and eight warps compute (`hopper_fp8_groups.py`), which read codes from shared
+memory into registers as operands of their products (`hopper_fp8_operands.py`). Sources: as of `hopper.py`.
+"""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from ...formats.mla_rows.deepseek import ROPE_AT, SCALES_AT
+from ...runtime.device import on_device
+from ...runtime.launcher import Launcher
+from ..gluon_device import LOG2E
+from ..gluon_names import tma_load
+from ..inputs import VARYING, AttentionInputs
+from .hopper import constants_of
+from .hopper_fp8_groups import attend
+from .hopper_fp8_operands import KEYS, WARPS
+from .hopper_fp8_rooms import GROUPS, LOAD, STAGES, CodeRooms, CodeShape
+from .hopper_items import LATENT, ROPE, Step
+from .kernel import merge
+from .plan import MLADecodeConfig
+
+SCALE_BYTES = gl.constexpr(4 * GROUPS.value)
+_SCALES_AT, _ROPE_AT = gl.constexpr(SCALES_AT), gl.constexpr(ROPE_AT)
+
+
+@gluon.constexpr_function
+def byte_layout(shape):
+    """Of bytes [.., n] in shared memory: rows of less than 32 lie one after the other."""
+    return gl.NVMMASharedLayout(min(128, shape[-1]) if shape[-1] >= 32 else 0, element_bitwidth=8, rank=len(shape))
+
+
+@gluon.constexpr_function
+def _element_layout(shape):
+    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
+
+
+@gluon.jit
+def _rows(room, stage, half: gl.constexpr, j: gl.constexpr, shape):
+    """Where copy j of half a tile goes."""
+    return room.index(stage).slice(half * LOAD + j * shape.COPY, shape.COPY)
+
+
+@gluon.jit
+def _load_half(codes, rope, scales, blocks, key, c, half: gl.constexpr, rooms, shape):
+    """Rows of the blocks that half a tile lies in."""
+    stage = c % STAGES
+    barrier = rooms.full.index(stage)
+    if shape.GROUPED:
+        mbarrier.expect(barrier, LOAD * (LATENT + SCALE_BYTES + shape.ROPE_BYTES))
+    else:
+        mbarrier.expect(barrier, LOAD * (LATENT + shape.ROPE_BYTES))
+    for j in gl.static_range(LOAD // shape.COPY):
+        slot = (key + half * LOAD + j * shape.COPY) % shape.PAGE
+        rows = _rows(rooms.codes, stage, half, j, shape)
+        tma_load(codes, [slot, blocks[j], 0], barrier, rows)
+        rows = _rows(rooms.rope, stage, half, j, shape)
+        if shape.GROUPED:
+            tma_load(rope, [slot, blocks[j], _ROPE_AT], barrier, rows)
+            rows = _rows(rooms.scales, stage, half, j, shape)
+            tma_load(scales, [slot, blocks[j], _SCALES_AT], barrier, rows)
+        else:
+            tma_load(rope, [slot, blocks[j], LATENT], barrier, rows)
+
+
+@gluon.jit
+def _load_tiles(codes, rope, scales, table, s_table, rooms, step, shape):
+    """The loading warp: all rows that the program attends to, in their order, a copy for each part and block. Keys past
+    the last block of a half are read from that one again, and a half without keys is not read; a block that is not in
+    the cache is read as zeros."""
+    gdc_wait()
+    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
+    at, end, _, seq, base = step.range_of(program, programs, shape, 1)
+    c = 0
+    while at < end:
+        item = step.item_of(at, seq, base, shape)
+        seq, base = item.seq, item.base
+        stop = gl.minimum(item.close, end)
+        begin, past = item.key_range(gl.maximum(at, item.origin), stop)
+        row = table + seq.to(gl.int64) * s_table
+        last = gl.maximum(item.keys - 1, 0) // shape.PAGE
+        for key in range(begin, past, KEYS):
+            for half in gl.static_range(2):
+                first = key + half * LOAD
+                blocks = ()
+                for j in gl.static_range(LOAD // shape.COPY):
+                    block = gl.load(row + gl.minimum((first + j * shape.COPY) // shape.PAGE, last))
+                    blocks = blocks + (block,)  # noqa: RUF005 - no stars in a kernel
+                rooms.wait_empty(c, half)
+                if first < past:
+                    _load_half(codes, rope, scales, blocks, key, c, half, rooms, shape)
+                else:
+                    mbarrier.arrive(rooms.full.index(c % STAGES), count=1)
+            c += 1
+        at = stop
+
+
+@gluon.jit(
+    do_not_specialize=["num_seqs", "max_keys", "max_tokens", "sl_t", "s_table"],
+    do_not_specialize_on_alignment=["table", "query_start_loc", "seq_lens"],
+)
+def _mla_decode_kernel(
+    query, codes, rope, scales, out, lse_out, table, query_start_loc, seq_lens, k_scale, splits, states, num_seqs,
+    max_keys, max_tokens, qk_scale, out_scale, softcap, sq_t, sq_h, so_t, so_h, sl_t, s_table, ROWS: gl.constexpr,
+    G: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, PAGE: gl.constexpr, OVERHEAD: gl.constexpr,
+    CHUNK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape = CodeShape(ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, GROUPED)
+    step = Step(query_start_loc, seq_lens, num_seqs, max_keys)
+    Q_ROPE: gl.constexpr = DTYPE if GROUPED else gl.float16
+    SCALED: gl.constexpr = KEYS if GROUPED else 8  # of other rows there is nothing to be kept
+    rope_shape: gl.constexpr = [KEYS, 1, shape.ROPE_BYTES]
+    scale_shape: gl.constexpr = [SCALED, 1, SCALE_BYTES]
+    rooms = CodeRooms(
+        gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 1, LATENT], byte_layout([KEYS, 1, LATENT])),
+        gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 1, shape.ROPE_BYTES], byte_layout(rope_shape)),
+        gl.allocate_shared_memory(gl.uint8, [STAGES, SCALED, 1, SCALE_BYTES], byte_layout(scale_shape)),
+        gl.allocate_shared_memory(gl.float16, [ROWS, LATENT], _element_layout([ROWS, LATENT])),
+        gl.allocate_shared_memory(Q_ROPE, [ROWS, ROPE], _element_layout([ROWS, ROPE])),
+        gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], _element_layout([KEYS, ROWS])),
+        gl.allocate_shared_memory(gl.float16, [GROUPS, SCALED], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.float32, [ROWS], PLAIN),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER),
+    )
+    for i in gl.static_range(STAGES):
+        mbarrier.init(rooms.full.index(i), count=2)  # each half of a tile
+        for half in gl.static_range(2):
+            mbarrier.init(rooms.empty.index(2 * i + half), count=1)
+    fence_async_shared()
+    of_attend = (
+        query, sq_t, sq_h, qk_scale, out_scale, softcap, k_scale, out, so_t, so_h, lse_out, sl_t, splits, states,
+        max_tokens, rooms, step, shape,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(attend, of_attend), (_load_tiles, (codes, rope, scales, table, s_table, rooms, step, shape))], [1], [40]
+    )
+
+
+_launch = Launcher(_mla_decode_kernel, VARYING)
+
+
+def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor | None) -> None:
+    """As of `kernel.launch`."""
+    query, key, table, out, lse = inputs.query, inputs.key, inputs.block_table, inputs.out, inputs.lse
+    if table is None:
+        raise ValueError("packed keys have no blocks")
+    num_seqs, page = len(inputs.seq_lens), key.shape[1]
+    splits, states = config.places(workspace)
+    grouped, part = key.dtype == torch.uint8, min(page, LOAD.value)
+    rows = key.view(torch.uint8)
+    scales = _bytes(rows, part, SCALE_BYTES.value) if grouped else None
+    arguments = (
+        *(query, _bytes(rows, part, LATENT.value), _bytes(rows, part, ROPE.value * (2 if grouped else 1)), scales),
+        *(out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states, num_seqs),
+        *(page * table.shape[1], config.max_tokens, inputs.scale * LOG2E.value, inputs.out_scale, inputs.softcap),
+        *(*query.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0), table.stride(0)),
+    )
+    constants = constants_of(query.shape[1], config, page, num_seqs, inputs.mask, inputs.softcap > 0)
+    with on_device(query):
+        _launch((config.programs,), arguments, constants | {"GROUPED": grouped}, num_warps=WARPS.value, launch_pdl=True)
+        merge(config, inputs, splits, states)
+
+
+def _bytes(cache: torch.Tensor, part: int, width: int) -> TensorDescriptor:
+    """A cache [P, S, 1, W] of bytes as [S, P, W], for copies of `width` of them of `part` slots."""
+    blocks, size, _, dim = cache.shape
+    per_block, per_slot = cache.stride()[:2]
+    block = [part, 1, width]
+    return TensorDescriptor(cache, [size, blocks, dim], [per_slot, per_block, 1], block, byte_layout(block))
