@@ -92,6 +92,8 @@ FAULTS = (
           "tl.max(tl.max(tl.abs(x), 1), 0)", "test_ds_mla_rows.py bytes_are triton"),
     Fault("ds_mla rows: rows between 4 bytes", "_check_deepseek", " or not deepseek.is_aligned(rows)", "",
           "test_ds_mla_rows.py does_not_fit"),
+    Fault("ds_mla rows: attended to as keys and values", "paged_attention", "if inputs.format.latent_only:",
+          "if False:", "test_ds_mla_rows.py does_not_fit"),
     Fault("long sums as exact as one product", "logit_condition", "query.shape[2] ** 0.5 / 2", "0.5",
           "test_huge_logits.py another_order"),
     Fault("two halves of kv_b", "MLAAttention.split_kv_b",

@@ -113,6 +113,15 @@ def test_blocks_are_copied_and_swapped_with_their_scales() -> None:
         assert torch.equal(other.layer(index).key[0], cache.layer(index).key[1])
 
 
+def attend_as_to_keys() -> torch.Tensor:
+    """`paged_attention` over rows of one block, called with all that they need."""
+    rows, zero = torch.zeros(2, 4, 1, 656, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    tensors = (torch.zeros(1, H, 576), rows, rows, zero, starts, lens)
+    bounds: dict[str, Any] = {"max_query_len": 1, "max_seq_len": 1, "scale": 0.1, "kv_cache_dtype": NAME}
+    return ops.paged_attention(*tensors, out=torch.zeros(1, H, L), **bounds)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     latent, k_pe, slots = torch.zeros(1, L), torch.zeros(1, R), torch.tensor([0])
     wide = torch.zeros(2, 4, 1, 660, dtype=torch.uint8)
@@ -126,6 +135,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("head_dim must be 576", lambda: MLASpec(head_dim=40, latent_dim=32, kv_cache_dtype=NAME)),
         ("head_dim must be 576", lambda: MLAAttention(H, 32, 8, N, V, 0.1, kv_cache_dtype=NAME)),
         ("kv_cache_dtype must be a format of keys", lambda: FullAttentionSpec(num_kv_heads=1, **of_keys)),
+        ("kv_cache_dtype must be .*; attend to latent rows by mla_decode", attend_as_to_keys),
     ]
     for message, call in refused:
         with pytest.raises(InvalidInputError, match=f"^{message}"):
