@@ -18,8 +18,8 @@ from ..tiles import next_power_of_2
 MAX_LATENT_DIM = 512  # the output of a query block stays in registers
 MAX_ROPE_DIM = 128
 MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
-# Over rows of e4m3, and of `fp8_ds_mla`: a tile that is converted takes registers too, more where it is scaled.
-_MAX_ROWS_OF_CODES = {torch.float8_e4m3fn: 32, torch.uint8: 16}
+_CODES = (torch.float8_e4m3fn, torch.uint8)  # rows of e4m3, and of `fp8_ds_mla`
+_MAX_ROWS_OF_CODES = 32  # a tile that is converted takes registers too
 HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -123,7 +123,7 @@ class MLADecodePlan:
 
 def why_not(shape: AttentionShape) -> str:
     """What the Triton kernels want of a call's tensors, where these are otherwise; "" where they serve."""
-    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, *_MAX_ROWS_OF_CODES):
+    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, *_CODES):
         return "float32, float16 or bfloat16 queries, and rows of their dtype or of e4m3"
     if shape.head_dim_v > MAX_LATENT_DIM:
         return f"latent parts of at most {MAX_LATENT_DIM} elements"
@@ -155,7 +155,9 @@ def can_load(rows: torch.Tensor) -> bool:
 
 def max_rows(dtype: torch.dtype, stored: torch.dtype) -> int:
     """Packed rows of a query block at most, of queries of one dtype over rows of another."""
-    return 16 if dtype.itemsize == 4 else _MAX_ROWS_OF_CODES.get(stored, MAX_ROWS)
+    if dtype.itemsize == 4:
+        return 16
+    return _MAX_ROWS_OF_CODES if stored in _CODES else MAX_ROWS
 
 
 def plan_mla_decode(
