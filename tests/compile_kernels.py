@@ -43,7 +43,7 @@ TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i
 )
 ABSENT = dict.fromkeys(("sinks", "alibi_slopes", "k_scale", "v_scale"))
 PLANES = ("k_scale_cache", "v_scale_cache")
-ROWS_OF = {"auto": 64, "fp8_e4m3": 32, "fp8_ds_mla": 16}  # packed rows of a query block over latent rows
+ROWS_OF = {"auto": 64, "fp8_e4m3": 32, "fp8_ds_mla": 32}  # packed rows of a query block over latent rows
 # How Triton calls the codes of a format.
 CODES = {
     "auto": (),
@@ -179,7 +179,7 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
         "CHUNK": 256,
         "MASK": (1, 0),
         "SOFTCAP": False,
-        "E4M3": stored == "fp8_e4m3",
+        "E4M3": stored != "auto",
         **({"k_scale": None} if stored in ("auto", "fp8_ds_mla") else {}),
         **({} if stored == "fp8_ds_mla" else {"scales": None, "halves": None}),
     }
@@ -305,7 +305,7 @@ def main() -> None:
         mla_case(90, "fp32", 128, 2, 64)
         mla_case(90, "fp16", 32, 1, 64, "fp8_e4m3")
         mla_case(89, "fp16", 128, 1, 64, "fp8_e4m3")
-        mla_case(89, "bf16", 16, 1, 64, "fp8_ds_mla")
+        mla_case(89, "fp16", 128, 1, 64, "fp8_ds_mla")
         attention_case(90, "bf16", 128, 4, 0, False)
         decode_case(90, "bf16", 128, 4, 1, 64)
         decode_case(90, "bf16", 128, 4, 16, 64)

@@ -43,7 +43,7 @@ def compile_one(
         rope_dim=rope,
         itemsize=2,
         stored_itemsize=rows.itemsize,
-        max_rows=max_rows(dtype, rows, True),
+        max_rows=max_rows(dtype, rows),
         num_tokens=num_seqs * tokens,
         max_query_len=tokens,
         max_seq_len=4096,

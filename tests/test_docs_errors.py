@@ -30,6 +30,7 @@ from pagedattn import (
     SlidingWindowSpec,
     env,
     errors,
+    ops,
     plan_step,
     select_backend,
 )
@@ -54,6 +55,12 @@ def call(layer: dict[str, object] | None = None, cache: dict[str, object] | None
     values = {"query": torch.zeros(3, 8, 64), "kv_cache": kept.layer(0), "metadata": common, **given}
     key = torch.zeros(3, 2, 64)
     attention(values["query"], key, key, values["kv_cache"], values["metadata"])  # type: ignore[arg-type]
+
+
+def attend_to_latent_rows() -> None:
+    rows, starts = torch.zeros(1, 4, 1, 656, dtype=torch.uint8), torch.tensor([0, 1], dtype=torch.int32)
+    tensors = (torch.zeros(1, 2, 576), rows, rows, starts[None, :1], starts, starts[1:])
+    ops.paged_attention(*tensors, max_query_len=1, max_seq_len=1, scale=0.1, kv_cache_dtype="fp8_ds_mla")
 
 
 def mixed_beside_windows() -> None:
@@ -241,6 +248,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "k_scale, v_scale, kv_scale must be": lambda here: call({"kv_cache_dtype": "int8", "k_scale": 1.0}),
     "k_scale must be a tensor": lambda here: call({**FP8, "k_scale": math.nan}),
     "head_dim must be 576": lambda here: MLASpec(head_dim=40, latent_dim=32, kv_cache_dtype="fp8_ds_mla"),
+    "kv_cache_dtype must be a format of keys": lambda here: attend_to_latent_rows(),
     "latent rows (MLA) are stored": lambda here: MLASpec(head_dim=576, latent_dim=512, kv_cache_dtype="int8"),
     "k_scale and v_scale must be": lambda here: call({**FP8, "kv_scale": "head"}, FP8),
     "block_size must be": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int4"),

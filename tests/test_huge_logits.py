@@ -1,7 +1,9 @@
-"""Where logits are huge, nearly equal ones decide a row by their rounding: that is no fault, and faults are found."""
+"""Where logits are huge, nearly equal ones decide a row by their rounding, and where they are long sums, the order of
+summation does: that is no fault, and faults are found."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import interpreter
@@ -15,9 +17,10 @@ from pagedattn.testing.compare import assert_lse_close
 from pagedattn.testing.oracle import logit_condition
 
 HUGE = Case(magnitude=30.0, paged=False)
+LONG = Case(heads=(16, 1), head_dim=576, head_dim_v=128, scale=0.1, query_lens=(2, 1), seq_lens=(40, 9), paged=False)
 
 
-def sequences(problem: Problem) -> list[tuple[torch.Tensor, ...]]:
+def sequences(problem: Problem) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     assert problem.key is not None and problem.value is not None
     lens = problem.case.query_lens, problem.case.seq_lens, problem.case.seq_lens
     parts = zip((problem.query, problem.key, problem.value), lens, strict=True)
@@ -31,13 +34,34 @@ def answer(problem: Problem, **changes: Any) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat(outs).float(), torch.cat(lses)
 
 
-def another_order(problem: Problem) -> torch.Tensor:
+def tree(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Products [H, M, K] x [H, K, N] added up in pairs, in float32."""
+    return interpreter.product(a, b, np.dtype(np.float32))
+
+
+def chain(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same one after another, as a GPU's fused multiply-adds do."""
+    total = np.zeros((len(a), a.shape[1], b.shape[2]), np.float32)
+    for at in range(a.shape[2]):
+        exact = a[:, :, at, None].astype(np.float64) * b[:, at, None].astype(np.float64)
+        total = (total + exact).astype(np.float32)
+    return total
+
+
+def backwards(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return chain(a[..., ::-1], b[:, ::-1])
+
+
+CASES = [(HUGE, tree), (LONG, chain), (LONG, backwards)]
+
+
+def another_order(problem: Problem, product: Callable[..., np.ndarray[Any, Any]]) -> torch.Tensor:
     """A float32 implementation whose products are summed in another order than torch's, the same on every CPU."""
     outs = []
     for q, k, v in sequences(problem):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         parts = (q.transpose(0, 1).numpy(), k.permute(1, 2, 0).numpy())
-        logits = torch.from_numpy(interpreter.product(*parts, np.dtype(np.float32))) * problem.spec.softmax_scale
+        logits = torch.from_numpy(product(*parts)) * problem.spec.softmax_scale
         later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(logits.shape[2] - logits.shape[1] + 1)
         outs.append(torch.einsum("hqk,khd->qhd", logits.masked_fill(later, -torch.inf).softmax(-1), v))
     return torch.cat(outs)
@@ -47,17 +71,26 @@ def close(problem: Problem, out: torch.Tensor, condition: torch.Tensor | None) -
     assert_close("huge", out, problem.expected, problem.naive, condition=condition)
 
 
-def test_another_order_of_summation_is_close_and_only_the_condition_shows_it() -> None:
+@pytest.mark.parametrize(("case", "product"), CASES, ids=["huge", "long", "backwards"])
+def test_another_order_of_summation_is_close_and_only_the_condition_shows_it(case: Case, product: Any) -> None:
     missed = 0
     for seed in range(12):
-        problem = make_problem(HUGE, seed=seed)
-        out = another_order(problem)
-        close(problem, out, problem.condition)
+        problem = make_problem(case, seed=seed)
+        out = another_order(problem, product)
+        close(problem, out, condition_of(problem))
         try:
             close(problem, out, None)
         except AssertionError:
             missed += 1
     assert missed
+
+
+def condition_of(problem: Problem) -> torch.Tensor:
+    """`Problem.condition`, of problems that need not have it."""
+    count, scale = problem.case.query_lens, problem.spec.softmax_scale
+    answers = (problem.expected.split(count), problem.expected_lse.split(count))
+    parts = zip(sequences(problem), *answers, strict=True)
+    return torch.cat([logit_condition(*rows[:3], out, lse, scale=scale) for rows, out, lse in parts])
 
 
 FAULTS: dict[str, dict[str, Any]] = {"scale": {"scale": 32**-0.5 * 1.001}, "window": {"mask": Mask(True, 30)}}
@@ -78,6 +111,14 @@ def test_a_fault_is_found_in_the_outputs(fault: str) -> None:
     assert found >= 3
 
 
+def test_a_scale_that_is_off_by_1e_4_is_found_in_outputs_of_long_sums() -> None:
+    for seed in range(6):
+        problem = make_problem(LONG, seed=seed)
+        out = answer(problem, scale=0.1 * 1.0001)[0]
+        with pytest.raises(AssertionError, match="max error"):
+            close(problem, out, condition_of(problem))
+
+
 def test_a_scale_that_is_off_by_1e_4_is_found_in_the_lse() -> None:
     problem = make_problem(HUGE)
     right = answer(problem)[1]
@@ -86,17 +127,26 @@ def test_a_scale_that_is_off_by_1e_4_is_found_in_the_lse() -> None:
         assert_lse_close("lse", answer(problem, scale=32**-0.5 * 1.0001)[1], problem.expected_lse, torch.float32)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("options", [{}, {"mask": Mask(False)}, {"mask": Mask(True, 3)}], ids=str)
-def test_the_condition_is_what_relative_errors_of_the_logits_do(options: dict[str, Any]) -> None:
+def test_the_condition_is_what_roundings_of_the_logits_do(options: dict[str, Any], softcap: float | None) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, heads, 8, dtype=torch.float64) for n, heads in ((5, 4), (7, 2), (7, 2)))
-    out, lse = attention_oracle(q, k, v, scale=2.0, **options)
-    moved = torch.zeros_like(out)
-    for key in range(len(k)):  # all logits of a key scale with it
+    options = {**options, "scale": 2.0, "softcap": softcap}
+    out, lse = attention_oracle(q, k, v, **options)
+    squared = torch.zeros_like(out)
+    for key in range(len(k)):
         changed = k.clone()
-        changed[key] *= 1 + 1e-7
-        moved += (attention_oracle(q, changed, v, scale=2.0, **options)[0] - out).abs() / 1e-7
-    torch.testing.assert_close(logit_condition(q, k, v, out, lse, scale=2.0, **options), moved, rtol=1e-4, atol=1e-6)
+        changed[key] *= 1 + 1e-7  # the logits of a key, before a cap, scale with it
+        moved = (attention_oracle(q, changed, v, **options)[0] - out) / 1e-7
+        products = 2.0 * q * k[key].repeat_interleave(2, 0)
+        logit, root = products.sum(-1).abs(), (products**2).sum(-1).sqrt()
+        capped = logit if softcap is None else softcap * torch.tanh(logit / softcap)
+        slope = 1.0 if softcap is None else 1 - (capped / softcap) ** 2
+        off = 8**0.5 / 2 * (logit + root) + capped / slope
+        squared += (moved * (off / logit)[..., None]) ** 2
+    got = logit_condition(q, k, v, out, lse, **options)
+    torch.testing.assert_close(got, squared.sqrt(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 30.0])

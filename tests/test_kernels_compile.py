@@ -71,7 +71,7 @@ MORE = {
     *(f"mla_decode-sm90-fp32-H128-64x2{launch}" for launch in ("", "-merge")),
     "mla_decode-sm90-fp16-fp8_e4m3-H32-64x1",
     "mla_decode-sm89-fp16-fp8_e4m3-H128-64x1",
-    "mla_decode-sm89-bf16-fp8_ds_mla-H16-64x1",
+    "mla_decode-sm89-fp16-fp8_ds_mla-H128-64x1",
 }
 # 64 rows of 512 outputs take 128 of 255 registers; what is spilled is once per item, none of it among the products.
 WIDE_OUTPUTS: dict[str, int] = dict.fromkeys(("mla_decode-sm90-bf16-H128-64x1", "mla_decode-sm80-bf16-H128-64x1"), 300)
@@ -98,6 +98,8 @@ def test_a_kernel_compiles_with_hardly_a_spill(name: str) -> None:
     # Triton 3.9 assembles with another ptxas and flags, which leave ten in the loop of these two.
     tight = name in ("attention-sm80-bf16-D128-G4", "attention-sm90-turboquant4-D128-G4")
     inside = 10 if tight and series(version("triton")) >= (3, 9) else 0
+    if name == "mla_decode-sm90-bf16-fp8_ds_mla-H128-64x1" and series(version("triton")) >= (3, 7):
+        inside = 1  # a register that is read again; none with Triton 3.6
     assert found["inside"] <= inside
     assert not found["unwritten"], "ptxas reads an address from registers that nothing wrote (kernels/tiles.py)"
     assert found["registers"] and max(found["registers"]) <= 255

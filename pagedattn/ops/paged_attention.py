@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..errors import InvalidInputError
 from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.reference import attention
@@ -72,7 +73,7 @@ def paged_attention(
         [T, Hq, Dv]; rows past query_start_loc[B] are unspecified.
 
     Raises:
-        InvalidInputError: shapes, dtypes or strides that do not fit each other.
+        InvalidInputError: shapes, dtypes or strides that do not fit each other, or a format of latent rows.
     """
     if out is None:
         out = query.new_empty(len(query), query.shape[1], value.shape[-1])
@@ -83,6 +84,9 @@ def paged_attention(
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
     stored = (k_scale_cache, v_scale_cache, kv_cache_dtype)
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, mask.constants, cap, *bounds, *stored)
+    if inputs.format.latent_only:
+        remedy = "attend to latent rows by mla_decode"
+        raise InvalidInputError("kv_cache_dtype", "a format of keys and values", repr(inputs.format.name), remedy)
     inputs.check()
     if mask.mask_mod is None:
         shared, prefix_len = (None, shared_prefix_len) if plan is None else plan.shared_prefix

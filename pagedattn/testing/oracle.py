@@ -86,18 +86,26 @@ def logit_condition(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[q, Hq, Dv]: how far `out` moves, to first order, per relative error of every logit, the signs being the worst.
+    """[q, Hq, Dv]: how far `out` is off by what was rounded in its logits, as a multiple of the dtype's epsilon.
 
-    `out` and `lse` are the oracle's. A logit l_j that is off by e_j moves the output by p_j (v_j - out) e_j, so that
-    this is the sum of p_j |l_j| |v_j - out|: next to nothing where one key has all the weight, and much where two large
-    logits are nearly equal.
+    `out` and `lse` are the oracle's. A sum of D products, in whatever order, has D roundings, each of up to half an
+    epsilon of a partial sum; they have either sign, so that they add up like sqrt(D), and partial sums are as large as
+    the sum and the root of the products' squares together. The scaled logit is rounded again. One that is off by e_j
+    moves the output by p_j (v_j - out) e_j; so much of each key, as if by chance, is the root of the sum of squares:
+    next to nothing where one key has all the weight, and much where two large logits are nearly equal.
+
+    Source: Higham and Mary, A new approach to probabilistic rounding error analysis (2019).
     """
     logits, v = _logits(query, key, value, scale, mask, softcap, alibi_slopes, torch.float64)
-    weighted = (logits - lse.T[:, :, None]).exp() * logits.masked_fill(logits == -math.inf, 0.0).abs()
-    weighted = weighted.nan_to_num(0.0)  # a row without keys
-    columns = zip(v.unbind(-1), out.unbind(-1), strict=True)
-    sums = [torch.einsum("hqk,hqk->qh", weighted, (x.T[:, None] - o.T[:, :, None]).abs()) for x, o in columns]
-    return torch.stack(sums, -1)
+    sums, _ = _logits(query, key, value, scale, mask, None, None, torch.float64)
+    squares, _ = _logits(query.double() ** 2, key.double() ** 2, value, scale**2, mask, None, None, torch.float64)
+    off = query.shape[2] ** 0.5 / 2 * (sums.abs() + squares.abs().sqrt())
+    if softcap:
+        off = off * (1 - torch.tanh(sums / softcap) ** 2)
+    moved = (logits - lse.T[:, :, None]).exp() * (off + logits.abs())
+    squared = moved.masked_fill(logits == -math.inf, 0.0) ** 2
+    first, second = (torch.einsum("hqk,khd->qhd", squared, x) for x in (v, v**2))
+    return (second - 2 * out * first + out**2 * squared.sum(-1).T[..., None]).clamp_min(0).sqrt()
 
 
 def _logits(

@@ -18,9 +18,10 @@ from pagedattn import (
     ops,
     select_backend,
 )
+from pagedattn.backends.registry import get_backend
 from pagedattn.errors import InvalidInputError, NoBackendError
 from pagedattn.formats.mla_rows import deepseek
-from pagedattn.testing import mla_expanded_oracle
+from pagedattn.testing import Case, attention_oracle, check, interpreted, make_problem, mla_expanded_oracle
 
 L, R, H, N, V, S = 512, 64, 3, 16, 12, 8
 NAME = "fp8_ds_mla"
@@ -102,6 +103,17 @@ def test_every_form_of_the_layer_is_the_oracle_over_stored_rows(form: str) -> No
         torch.testing.assert_close(got.double(), torch.cat(want), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("magnitude", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("heads", [3, 40])
+def test_products_of_codes_in_float16(device, heads: int, magnitude: float) -> None:
+    if not (device.type == "cuda" or interpreted()):
+        pytest.skip("TRITON serves the CPU only when interpreted")
+    sizes: dict[str, Any] = {"heads": (heads, 1), "latent_dim": L, "head_dim": L + R, "dtype": torch.float16}
+    lens: dict[str, Any] = {"query_lens": (1, 1), "seq_lens": (70, 9), "kv_cache_dtype": NAME}
+    case = Case(**sizes, **lens, scale=0.05 / magnitude**2, magnitude=magnitude)
+    check(get_backend("TRITON"), make_problem(case, device))
+
+
 def test_blocks_are_copied_and_swapped_with_their_scales() -> None:
     spec = MLASpec(head_dim=L + R, latent_dim=L, block_size=4, dtype=torch.bfloat16, kv_cache_dtype=NAME)
     cache, other = (PagedKVCache.from_specs([spec] * 2, 5) for _ in range(2))
@@ -111,6 +123,29 @@ def test_blocks_are_copied_and_swapped_with_their_scales() -> None:
     cache.swap_blocks(other, [(3, 0)])
     for index in range(2):
         assert torch.equal(other.layer(index).key[0], cache.layer(index).key[1])
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 2**31 - 1])
+def test_blocks_outside_the_cache_are_not_followed(device, path: str, bad: int) -> None:
+    """Block 0, which could be read in their place, is NaN: codes, scales and rotated parts."""
+    rows, query = deepseek.encode(torch.randn(3, 4, 1, L + R)), torch.randn(1, H, L + R)
+    rows[0] = 0xFF
+    table, starts, lens = ([[2, bad, 1]], [0, 1], [12])
+    given = (torch.tensor(x, dtype=torch.int32, device=device) for x in (table, starts, lens))
+    sizes: dict[str, Any] = {"latent_dim": L, "max_query_len": 1, "max_seq_len": 12, "scale": 0.05}
+    got = ops.mla_decode(query.to(device), rows.to(device), *given, **sizes, path=path)
+    seen = deepseek.decode(rows[[2, 1]].flatten(0, 1), torch.float64)
+    want, _ = attention_oracle(query, seen, seen[..., :L], scale=0.05)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+def attend_as_to_keys() -> torch.Tensor:
+    """`paged_attention` over rows of one block, called with all that they need."""
+    rows, zero = torch.zeros(2, 4, 1, 656, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    tensors = (torch.zeros(1, H, 576), rows, rows, zero, starts, lens)
+    bounds: dict[str, Any] = {"max_query_len": 1, "max_seq_len": 1, "scale": 0.1, "kv_cache_dtype": NAME}
+    return ops.paged_attention(*tensors, out=torch.zeros(1, H, L), **bounds)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -126,6 +161,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("head_dim must be 576", lambda: MLASpec(head_dim=40, latent_dim=32, kv_cache_dtype=NAME)),
         ("head_dim must be 576", lambda: MLAAttention(H, 32, 8, N, V, 0.1, kv_cache_dtype=NAME)),
         ("kv_cache_dtype must be a format of keys", lambda: FullAttentionSpec(num_kv_heads=1, **of_keys)),
+        ("kv_cache_dtype must be .*; attend to latent rows by mla_decode", attend_as_to_keys),
     ]
     for message, call in refused:
         with pytest.raises(InvalidInputError, match=f"^{message}"):

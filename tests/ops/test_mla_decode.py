@@ -217,7 +217,7 @@ def test_rows_are_packed_and_heads_cut_into_equal_parts() -> None:
     assert config(128).parts == 2 and config(128, dtype=torch.float32).parts == 8
     e4m3, groups = torch.float8_e4m3fn, torch.uint8
     assert config(128, stored=e4m3)[:3] == (32, 32, 4) and config(16, stored=e4m3)[:3] == (16, 16, 1)
-    assert config(128, stored=groups)[:3] == (16, 16, 8) and config(8, 4, stored=groups)[:3] == (16, 8, 1)
+    assert config(128, stored=groups)[:3] == (32, 32, 4) and config(8, 4, stored=groups)[:3] == (32, 8, 1)
 
 
 def test_a_step_of_one_tile_needs_no_workspace_and_no_second_launch() -> None:

@@ -15,6 +15,9 @@ from .deepseek import SCALES_AT as _SCALES_AT
 
 GROUP, LATENT, ROPE = tl.constexpr(_GROUP), tl.constexpr(_LATENT), tl.constexpr(_ROPE)
 SCALES_AT, ROPE_AT = tl.constexpr(_SCALES_AT // 4), tl.constexpr(_ROPE_AT // 2)  # float32 and bfloat16 elements
+# Weights are multiplied with scales and this, and sums divided by it: with a scale alone, a 448th of a group's largest
+# element, they would be subnormal in float16.
+UNIT = tl.constexpr(256.0)
 LEAST = tl.constexpr(SMALLEST_MAXIMUM)
 
 
@@ -47,14 +50,21 @@ def write_part(part, row, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, E4M3:
 
 
 @triton.jit
-def load_groups(codes, scales, at, seen, DTYPE: tl.constexpr):
-    """Latent parts of rows of `fp8_ds_mla` at byte offsets `at` [N], as [N, 512] of DTYPE; zeros where not `seen`."""
-    dim = tl.arange(0, LATENT)
-    group = tl.arange(0, LATENT // GROUP)
-    latent = tl.load(codes + dim[None, :] + at[:, None], mask=seen[:, None], other=0.0).to(tl.float32)
-    scale = tl.load(scales + SCALES_AT + group[None, :] + at[:, None] // 4, mask=seen[:, None], other=0.0)  # [N, 4]
-    groups = tl.reshape(latent, [latent.shape[0], LATENT // GROUP, GROUP]) * scale[:, :, None]
-    return tl.reshape(groups, [latent.shape[0], LATENT]).to(DTYPE)
+def load_group(codes, at, seen, g: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes of group g of rows of `fp8_ds_mla` at byte offsets `at` [N], as [N, 128] of DTYPE; zeros where not `seen`.
+
+    Zeros come after the conversion: else Triton (3.6, 3.7) moves it behind the change of layout, so that codes are
+    converted once for each product that reads them, and no longer copied asynchronously.
+    """
+    dim = g * GROUP + tl.arange(0, GROUP)
+    group = tl.load(codes + dim[None, :] + at[:, None], mask=seen[:, None])
+    return tl.where(seen[:, None], group.to(DTYPE), 0.0)
+
+
+@triton.jit
+def load_scale(scales, at, seen, g: tl.constexpr):
+    """What these codes are multiplied with, float32 [N]; zeros where not `seen`."""
+    return tl.load(scales + SCALES_AT + g + at // 4, mask=seen, other=0.0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ...formats.mla_rows.deepseek import views
-from ...formats.mla_rows.device import inside, load_groups, load_part, load_rope_bits
+from ...formats.mla_rows.device import GROUP, UNIT, inside, load_group, load_part, load_rope_bits, load_scale
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
@@ -33,10 +33,14 @@ from .plan import MLADecodeConfig
 def _attend_latent(
     q_latent, q_rope, acc, m_i, l_i, rows, scales, halves, table, begin, end, low, q_pos, qk_scale, softcap, num_blocks,
     s_b, s_s, S: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin..end. A tile that reaches beyond low..end reads the nearest key within again and gives
     it no weight. Rows of blocks that are not in the cache are zeros: a value is multiplied with its weight 0.
+
+    q_latent and acc are tuples of GROUPS tensors [BLOCK_M, WIDTH]. Where rows have scales, one for each group of a row,
+    codes are operands as they are: logits of a group are multiplied with its scales, and so are the weights, times
+    UNIT, before they are rounded.
 
     Block ids are loaded an iteration early, by hand: as loads that other loads depend on, they would leave the compiler
     half of the stages for rows.
@@ -50,17 +54,20 @@ def _attend_latent(
         known = block.to(tl.uint32) < num_blocks.to(tl.uint32)  # negative ids are large ones
         at = tl.where(known, block, 0).to(tl.int64) * s_b + (near % S).to(tl.int32) * s_s
         block = tl.load(table + nearest_key(offs_n + BLOCK_N, low, end, MASK) // S)
-        if scales is not None:
-            latent = load_groups(rows, scales, at, known, q_latent.dtype)  # [BLOCK_N, BLOCK_L]
-        else:
-            latent = load_part(rows, at, known, 0, L, BLOCK_L).to(q_latent.dtype)  # [BLOCK_N, BLOCK_L]
-        s = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if R > 0:
-            if scales is not None:
-                rope = load_rope_bits(halves, at, known, q_rope.dtype)  # [BLOCK_N, BLOCK_R]
-            else:
+        if scales is None:
+            latent, factor = (load_part(rows, at, known, 0, L, BLOCK_L).to(q_rope.dtype),), None
+            s = tl.dot(q_latent[0], tl.trans(latent[0]), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            if R > 0:
                 rope = load_part(rows, at, known, L, R, BLOCK_R).to(q_rope.dtype)  # [BLOCK_N, BLOCK_R]
-            s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION)
+                s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION)
+        else:
+            latent, factor = (), ()
+            rope = load_rope_bits(halves, at, known, q_rope.dtype)  # [BLOCK_N, BLOCK_R]
+            s = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            for g in tl.static_range(GROUPS):
+                latent += (load_group(rows, at, known, g, q_rope.dtype),)  # of [BLOCK_N, WIDTH]
+                factor += (load_scale(scales, at, known, g),)  # of [BLOCK_N]
+                s += tl.dot(q_latent[g], tl.trans(latent[g]), input_precision=PRECISION) * factor[g][None, :]
         distance = offs_n[None, :] - q_pos[:, None]
         s = scaled_logits(s, distance, 0.0, qk_scale, softcap, is_causal(MASK), SOFTCAP, False, PRECISION)
         keep = (known & (near.to(tl.int32) == offs_n))[None, :] & visible(q_pos[:, None], offs_n[None, :], MASK)
@@ -71,7 +78,13 @@ def _attend_latent(
         alpha = tl.exp2((m_i - shift) * POST)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
-        acc = tl.dot(p.to(latent.dtype), latent, acc * alpha[:, None], input_precision=PRECISION)
+        sums = ()
+        for g in tl.static_range(GROUPS):
+            weight = p if factor is None else p * (factor[g] * UNIT)[None, :]
+            total = acc[g] * alpha[:, None]
+            total = tl.dot(weight.to(latent[g].dtype), latent[g], total, input_precision=PRECISION)
+            sums += (total,)
+        acc = sums
     return acc, m_i, l_i
 
 
@@ -99,6 +112,8 @@ def _mla_decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
+    GROUPS: tl.constexpr = 1 if scales is None else BLOCK_L // GROUP
+    WIDTH: tl.constexpr = BLOCK_L // GROUPS
     part = tl.program_id(0) % PARTS
     program = tl.program_id(0) // PARTS  # among those of its part
     work = tiles_of(0, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK)
@@ -130,11 +145,13 @@ def _mla_decode_kernel(
     seq = first + tl.sum(before.to(tl.int32), 0)
     base += tl.sum(tl.where(before, work, 0), 0)
 
+    if scales is not None:
+        out_scale /= UNIT
     if k_scale is not None:  # stored rows times their scale: logits and latents times it
         qk_scale *= tl.load(k_scale)
         out_scale *= tl.load(k_scale)
     offs_m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    dim_l = tl.arange(0, BLOCK_L)  # [BLOCK_L]
+    dim_l = tl.arange(0, WIDTH)  # [WIDTH]
     dim_r = tl.arange(0, BLOCK_R)  # [BLOCK_R]
     while at < end:
         q_start = tl.load(query_start_loc + seq)
@@ -157,11 +174,13 @@ def _mla_decode_kernel(
             token = (q_start + q_row).to(tl.int64)
             q_ptrs = query + (token * sq_t + head * sq_h)[:, None]
             mask_l = inside(mask_m, dim_l, L, BLOCK_L)
-            q_latent = tl.load(q_ptrs + dim_l[None, :], mask=mask_l, other=0.0)  # [BLOCK_M, BLOCK_L]
+            q_latent, acc = (), ()
+            for g in tl.static_range(GROUPS):
+                q_latent += (tl.load(q_ptrs + g * WIDTH + dim_l[None, :], mask=mask_l, other=0.0),)
+                acc += (tl.zeros([BLOCK_M, WIDTH], tl.float32),)
             q_rope = tl.load(q_ptrs + L + dim_r[None, :], mask=inside(mask_m, dim_r, R, BLOCK_R), other=0.0)
             m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
             l_i = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
             from_key = (first_tile + at - origin) * BLOCK_N
             to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, end_of_keys(seq_len, max_keys, MASK))
             if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
@@ -169,10 +188,13 @@ def _mla_decode_kernel(
             acc, m_i, l_i = _attend_latent(
                 q_latent, q_rope, acc, m_i, l_i, key, scales, halves, table + seq * tl.cast(s_table, tl.int64),
                 from_key, to_key, low, seq_len - q_len + q_row, qk_scale, softcap, num_blocks, sk_b, sk_s, S, L, R,
-                BLOCK_L, BLOCK_R, BLOCK_N, MASK, SOFTCAP, PRECISION,
+                BLOCK_L, BLOCK_R, BLOCK_N, GROUPS, MASK, SOFTCAP, PRECISION,
             )  # fmt: skip
             if E4M3:
-                acc *= out_scale
+                sums = ()
+                for g in tl.static_range(GROUPS):
+                    sums += (acc[g] * out_scale,)
+                acc = sums
             begins = origin == at
             if splits is not None:
                 if begins:  # says for all of the item's rows which programs have parts of them
@@ -182,9 +204,10 @@ def _mla_decode_kernel(
                     tl.store(splits + field + 1, (close - 1) // share, mask=told)
                     tl.store(splits + field + 2, offs_m, mask=told)
             if begins & (stop == close):
-                whole = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
                 o_ptrs = out + (token * so_t + head * so_h)[:, None] + dim_l[None, :]
-                tl.store(o_ptrs, whole.to(out.dtype.element_ty), mask=mask_l)
+                for g in tl.static_range(GROUPS):
+                    whole = acc[g] / tl.where(l_i == 0, 1.0, l_i)[:, None]
+                    tl.store(o_ptrs + g * WIDTH, whole.to(out.dtype.element_ty), mask=mask_l)
                 if lse_out is not None:
                     lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
                     tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
@@ -196,7 +219,8 @@ def _mla_decode_kernel(
                     tl.store(state + offs_m, m_i.to(tl.int32, bitcast=True), mask=mask_m)
                     tl.store(state + BLOCK_M + offs_m, l_i.to(tl.int32, bitcast=True), mask=mask_m)
                     a_ptrs = state + 2 * BLOCK_M + offs_m[:, None] * BLOCK_L + dim_l[None, :]
-                    tl.store(a_ptrs, acc.to(tl.int32, bitcast=True), mask=mask_l)
+                    for g in tl.static_range(GROUPS):
+                        tl.store(a_ptrs + g * WIDTH, acc[g].to(tl.int32, bitcast=True), mask=mask_l)
             at = stop
 
 
@@ -289,7 +313,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         "CHUNK": 32 if num_seqs <= 32 else 256,
         "MASK": tuple(inputs.mask),
         "SOFTCAP": inputs.softcap > 0,
-        "E4M3": key.dtype == torch.float8_e4m3fn,
+        "E4M3": codes.dtype == torch.float8_e4m3fn,
     }
     with on_device(query):
         stages = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}

@@ -18,12 +18,11 @@ from ..tiles import next_power_of_2
 MAX_LATENT_DIM = 512  # the output of a query block stays in registers
 MAX_ROPE_DIM = 128
 MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
-# Over rows of e4m3, and of `fp8_ds_mla`: a tile that is converted takes registers too, more where it is scaled.
-_MAX_ROWS_OF_CODES = {torch.float8_e4m3fn: 32, torch.uint8: 16}
+_CODES = (torch.float8_e4m3fn, torch.uint8)  # rows of e4m3, and of `fp8_ds_mla`
+_MAX_ROWS_OF_CODES = 32  # a tile that is converted takes registers too
 HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 HOPPER_CODE_KEYS = 128  # of the one over rows of codes
-_HOPPER_CODE_ROWS = 32  # packed rows of a query block of that one at most
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
@@ -126,7 +125,7 @@ class MLADecodePlan:
 
 def why_not(shape: AttentionShape) -> str:
     """What the Triton kernels want of a call's tensors, where these are otherwise; "" where they serve."""
-    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, *_MAX_ROWS_OF_CODES):
+    if shape.dtype not in _DTYPES or shape.stored_dtype not in (shape.dtype, *_CODES):
         return "float32, float16 or bfloat16 queries, and rows of their dtype or of e4m3"
     if shape.head_dim_v > MAX_LATENT_DIM:
         return f"latent parts of at most {MAX_LATENT_DIM} elements"
@@ -140,7 +139,7 @@ def why_not_hopper(shape: AttentionShape, here: str) -> str:
     where it does."""
     if here:
         return here
-    if shape.dtype.itemsize != 2 or shape.stored_dtype not in (shape.dtype, *_MAX_ROWS_OF_CODES):
+    if shape.dtype.itemsize != 2 or shape.stored_dtype not in (shape.dtype, *_CODES):
         return f"rows of {shape.stored_dtype}"
     if (shape.head_dim_v, shape.head_dim - shape.head_dim_v) != HOPPER_DIMS:
         return f"rows that are not {HOPPER_DIMS[0]} + {HOPPER_DIMS[1]} elements"
@@ -156,12 +155,11 @@ def can_load(rows: torch.Tensor) -> bool:
     return bool(len(rows)) and gpu.is_aligned(rows[:, :, 0])
 
 
-def max_rows(dtype: torch.dtype, stored: torch.dtype, hopper: bool = False) -> int:
-    """Packed rows of a query block at most, of queries of one dtype over rows of another, by the portable kernel or by
-    those for Hopper."""
-    if hopper:
-        return MAX_ROWS if stored == dtype else _HOPPER_CODE_ROWS
-    return 16 if dtype.itemsize == 4 else _MAX_ROWS_OF_CODES.get(stored, MAX_ROWS)
+def max_rows(dtype: torch.dtype, stored: torch.dtype) -> int:
+    """Packed rows of a query block at most, of queries of one dtype over rows of another."""
+    if dtype.itemsize == 4:
+        return 16
+    return _MAX_ROWS_OF_CODES if stored in _CODES else MAX_ROWS
 
 
 def plan_mla_decode(
@@ -177,7 +175,7 @@ def plan_mla_decode(
         rope_dim=shape.head_dim - shape.head_dim_v,
         itemsize=shape.dtype.itemsize,
         stored_itemsize=shape.stored_dtype.itemsize,
-        max_rows=max_rows(shape.dtype, shape.stored_dtype, hopper),
+        max_rows=max_rows(shape.dtype, shape.stored_dtype),
         num_tokens=bounds.num_tokens,
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
