@@ -47,6 +47,9 @@ def _name(case: Case) -> str:
 # Short sequences, as those behind a shared prefix are, and several tokens each.
 MORE = (Case("decode", "512q1s176", 16, 8), *(Case("decode", text) for text in ("256q1s256", "256q1s100", "512q1s512")))
 MORE += tuple(Case("decode", text) for text in ("64q16s4k", "64q8s4k", "256q4s1k", "8q16s4k", "1q16s16k"))
+# Steps 100, 300, 600 and 900 of the 256 requests that `vllm_compare` times on the shape of Qwen3-0.6B.
+_SERVED = ("256q1s200..1124", "200q1s400..1324", "117q1s700..1624", "34q1s1000..1924")
+MORE += tuple(Case("decode", text, 16, 8) for text in _SERVED)
 CASES = {_name(case): case for case in cases("decode", gpu=DEVICE.type == "cuda")}
 CASES |= {_name(case): case for case in MORE} if DEVICE.type == "cuda" else {}
 DEFAULT = "default"
@@ -99,6 +102,21 @@ GROUPS = {
             "keys32ahead0=32/4/4/4,max_registers=128,tile_overhead=2,prefetch_block_table=0",
             "keys32three=32/4/5/3,max_registers=168,tile_overhead=2",
             "three=64/4/3/3,max_registers=168,tile_overhead=2",
+        ),
+    ),
+    "served": Group(
+        tuple(f"16/8:{text}" for text in _SERVED),
+        (
+            "lead0=64/4/4/2",
+            "lead1=64/4/4/2,tile_overhead=1",
+            "lead4=64/4/4/2,tile_overhead=4",
+            "deep=64/4/5/2,tile_overhead=2",
+            "three=64/4/3/3,max_registers=168,tile_overhead=2",
+            "keys32=32/4/4/4,max_registers=128,tile_overhead=2",
+            "keys32three=32/4/5/3,max_registers=168,tile_overhead=2",
+            "keys32warps2=32/2/4/4,tile_overhead=2",
+            "warps2=64/2/4/2,tile_overhead=2",
+            "keys128=128/4/2/2,tile_overhead=1",
         ),
     ),
     "tokens": Group(

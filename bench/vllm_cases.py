@@ -15,7 +15,9 @@ class Case:
 
     requests: of random tokens, a workload each; none: what the model was trained on.
     ranks: data parallel processes that share the prompts out; a server has as many behind one address.
-    served: by `vllm serve`, over the library's backend alone.
+    served: by `vllm serve`, over the library's backend alone. one_gpu: each rank of it is a node of its own, all of
+        them on one GPU, which models without experts allow: their ranks exchange nothing.
+    peer: vLLM's own backend.
     """
 
     suite: str
@@ -26,6 +28,8 @@ class Case:
     requests: tuple[int, ...] = ()
     ranks: int = 1
     served: bool = False
+    one_gpu: bool = False
+    peer: str = "FLASH_ATTN"
 
     @property
     def connector(self) -> str | None:
@@ -36,7 +40,7 @@ class Case:
     def gpus(self) -> int:
         """GPUs that it needs."""
         sizes = (self.options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-        return self.ranks * max(sizes)
+        return (1 if self.one_gpu else self.ranks) * max(sizes)
 
 
 STORE = "{store}"  # in options: an empty folder of the engine's own
@@ -81,7 +85,18 @@ CONNECTORS = [
     Case("connectors", "files, first runner", "tiny-qwen3", _FILES, _V1),
     Case("connectors", "files, second runner", "tiny-qwen3", _FILES | _EAGER, _V2),
 ]
-SERVER = [Case("server", "vllm serve", "tiny-qwen3", served=True)]
+_PAGES = {"block_size": 64}  # FlashMLA has no other
+LATENT = [
+    Case("latent", "eager, blocks of 64", "tiny-deepseek", _EAGER | _PAGES, _V2, peer="FLASH_ATTN_MLA"),
+    Case("latent", "graphs, blocks of 64, first runner", "tiny-deepseek", _PAGES, _V1, peer="FLASH_ATTN_MLA"),
+    Case("latent", "graphs, blocks of 64, second runner", "tiny-deepseek", _PAGES, _V2, peer="FLASHMLA"),
+    Case("latent", "graphs, blocks of 16", "tiny-deepseek", {}, _V2, peer="TRITON_MLA"),
+    Case("latent", "n-gram speculation", "tiny-deepseek", _PAGES | {"speculative_config": _NGRAM}, peer="FLASHMLA"),
+]
+SERVER = [
+    Case("server", "vllm serve", "tiny-qwen3", served=True),
+    Case("server", "data parallel, two nodes on one GPU", "tiny-qwen3", ranks=2, served=True, one_gpu=True),
+]
 _LONG = {"load_format": "dummy", "max_model_len": 8192, "skip_tokenizer_init": True}
 SPEED = [Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1))]
 _TP, _PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
@@ -95,7 +110,7 @@ TWO_GPUS = [
     Case("two-gpus", "data parallel, vllm serve", "tiny-qwen3", ranks=2, served=True),
     Case("two-gpus", "tensor parallel, random weights", "llama-8b", _LONG | _TP, requests=(256, 1)),
 ]
-CASES = [*TOKENS, *CONNECTORS, *SERVER, *SPEED, *TWO_GPUS]
+CASES = [*TOKENS, *LATENT, *CONNECTORS, *SERVER, *SPEED, *TWO_GPUS]
 SUITES = [*dict.fromkeys(case.suite for case in CASES)]
 ALL = "all"  # suites that the GPUs allow
 

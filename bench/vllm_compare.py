@@ -32,7 +32,7 @@ from .ratios import Row
 from .report import ResultFile
 from .vllm_cases import ALL, CASES, SUITES, Case, chosen
 from .vllm_models import EXAMPLE, FETCHED, chats, model_folder, prompts, recipe, tokenizer_of
-from .vllm_process import OURS, PEER, ROOT, engines
+from .vllm_process import OURS, ROOT, engines, free_port
 from .vllm_server import chat, completions, served
 
 _AT_ONCE = 8  # pairs of engines that start side by side
@@ -49,7 +49,7 @@ def compare_tokens(case: Case, folder: Path) -> Iterator[Row]:
     with engines(case, folder, 1 << 30) as both:
         first = {name: engine.ask(**asked) for name, engine in both.items()}
         found = {name: engine.ask(**asked) for name, engine in both.items()} if case.connector else first
-    ours, peers = (found[name] for name in (OURS, PEER))
+    ours, peers = (found[name] for name in (OURS, case.peer))
     row: Row = {"requests": len(ours["tokens"]), "tokens": sum(asked["max_tokens"])}
     row["equal_requests"] = _equal(ours["tokens"], peers["tokens"])
     if case.connector:
@@ -58,15 +58,17 @@ def compare_tokens(case: Case, folder: Path) -> Iterator[Row]:
         wanted = [rest for _, rest in given]
         row["remembered_requests"], row["remembered_by_peer"] = (_equal(one["tokens"], wanted) for one in (ours, peers))
         if row["remembered_by_peer"] == 0:
-            raise RuntimeError(f"{case.name}: {PEER} remembers nothing of what was trained, so that it is no reference")
+            raise RuntimeError(
+                f"{case.name}: {case.peer} remembers nothing of what was trained, so that it is no reference"
+            )
     yield row | {"largest_logprob_difference": round(_largest_gap(case, ours, peers), 5)}
 
 
 def _loaded(case: Case, first: dict[str, Any], second: dict[str, Any]) -> Row:
     """Tokens of prompts that both connectors loaded, and how many of our answers are as those without loading."""
-    loaded = [sum(second[name]["cached"]) for name in (OURS, PEER)]
+    loaded = [sum(second[name]["cached"]) for name in (OURS, case.peer)]
     if not all(loaded):
-        raise RuntimeError(f"{case.name}: {case.connector} loaded {loaded} tokens of {OURS} and {PEER}")
+        raise RuntimeError(f"{case.name}: {case.connector} loaded {loaded} tokens of {OURS} and {case.peer}")
     equal = _equal(first[OURS]["tokens"], second[OURS]["tokens"])
     return {"loaded_tokens": loaded[0], "loaded_by_peer": loaded[1], "equal_to_computed": equal}
 
@@ -102,10 +104,8 @@ def compare_server(case: Case, folder: Path) -> Iterator[Row]:
     wanted = [tokenizer.decode(rest, skip_special_tokens=True) for _, rest in given]
     options = ["--attention-backend", OURS, "--max-model-len", "2048", "--gpu-memory-utilization", "0.1"]
     options += ["--kv-cache-memory-bytes", str(1 << 30)]
-    if case.ranks > 1:
-        options += ["--data-parallel-size", str(case.ranks), "--api-server-count", "1"]
     asked = [ids for ids, _ in given], [len(rest) for _, rest in given]
-    with served(model, folder / f"server-{case.ranks}.log", *options) as client:
+    with served(model, folder / f"{case.name.replace(' ', '_')}.log", options, *_data_parallel(case)) as client:
         ranks = range(case.ranks) if case.ranks > 1 else [None]
         equal = [_equal(completions(client, model.name, *asked, rank), wanted) for rank in ranks]
         question, answer = tiny.read_corpus(EXAMPLE / "corpus.txt").pairs[0]
@@ -113,6 +113,19 @@ def compare_server(case: Case, folder: Path) -> Iterator[Row]:
     if said != answer:
         raise RuntimeError(f"{case.name}: the chat must answer {answer!r}, it said {said!r}")
     yield {"requests": len(given) * case.ranks, "equal_requests": sum(equal), "streamed_chats": 1}
+
+
+def _data_parallel(case: Case) -> tuple[list[str], list[list[str]]]:
+    """Options of the server for its ranks, and those of each other node's command."""
+    if case.ranks == 1:
+        return [], []
+    shared = ["--data-parallel-size", str(case.ranks)]
+    nodes = list[list[str]]()
+    if case.one_gpu:
+        shared += ["--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
+        shared += ["--data-parallel-rpc-port", str(free_port())]
+        nodes = [[*shared, "--data-parallel-start-rank", str(rank)] for rank in range(1, case.ranks)]
+    return [*shared, "--api-server-count", "1"], nodes
 
 
 def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
@@ -126,18 +139,18 @@ def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
             first = {name: engine.ask(**asked)["tokens"] for name, engine in both.items()}
             if any([len(row) for row in rows] != asked["max_tokens"] for rows in first.values()):
                 raise RuntimeError(f"{case.name}: an engine gave another number of tokens than asked for")
-            speeds: dict[str, list[float]] = {OURS: [], PEER: []}
+            speeds: dict[str, list[float]] = {OURS: [], case.peer: []}
             for _ in range(rounds):
                 for name, engine in both.items():
                     speeds[name].append(round(total / engine.ask(**asked)["seconds"], 1))
-            same = [_common(one, other) for one, other in zip(first[OURS], first[PEER], strict=True)]
+            same = [_common(one, other) for one, other in zip(first[OURS], first[case.peer], strict=True)]
             median = {name: statistics.median(values) for name, values in speeds.items()}
             yield {
                 "requests": count,
                 "tokens": total,
                 "tok_s": speeds,
                 "median_tok_s": median,
-                "ratio": round(median[OURS] / median[PEER], 3),
+                "ratio": round(median[OURS] / median[case.peer], 3),
                 "same_prefix": round(sum(same) / total, 3),
             }
 
@@ -166,7 +179,7 @@ class Results:
     def add(self, case: Case, row: Row) -> None:
         """Keep and print a row; its requests count as failed unless all were equal."""
         about = {"suite": case.suite, "case": case.name, "model": case.model}
-        about |= {"options": case.options, "variables": case.variables, "ranks": case.ranks}
+        about |= {"options": case.options, "variables": case.variables, "ranks": case.ranks, "peer": case.peer}
         with self._lock:
             key = case.suite, case.name
             if key not in self._begun:

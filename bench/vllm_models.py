@@ -30,6 +30,13 @@ _TINY: dict[str, tuple[str, dict[str, Any]]] = {
             | {"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 2048}
         },
     ),
+    "tiny-deepseek": (
+        "DeepseekV2",
+        # Rows of 512 + 64 elements, as all kernels for latent attention want them; no experts.
+        {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "first_k_dense_replace": 2}
+        | {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+        | {"v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 128},
+    ),
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-0.6b": (
@@ -97,12 +104,13 @@ def train(name: str, out: Path, steps: int) -> None:
     tokenizer = tiny.build_tokenizer(corpus)
     tiny.train(model, tiny.Windows(corpus, tokenizer, 0), steps)
     tiny.save(model, tokenizer, out)
-    if family == "GptOss":
+    if family in ("GptOss", "DeepseekV2"):
         _name_as_vllm_does(out)
 
 
 def _name_as_vllm_does(out: Path) -> None:
-    """Rename experts and write the head out: vLLM 0.24 reads neither its own old names nor tied ones of this family."""
+    """Rename experts and write the head out: vLLM 0.24 reads neither its own old names nor tied ones of these
+    families."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(out / "model.safetensors")

@@ -16,7 +16,7 @@ from .vllm_cases import STORE, Case
 from .vllm_models import model_folder
 
 ROOT = Path(__file__).parent.parent
-OURS, PEER = "CUSTOM", "FLASH_ATTN"
+OURS = "CUSTOM"
 
 
 class Engine:
@@ -37,7 +37,7 @@ class Engine:
         read, write = os.pipe()
         self.log = folder / f"{name}.log"
         environment = {**os.environ, **case.variables, **variables, "RESULTS": str(write), "VLLM_NO_USAGE_STATS": "1"}
-        if case.suite in ("tokens", "connectors"):  # starts in half the time
+        if case.suite in ("tokens", "latent", "connectors"):  # starts in half the time
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             options["max_num_seqs"] = 64
         store = json.dumps(str(folder / f"{name}-store"))[1:-1]
@@ -85,7 +85,7 @@ class Engines:
     """The engines of a backend, one for each data parallel rank, which share the prompts out."""
 
     def __init__(self, case: Case, backend: str, folder: Path, cache: int) -> None:
-        name, port = f"{backend}-{case.name.replace(' ', '_')}", str(_free_port())
+        name, port = f"{backend}-{case.name.replace(' ', '_')}", str(free_port())
         given: list[dict[str, str]] = [{}]
         if case.ranks > 1:
             shared = {"SIZE": str(case.ranks), "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
@@ -119,7 +119,8 @@ class Engines:
             engine.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -130,7 +131,7 @@ def engines(case: Case, folder: Path, cache: int) -> Iterator[dict[str, Engines]
     """Both backends' engines, each with a KV cache of `cache` bytes."""
     made: dict[str, Engines] = {}
     try:
-        for backend in (OURS, PEER):
+        for backend in (OURS, case.peer):
             made[backend] = Engines(case, backend, folder, cache)
         for engine in made.values():
             engine.wait_until_ready()

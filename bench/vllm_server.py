@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,43 +15,64 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from .vllm_process import free_port
+
 _SECONDS_TO_START = 300
 
 
 @contextmanager
-def served(model: Path, log: Path, *options: str) -> Iterator[Any]:
-    """A client of a server of the model on a free port, which ends with the block; what it says goes to the log.
+def served(
+    model: Path, log: Path, options: Sequence[str], own: Sequence[str] = (), nodes: Sequence[Sequence[str]] = ()
+) -> Iterator[Any]:
+    """A client of a server of the model on a free port, which ends with the block.
+
+    Args:
+        log: what it says goes there; what the other nodes say, to files beside it.
+        options: of the server and of the other nodes. own: of the server alone.
+        nodes: of each other node, which has engines and no server.
 
     Raises:
         RuntimeError: it ended, or did not answer in time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port), *options]
-    command += ["--served-model-name", model.name]
-    with log.open("w", encoding="utf-8") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, "VLLM_NO_USAGE_STATS": "1"})
+    port = str(free_port())
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", model.name, *options]
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    asked = [["--port", port, *own], *(["--headless", *node] for node in nodes)]
+    running = list[tuple[subprocess.Popen[bytes], Path]]()
     try:
-        _wait(f"http://127.0.0.1:{port}/health", process, log)
+        for number, more in enumerate(asked):
+            said = log.with_suffix(f".{number}.log") if number else log
+            with said.open("w", encoding="utf-8") as file:
+                started = subprocess.Popen([*command, *more], stdout=file, stderr=file, env=environment)
+            running.append((started, said))
+        _wait(f"http://127.0.0.1:{port}/health", running)
         yield import_module("openai").OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        for process, _ in running:
+            process.terminate()
+        for process, _ in running:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(url: str, running: Sequence[tuple[subprocess.Popen[bytes], Path]]) -> None:
+    """Until the server answers.
+
+    Raises:
+        RuntimeError: a process ended, or it took too long; with the end of each one's log.
+    """
     deadline = time.monotonic() + _SECONDS_TO_START
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and all(process.poll() is None for process, _ in running):
         try:
             with urlopen(url, timeout=5):
                 return
         except (URLError, OSError):
             time.sleep(0.5)
-    raise RuntimeError(f"the server does not answer:\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}")
+    said = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-3000:] for _, log in running)
+    raise RuntimeError(f"the server does not answer:\n{said}")
 
 
 def completions(

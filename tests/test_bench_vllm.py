@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pagedattn.bench import vllm_compare
+from pagedattn.bench import vllm_compare, vllm_server
 from pagedattn.bench.vllm_cases import ALL, CASES, Case, chosen
-from pagedattn.bench.vllm_process import PEER, Engines
+from pagedattn.bench.vllm_models import EXAMPLE, recipe
+from pagedattn.bench.vllm_process import Engines
 
 # Tokens depend on the prompt alone; what is cached, on whether a connector was given and the prompt seen before.
 _STAND_IN = """
@@ -83,7 +87,7 @@ def test_a_connector_must_have_loaded_and_given_the_same_tokens(
 def test_ranks_share_the_prompts_and_answers_come_back_in_order(tmp_path: Path) -> None:
     case = Case("two-gpus", "data parallel", "tiny-qwen3", ranks=2)
     assert case.gpus == 2
-    engines = Engines(case, PEER, tmp_path, 1 << 20)
+    engines = Engines(case, case.peer, tmp_path, 1 << 20)
     try:
         engines.wait_until_ready()
         asked = engines.ask(_PROMPTS, [9, 1, 9], logprobs=1)
@@ -92,6 +96,46 @@ def test_ranks_share_the_prompts_and_answers_come_back_in_order(tmp_path: Path) 
     assert [rows[0] for rows in asked["tokens"]] == [0, 9, 0] and [len(rows) for rows in asked["tokens"]] == [9, 1, 9]
     assert len(asked["logprobs"]) == len(asked["cached"]) == 3 and asked["seconds"] > 0
     assert all(engine.process.returncode == 0 for engine in engines.ranks)
+
+
+def test_nodes_of_one_gpu_are_served_behind_one_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.one_gpu)
+    assert (case.gpus, case.ranks) == (1, 2)
+    given: list[list[str]] = []
+    asked: list[int | None] = []
+
+    @contextmanager
+    def served(model: Path, log: Path, options: list[str], own: list[str], nodes: list[list[str]]) -> Iterator[None]:
+        given[:] = [own, *nodes]
+        yield None
+
+    def completions(client: None, model: str, prompts: object, limits: object, rank: int | None) -> list[str]:
+        asked.append(rank)
+        return [texts[0], texts[1], "wrong"]
+
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    texts = [str([sum(ids), sum(ids) + 1]) for ids in _PROMPTS]
+    pair = recipe().read_corpus(EXAMPLE / "corpus.txt").pairs[0]
+    for name, stand_in in (("served", served), ("completions", completions), ("tokenizer_of", lambda _: tokenizer)):
+        monkeypatch.setattr(vllm_compare, name, stand_in)
+    monkeypatch.setattr(vllm_compare, "chat", lambda *_: pair[1])
+    (row,) = vllm_compare.compare_server(case, tmp_path)
+    assert (row["requests"], row["equal_requests"]) == (6, 4) and asked == [0, 1]
+    (front, other), start = given, ["--data-parallel-start-rank", "1"]
+    assert front[-2:] == ["--api-server-count", "1"] and other[-2:] == start and front[:-2] == other[:-2]
+    assert {"--data-parallel-size-local", "--data-parallel-rpc-port"} < {*front}
+
+
+def test_a_server_that_ends_is_told_with_what_each_node_said(tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (tmp_path / "vllm.py").unlink()
+    (package / "main.py").write_text("import sys; sys.exit(f'said {sys.argv[-1]}')", encoding="utf-8")
+    with (
+        pytest.raises(RuntimeError, match=r"does not answer:\n(.|\n)*said own(.|\n)*said other"),
+        vllm_server.served(Path("model"), tmp_path / "log", [], ["own"], [["other"]]),
+    ):
+        pass
 
 
 def test_a_file_keeps_rows_of_other_cases_that_still_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +148,7 @@ def test_a_file_keeps_rows_of_other_cases_that_still_exist(tmp_path: Path, monke
 
 
 def test_all_is_what_the_gpus_allow_and_a_suite_by_name_must_be_possible() -> None:
-    assert {case.suite for case in chosen([ALL], [], 1)} == {"tokens", "connectors", "server", "speed"}
+    assert {case.suite for case in chosen([ALL], [], 1)} == {"tokens", "latent", "connectors", "server", "speed"}
     assert chosen([ALL], [], 2) == CASES and chosen([ALL], [], 0) == []
     assert [case.name for case in chosen(["connectors"], ["files"], 1)] == [
         "files, first runner",
