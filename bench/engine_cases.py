@@ -111,12 +111,12 @@ def engine_cases(gpus: int) -> list[EngineCase]:
         small: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 256, "num_kv_blocks": 200}
         graphs = {**small, "graph_sizes": [1, 2, 4, 8], "overlap": True}
         return [
-            EngineCase("common", "tiny", TINY, lambda: common(12, 60), graphs),
-            EngineCase("penalties", "tiny", TINY, lambda: penalties(12, 60), graphs),
+            EngineCase("common", "tiny", TINY, lambda: common(12, 40), graphs),
+            EngineCase("penalties", "tiny", TINY, lambda: penalties(12, 40), graphs),
             EngineCase("shared", "tiny", TINY, lambda: shared(10, 64, 8, 6), graphs),
-            EngineCase("preempt", "tiny", TINY, lambda: common(12, 60), {**graphs, "num_kv_blocks": 24}),
+            EngineCase("preempt", "tiny", TINY, lambda: common(12, 40), {**graphs, "num_kv_blocks": 24}),
             EngineCase("latency", "tiny", TINY, lambda: equal(1, 20, 12), small),
-            EngineCase("two ranks", "tiny", TINY, lambda: common(12, 60), {**small, **two}),
+            EngineCase("two ranks", "tiny", TINY, lambda: common(12, 40), {**small, **two}),
         ]
     usual: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256}
     scarce: dict[str, Any] = {"num_kv_blocks": 4000}  # of the 10,000 that all requests fill at their ends

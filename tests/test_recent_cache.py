@@ -147,15 +147,20 @@ def test_it_is_not_exact_attention_but_near() -> None:
     assert 0.02 < float(off[SIZE:].mean()) < 0.15
 
 
+def row_counts(backend: str, stored: str, chunk: int) -> list[int]:
+    """How many rows come at once; decodes by the interpreter, which are slow, before and behind two ends of blocks."""
+    if backend == "TRITON" and chunk == 1:
+        return [1] * 100 if stored == STORED[0] else [58, *[1] * 8, 56, *[1] * 8]
+    return [min(chunk, LENGTH - begin) for begin in range(0, LENGTH, chunk)]
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 32, 45, 4096])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_of_any_size_give_one_result(backend: str, stored: str, chunk: int) -> None:
-    sequence, out = Sequences(backend, stored).new(), []
-    rows = LENGTH if backend == "TORCH" or chunk > 1 else 100  # of decodes, which are slow in the interpreter
-    while sequence.length < rows:
-        out.append(sequence.append(min(chunk, rows - sequence.length)))
-    torch.testing.assert_close(torch.cat(out).double(), by_definition(stored)[:rows], rtol=0, atol=5e-6)
+    sequence = Sequences(backend, stored).new()
+    out = torch.cat([sequence.append(count) for count in row_counts(backend, stored, chunk)])
+    torch.testing.assert_close(out.double(), by_definition(stored)[: len(out)], rtol=0, atol=5e-6)
 
 
 def test_a_window_brings_attention_nearer_to_exact() -> None:

@@ -103,6 +103,10 @@ def _run(
         load("kernels.cache_write.block_kernel").launch(*tensors, *tables, columns, form)
         return
     sources, targets = _blocks(key, key_cache, *tables, columns, form.recent_blocks(key.shape[1]))
+    if not targets.is_cuda:  # where their number needs no wait: most steps fill no block
+        sources, targets = sources[targets >= 0], targets[targets >= 0]
+        if not len(targets):
+            return
     for rows, kind, planes in (
         (key, form.key, (key_cache, k_scale_cache)),
         (value, form.value, (value_cache, v_scale_cache)),

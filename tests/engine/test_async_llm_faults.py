@@ -82,7 +82,7 @@ def test_an_output_of_the_turn_that_failed_is_delivered() -> None:
 def test_what_the_repair_after_a_failed_step_ends_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The older of two streams has its last token when a step cannot be counted; the younger ends with the error."""
     llm, queued = fake_llm(), threading.Event()
-    llm.runner.before = lambda step: queued.wait(10)  # type: ignore[attr-defined]
+    llm.runner.before = lambda step: queued.wait(1)  # type: ignore[attr-defined]
     apply, failures = llm._scheduler.apply_tokens, [ZeroDivisionError("while a step was counted")]
 
     def fail_once(*args: Any) -> Any:

@@ -31,12 +31,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def alone(name: str) -> list[list[int]]:
-    """What `generate` of transformers gives over a format, a prompt at a time."""
+def _alone(name: str, index: int) -> list[int]:
     model = hf_model("qwen3", torch.float64, num_hidden_layers=2)
     hf.enable(model, kv_cache_dtype=name)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
-    return [model.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts()]
+    prompt = prompts()[index]
+    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+def alone(name: str) -> list[list[int]]:
+    """What `generate` of transformers gives over a format, a prompt at a time."""
+    return [_alone(name, index) for index in range(len(prompts()))]
 
 
 def make(folder: Path, **options: Any) -> LLM:
@@ -80,7 +85,7 @@ def test_formats_with_windows(name: str, chunk: int, folder: Path) -> None:
 
 def test_windows_are_read_and_what_is_before_them_is_encoded(folder: Path) -> None:
     """What makes the other tests tests."""
-    found = [alone("auto"), alone("turboquant4"), alone(WINDOW), alone("turboquant4:window=40")]
+    found = [_alone(name, 4) for name in ("auto", "turboquant4", WINDOW, "turboquant4:window=40")]
     assert all(one != other for one, other in itertools.combinations(found, 2))
 
 

@@ -96,10 +96,13 @@ def make_llm(folder: Path, **options: Any) -> LLM:
     return LLM(folder, **{**defaults, "max_num_batched_tokens": 12, "max_prefill_share": 0.5, **options})
 
 
-SCALES: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_scales": "scales.json"}
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+SCALES: dict[str, Any] = {**FP8, "kv_scales": "scales.json"}
+IN_16_BIT: list[dict[str, Any]] = [{}, {"latent": False}]  # what the others do, less the format
+OPTIONS = [FP8, SCALES, *(pytest.param(one, marks=pytest.mark.grid) for one in IN_16_BIT)]
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"latent": False}, SCALES], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_two_ranks_have_the_tokens_of_one(folder: Path, options: dict[str, Any]) -> None:
     """Chunked beside decodes, preempted for lack of blocks, with cached prefixes; greedy and sampled."""
     first = prompts(17, 3, 30, 9, 24, 1, 5)
