@@ -256,7 +256,7 @@ def test_options_that_do_not_go_with_it(folder: Path, tmp_path: Path) -> None:
         InvalidInputError, match="block_size must be a multiple of 32 for kv_cache_dtype='int4', got 16"
     ):
         EngineConfig(model="m", kv_cache_dtype="int4", block_size=16)
-    assert EngineConfig(model="m", kv_cache_dtype="turboquant4:window=64").tokens_per_block == 16
+    assert EngineConfig(model="m", kv_cache_dtype="turboquant4:window=64").tokens_per_block == 32
     windows = save(hf_model("qwen2-half-window", torch.float32), tmp_path)
     for kind in ("native", "transformers"):
         with pytest.raises(UnsupportedError, match="kv_cache_dtype='int4' has one KV group, these layers are of 2"):

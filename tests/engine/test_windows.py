@@ -20,7 +20,7 @@ from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.worker import decode_graphs, kv_memory
 from pagedattn.integrations import transformers as hf
 
-SIZE, WINDOW = 16, "turboquant4:window=20"  # of two blocks
+SIZE, WINDOW = 16, "turboquant_k4v3:window=20"  # of two blocks
 OTHERS = ("turboquant3:window=1", "int8:window=16", "k8v4:window=40", "int4:window=32", f"{WINDOW}:skip=-1")
 FIRST = ("turboquant4:window=20:first=4", "turboquant3:first=17", "int4:first=1:skip=0")
 

@@ -15,8 +15,8 @@ from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.integrations.transformers.rows import BlockStore
 
 RAGGED = (90, 31, 64, 33)
-WINDOW = "turboquant4:window=20"  # of two blocks of 16
-FIRST = "turboquant4:window=1:first=20"  # two blocks, behind one
+WINDOW = "turboquant_k4v3:window=20"  # of two blocks of 16
+FIRST = "turboquant_k4v3:window=1:first=20"  # two blocks, behind one
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
