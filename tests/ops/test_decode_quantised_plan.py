@@ -50,7 +50,7 @@ def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple
     wide, tall = shape._replace(block_size=64), shape._replace(head_dim=256)
     found = [quantised_decode_config(one, decodes(64), H200).tuning for one in (shape, wide, tall)]
     assert [(one.keys, one.tile) for one in found] == [(32, 128), (32, 128), (16, 64)]
-    assert quantised_decode_config(shape._replace(block_size=48), decodes(), H200).tuning.keys == 16
+    assert quantised_decode_config(shape._replace(block_size=48), decodes(64), H200).tuning.keys == 16
     assert quantised_decode_config(shape, decodes(1, 1 << 17), H200).programs == 128, "registers are for one an SM"
     assert kernels(shape._replace(mask=(1, 0, 32)), decodes()) == ["decode"], "codes are of earlier blocks"
     assert kernels(shape._replace(codes=(codes[0], "int8")), decodes()) == ["decode"]
