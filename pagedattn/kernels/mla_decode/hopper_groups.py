@@ -17,9 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_device import LN2, LOG2E, tanh
+from ..gluon_device import LOG2E, tanh
 from ..gluon_names import thread_barrier
 from .hopper_items import HALF, KEYS, LATENT, ROPE
+from .hopper_states import note_splits, state_of, write_sums
 
 STAGES = gl.constexpr(2)  # of tiles
 WARPS = gl.constexpr(4)  # of a group
@@ -258,13 +259,6 @@ def _finish(acc, w: gl.constexpr, item, part, results, rooms, shape):
 
 
 @gluon.jit
-def _state(item, at, states, shape):
-    """The place of an item's partial state. A program may end inside one item and start inside another: it has two."""
-    place = 2 * gl.program_id(0) + gl.where(item.origin == at, 1, 0)
-    return states + place.to(gl.int64) * (2 * shape.ROWS + shape.ROWS * LATENT)
-
-
-@gluon.jit
 def _publish(acc, w: gl.constexpr, item, part, state, shape):
     """Leave a group's half of a partial state."""
     row = gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.OUTPUT))
@@ -272,34 +266,6 @@ def _publish(acc, w: gl.constexpr, item, part, state, shape):
     dim = w * HALF + gl.arange(0, HALF, gl.SliceLayout(1 - shape.AXIS, shape.OUTPUT))
     to = state + 2 * shape.ROWS + gl.expand_dims(row * LATENT, shape.AXIS) + gl.expand_dims(dim, 1 - shape.AXIS)
     gl.store(to, acc.to(gl.int32, bitcast=True), mask=gl.expand_dims(exists, shape.AXIS))
-
-
-@gluon.jit
-def _write_sums(m_i, l_i, item, part, whole, state, lse_out, results, shape):
-    """The LSE of an item that is `whole`, or a partial state's maximum and sum."""
-    row = gl.arange(0, shape.ROWS, m_i.type.layout)
-    q_row, head, exists = item.rows(row, part, shape)
-    if whole:
-        if lse_out is not None:
-            lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
-            gl.store(lse_out + (item.q_start + q_row).to(gl.int64) * results.sl_t + head, lse, mask=exists)
-    else:
-        if state is not None:
-            gl.store(state + row, m_i.to(gl.int32, bitcast=True), mask=exists)
-            gl.store(state + shape.ROWS + row, l_i.to(gl.int32, bitcast=True), mask=exists)
-
-
-@gluon.jit
-def _note_splits(item, part, share, splits, max_tokens, shape):
-    """Say of all rows of an item which programs have parts of it."""
-    row = gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.LOGITS))
-    q_row, _, exists = item.rows(row, part, shape)
-    token = (item.q_start + q_row).to(gl.int64)
-    field = splits + (token * shape.PARTS + part) * 3
-    told = exists & (row % shape.G == 0) & (token < max_tokens)
-    gl.store(field, item.origin // share, mask=told)
-    gl.store(field + 1, (item.close - 1) // share, mask=told)
-    gl.store(field + 2, row, mask=told)
 
 
 @gluon.jit
@@ -332,10 +298,11 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
             t += 1
             state = None
             if splits is not None:
-                state = _state(item, at, states, shape)
+                state = state_of(item, at, states, shape)
                 if item.origin == at:
-                    _note_splits(item, part, share, splits, max_tokens, shape)
-            _write_sums(m_i, l_i, item, part, whole, state, lse_out, results, shape)
+                    ROW: gl.constexpr = gl.SliceLayout(shape.AXIS, shape.LOGITS)
+                    note_splits(item, part, share, splits, max_tokens, ROW, shape)
+            write_sums(m_i, l_i, item, part, whole, state, lse_out, results.sl_t, shape)
             if whole:
                 _finish(_times(acc, factor, shape), 0, item, part, results, rooms, shape)
             else:
@@ -368,7 +335,7 @@ def follow(states, results, rooms, step, shape):
                 _finish(_times(acc, factor, shape), 1, item, part, results, rooms, shape)
             else:
                 if states is not None:
-                    _publish(acc, 1, item, part, _state(item, at, states, shape), shape)
+                    _publish(acc, 1, item, part, state_of(item, at, states, shape), shape)
             mbarrier.arrive(rooms.taken, count=1)
             t += 1
         at = stop
