@@ -119,7 +119,7 @@ def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -
         per_sm, registers = (3, 168) if small else (2, 255)
         return QuantisedDecodeTuning(4, per_sm, registers, 2, keys)
     if items * seq_len <= 1024 * target.num_sms:
-        return QuantisedDecodeTuning(8, 1, 255, 0)
+        return QuantisedDecodeTuning(8, 1, 128 if small and not twice else 255, 0)
     if twice:
         return QuantisedDecodeTuning(8, 1, 255, 0, keys)
     return QuantisedDecodeTuning(8, 2 if small else 1, 128 if small else 255, 0)
