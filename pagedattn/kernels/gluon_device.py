@@ -1,4 +1,5 @@
-"""Gluon device code that kernel families share: units of logits, the soft cap, who of several programs is last."""
+"""Gluon device code that kernel families share: units of logits, the soft cap, ranges of numbers, who of several
+programs is last."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,6 +8,15 @@ from .gluon_names import thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# What smaller scales of values are read as: a sum of exp(logit), in units of the largest exp(logit) * scale, then is a
+# float32.
+SMALLEST_SCALE = gl.constexpr(2.0**-100)
+
+
+@gluon.constexpr_function
+def bits(count):
+    """Of an index below `count`, a power of two."""
+    return count.bit_length() - 1
 
 
 @gluon.jit
@@ -15,6 +25,22 @@ def tanh(x):
     t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
     y = (1.0 - t) / (1.0 + t)
     return gl.where(x < 0, -y, y)
+
+
+@gluon.jit
+def approximate(OP: gl.constexpr, x):
+    """ "lg2" or "rcp" of normal numbers, exact to 2**-22 or so, where `gl.log2` and a division are to the last digit by
+    20 instructions."""
+    return gl.inline_asm_elementwise(OP + ".approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def powers_of_two(largest, EXPONENT: gl.constexpr, LEAST: gl.constexpr):
+    """Of largest magnitudes, float32: the powers of two that bring them to 2**EXPONENT or up to twice that, and their
+    inverses. LEAST: the biased exponent that smaller magnitudes are taken to have, so that these are normal numbers."""
+    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, LEAST)
+    down = ((254 + EXPONENT - exponent) << 23).to(gl.float32, bitcast=True)
+    return down, ((exponent - EXPONENT) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -104,7 +104,8 @@ def _run(
         return
     sources, targets = _blocks(key, key_cache, *tables, columns, form.recent_blocks(key.shape[1]))
     if not targets.is_cuda:  # where their number needs no wait: most steps fill no block
-        sources, targets = sources[targets >= 0], targets[targets >= 0]
+        filled = targets >= 0
+        sources, targets = sources[filled], targets[filled]
         if not len(targets):
             return
     for rows, kind, planes in (

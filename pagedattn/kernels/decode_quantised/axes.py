@@ -14,12 +14,6 @@ def in_3d(x, axis: gl.constexpr):
 
 
 @gluon.constexpr_function
-def bits(count):
-    """Of an index below `count`, a power of two."""
-    return count.bit_length() - 1
-
-
-@gluon.constexpr_function
 def along(axis, layout):
     """The layout of a vector that `in_3d` puts along an axis of `layout`."""
     for i in reversed(range(3)):

@@ -8,19 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ..gluon_device import LOG2E, tanh
+from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, tanh
 from ..gluon_even_split import visible
 from .axes import along, in_3d
 from .operands import codes_of_word, key_offset, key_operand, key_words, may_be_nan, value_operand, value_words
 from .operands_4bit import channel_words, level_tables, products, step_products
-
-SMALLEST_SCALE = gl.constexpr(2.0**-100)  # what is smaller is read as this: a sum of exp(logit) then is a float32
-
-
-@gluon.jit
-def _log2(x):
-    """Of normal numbers; exact to 2**-22 of 1, where `gl.log2` is to the last digit by 20 instructions."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -175,7 +167,7 @@ def attend(
         weight = s
         if V_STRIDES is not None:
             value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
-            weight = gl.where(keep, s + _log2(value_scale), -float("inf"))
+            weight = gl.where(keep, s + approximate("lg2", value_scale), -float("inf"))
             value_scale = _load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S, NEAREST)
         m_new = gl.maximum(m_i, gl.max(weight, 1))
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)

@@ -11,8 +11,9 @@ Words are int32 of four codes, or eight of 4 bits (`operands_4bit.py`). W warps 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .. import gluon_e4m3
+from ..gluon_device import bits
 from . import operands_4bit
-from .axes import bits
 
 is_4_bit = operands_4bit.is_4_bit
 
@@ -85,16 +86,7 @@ def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def _keys_of_8_bits(words, CODES: gl.constexpr, MMA: gl.constexpr):
     if CODES == "e4m3":
-        a, b, c, d = gl.inline_asm_elementwise(
-            """{ .reg .b16 a, b; .reg .b32 x, y;
-            mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;
-            mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            (gl.float16, gl.float16, gl.float16, gl.float16),
-            True,
-            1,
-        )
+        a, b, c, d = gluon_e4m3.elements(words)
     elif CODES == "e5m2":  # the upper byte of a float16
         a, b, c, d = gl.inline_asm_elementwise(
             """{ .reg .b32 x, y;
@@ -139,19 +131,7 @@ def value_operand(even, odd, tables, CODES: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def _values_of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
     if CODES == "e4m3":
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, x; .reg .b16 a, b;
-            prmt.b32 p, $8, $9, 0x5140; prmt.b32 q, $8, $9, 0x7362;
-            mov.b32 {a, b}, p; cvt.rn.f16x2.e4m3x2 x, a; mov.b32 {$0, $1}, x;
-            cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {$2, $3}, x;
-            mov.b32 {a, b}, q; cvt.rn.f16x2.e4m3x2 x, a; mov.b32 {$4, $5}, x;
-            cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {$6, $7}, x; }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
-            True,
-            1,
-        )
+        a, b, c, d, e, f, g, h = gluon_e4m3.pairs(even, odd)
     elif CODES == "e5m2":
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
             """{ .reg .b32 p, q, x;

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...formats.turboquant import codebook
-from .axes import bits
+from ..gluon_device import bits
 
 EIGHT = gl.constexpr((gl.float16,) * 8)
 SIXTEEN = gl.constexpr((gl.float16,) * 16)

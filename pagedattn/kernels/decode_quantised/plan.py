@@ -62,7 +62,7 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
     if here:
         return here
     if shape.codes not in _CODES or shape.dtype.itemsize != 2:
-        return "not 8-bit codes under 16-bit queries"
+        return f"codes {shape.codes} under {shape.dtype} queries"
     if shape.head_dim not in _DIMS or shape.head_dim_v not in _DIMS:
         return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"
     if not shape.paged or shape.block_size is None or shape.block_size % KEYS_PER_WARP:

@@ -8,19 +8,11 @@ products with the largest step (4,367) stay in range.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon_device import powers_of_two
 from .axes import along, in_3d
 from .operands import is_4_bit, key_element
 from .operands_4bit import in_key_order
 from .rotation import rotate
-
-
-@gluon.jit
-def _powers(largest, EXPONENT: gl.constexpr):
-    """Of rows' largest magnitudes, float32: the powers of two that bring them to 2**EXPONENT or up to twice that, and
-    their inverses."""
-    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, EXPONENT + 1)
-    down = ((254 + EXPONENT - exponent) << 23).to(gl.float32, bitcast=True)
-    return down, ((exponent - EXPONENT) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -36,7 +28,7 @@ def load_queries(
         element = in_3d(key_element(gl.arange(0, D, along(1, QUERY))), 1)
         mine = gl.arange(0, W, along(0, QUERY)) * 0
         q = gl.load(query + in_3d(mine, 0) + in_3d(row_at, 2) + element, mask=in_3d(exists, 2), other=0.0)
-        down, up = _powers(gl.max(gl.abs(q.to(gl.float32)), 1), 14)
+        down, up = powers_of_two(gl.max(gl.abs(q.to(gl.float32)), 1), 14, 15)
         q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
         rest = q
     return q, rest, up
@@ -55,7 +47,8 @@ def _rows_in_order(
     x = x.to(gl.float32)
     if K_CODES == "turboquant4":
         x = rotate(x)
-    down, up = _powers(gl.max(gl.abs(x), 1), 2 if K_CODES == "int4_per_channel" else 14)
+    EXPONENT: gl.constexpr = 2 if K_CODES == "int4_per_channel" else 14
+    down, up = powers_of_two(gl.max(gl.abs(x), 1), EXPONENT, EXPONENT + 1)
     x *= gl.expand_dims(down, 1)
     q = x.to(gl.float16)
     rest = _for_each_warp((x - q.to(gl.float32)).to(gl.float16), W, QUERY)

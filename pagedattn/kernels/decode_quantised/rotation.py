@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...formats.hadamard import device
-from .axes import bits
+from ..gluon_device import bits
 
 _signs = gluon.jit(device.signs.fn)
 

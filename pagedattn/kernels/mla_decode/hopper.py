@@ -12,6 +12,7 @@ two groups.
 
 # No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ from .plan import MLADecodeConfig
 
 
 @gluon.constexpr_function
-def _tile_layout(shape):
+def tile_layout(shape):
+    """Of 16-bit elements [.., n] in shared memory."""
     return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
 
 
@@ -86,11 +88,11 @@ def _mla_decode_kernel(
     step = Step(query_start_loc, seq_lens, num_seqs, max_keys)
     results = Results(out, so_t, so_h, sl_t)
     rooms = Rooms(
-        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 1, LATENT], _tile_layout([KEYS, 1, LATENT])),
-        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 1, ROPE], _tile_layout([KEYS, 1, ROPE])),
-        gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], _tile_layout([ROWS, LATENT])),
-        gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], _tile_layout([ROWS, ROPE])),
-        gl.allocate_shared_memory(DTYPE, shape.WEIGHTS, _tile_layout(shape.WEIGHTS)),
+        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 1, LATENT], tile_layout([KEYS, 1, LATENT])),
+        gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, 1, ROPE], tile_layout([KEYS, 1, ROPE])),
+        gl.allocate_shared_memory(DTYPE, [ROWS, LATENT], tile_layout([ROWS, LATENT])),
+        gl.allocate_shared_memory(DTYPE, [ROWS, ROPE], tile_layout([ROWS, ROPE])),
+        gl.allocate_shared_memory(DTYPE, shape.WEIGHTS, tile_layout(shape.WEIGHTS)),
         gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -146,7 +148,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     splits, states = config.places(workspace)
     part = min(page, KEYS.value)
     arguments = (
-        *(query, _rows(key, part, LATENT.value), _rows(key, part, ROPE.value), out, lse, table),
+        *(query, *(row_descriptor(key, part, one.value, tile_layout) for one in (LATENT, ROPE)), out, lse, table),
         *(inputs.query_start_loc, inputs.seq_lens, splits, states, num_seqs, page * table.shape[1], config.max_tokens),
         *(inputs.scale * LOG2E.value, inputs.softcap, *query.stride()[:2], *out.stride()[:2]),
         *(0 if lse is None else lse.stride(0), table.stride(0)),
@@ -157,9 +159,10 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         merge(config, inputs, splits, states)
 
 
-def _rows(cache: torch.Tensor, part: int, width: int) -> TensorDescriptor:
-    """A cache [P, S, 1, L + R] as [S, P, L + R], for copies of `width` elements of `part` slots."""
+def row_descriptor(cache: torch.Tensor, part: int, width: int, layout: Callable[[list[int]], Any]) -> TensorDescriptor:
+    """A cache [P, S, 1, n] as [S, P, n], for copies of `width` elements of `part` slots, laid out in shared memory by
+    `layout` of their shape."""
     blocks, size, _, dim = cache.shape
     per_block, per_slot = cache.stride()[:2]
     block = [part, 1, width]
-    return TensorDescriptor(cache, [size, blocks, dim], [per_slot, per_block, 1], block, _tile_layout(block))
+    return TensorDescriptor(cache, [size, blocks, dim], [per_slot, per_block, 1], block, layout(block))

@@ -11,7 +11,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from ...formats.mla_rows.deepseek import ROPE_AT, SCALES_AT
@@ -20,7 +19,7 @@ from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
-from .hopper import constants_of
+from .hopper import constants_of, row_descriptor, tile_layout
 from .hopper_fp8_groups import attend
 from .hopper_fp8_operands import KEYS, WARPS
 from .hopper_fp8_rooms import GROUPS, LOAD, STAGES, CodeRooms, CodeShape
@@ -36,11 +35,6 @@ _SCALES_AT, _ROPE_AT = gl.constexpr(SCALES_AT), gl.constexpr(ROPE_AT)
 def byte_layout(shape):
     """Of bytes [.., n] in shared memory: rows of less than 32 lie one after the other."""
     return gl.NVMMASharedLayout(min(128, shape[-1]) if shape[-1] >= 32 else 0, element_bitwidth=8, rank=len(shape))
-
-
-@gluon.constexpr_function
-def _element_layout(shape):
-    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
 
 
 @gluon.jit
@@ -126,9 +120,9 @@ def _mla_decode_kernel(
         gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 1, LATENT], byte_layout([KEYS, 1, LATENT])),
         gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 1, shape.ROPE_BYTES], byte_layout(rope_shape)),
         gl.allocate_shared_memory(gl.uint8, [STAGES, SCALED, 1, SCALE_BYTES], byte_layout(scale_shape)),
-        gl.allocate_shared_memory(gl.float16, [ROWS, LATENT], _element_layout([ROWS, LATENT])),
-        gl.allocate_shared_memory(Q_ROPE, [ROWS, ROPE], _element_layout([ROWS, ROPE])),
-        gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], _element_layout([KEYS, ROWS])),
+        gl.allocate_shared_memory(gl.float16, [ROWS, LATENT], tile_layout([ROWS, LATENT])),
+        gl.allocate_shared_memory(Q_ROPE, [ROWS, ROPE], tile_layout([ROWS, ROPE])),
+        gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], tile_layout([KEYS, ROWS])),
         gl.allocate_shared_memory(gl.float16, [GROUPS, SCALED], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         gl.allocate_shared_memory(gl.float32, [ROWS], PLAIN),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -160,9 +154,10 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     splits, states = config.places(workspace)
     grouped, part = key.dtype == torch.uint8, min(page, LOAD.value)
     rows = key.view(torch.uint8)
-    scales = _bytes(rows, part, SCALE_BYTES.value) if grouped else None
+    widths = (LATENT.value, 2 * ROPE.value, SCALE_BYTES.value) if grouped else (LATENT.value, ROPE.value)
+    codes, rope, *scales = (row_descriptor(rows, part, width, byte_layout) for width in widths)
     arguments = (
-        *(query, _bytes(rows, part, LATENT.value), _bytes(rows, part, ROPE.value * (2 if grouped else 1)), scales),
+        *(query, codes, rope, scales[0] if scales else None),
         *(out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states, num_seqs),
         *(page * table.shape[1], config.max_tokens, inputs.scale * LOG2E.value, inputs.out_scale, inputs.softcap),
         *(*query.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0), table.stride(0)),
@@ -171,11 +166,3 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     with on_device(query):
         _launch((config.programs,), arguments, constants | {"GROUPED": grouped}, num_warps=WARPS.value, launch_pdl=True)
         merge(config, inputs, splits, states)
-
-
-def _bytes(cache: torch.Tensor, part: int, width: int) -> TensorDescriptor:
-    """A cache [P, S, 1, W] of bytes as [S, P, W], for copies of `width` of them of `part` slots."""
-    blocks, size, _, dim = cache.shape
-    per_block, per_slot = cache.stride()[:2]
-    block = [part, 1, width]
-    return TensorDescriptor(cache, [size, blocks, dim], [per_slot, per_block, 1], block, byte_layout(block))

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_device import LOG2E, tanh
+from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, powers_of_two, tanh
 from ..gluon_names import reinterpret, thread_barrier
 from .hopper_fp8_operands import (
     KEYS,
@@ -27,20 +27,10 @@ from .hopper_fp8_operands import (
     value_words,
 )
 from .hopper_fp8_rooms import GROUPS, LOAD
-from .hopper_items import LATENT, ROPE
+from .hopper_items import LATENT, ROPE, visible
 from .hopper_states import note_splits, state_of, write_sums
 
 SOME = gl.constexpr(8)  # rows of queries that are loaded at a time
-SMALLEST_SCALE = gl.constexpr(2.0**-100)  # what is smaller is read as this: a sum of exp(logit) then is a float32
-
-
-@gluon.jit
-def _powers(largest):
-    """Powers of two that put what is the largest of a row just below float16's largest, and their inverses."""
-    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.maximum(exponent, 32)  # what follows are normal numbers
-    down = ((269 - exponent) << 23).to(gl.float32, bitcast=True)
-    return down, ((exponent - 15) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -57,7 +47,8 @@ def _load_queries(query, sq_t, sq_h, item, part, rooms, shape):
         latent = gl.load(start + dim, mask=mask, other=0.0).to(gl.float32)
         dim = gl.expand_dims(gl.arange(0, ROPE, gl.SliceLayout(0, WIDE)), 0)
         rope = gl.load(start + LATENT + dim, mask=mask, other=0.0).to(gl.float32)
-        down, up = _powers(gl.maximum(gl.max(gl.abs(latent), 1), gl.max(gl.abs(rope), 1)))
+        largest = gl.maximum(gl.max(gl.abs(latent), 1), gl.max(gl.abs(rope), 1))
+        down, up = powers_of_two(largest, 15, 32)  # just below float16's largest
         latent = (latent * gl.expand_dims(down, 1)).to(gl.float16)
         rooms.q_latent.slice(i * SOME, SOME).store(in_key_order(latent, PANEL))
         rope = rope * gl.expand_dims(down, 1)
@@ -94,12 +85,6 @@ def _logits(c, rooms, shape):
 
 
 @gluon.jit
-def _approximate(OP: gl.constexpr, x):
-    """Exact to 2**-22 or so, where `gl.log2` and a division are to the last digit by many instructions."""
-    return gl.inline_asm_elementwise(OP + ".approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
 def _scales(c, begin, end, rooms, shape):
     """A tile's scales, a tensor [KEYS] for each group, and the largest of each key. What is left in shared memory are a
     key's scales divided by that; 0 for keys outside begin..end."""
@@ -111,7 +96,7 @@ def _scales(c, begin, end, rooms, shape):
     key = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     live = (key >= begin) & (key < end)
     largest = gl.where(live, gl.maximum(gl.max(gl.abs(scales), 1), SMALLEST_SCALE), 1.0)
-    ratios = scales * gl.expand_dims(_approximate("rcp", largest), 1)
+    ratios = scales * gl.expand_dims(approximate("rcp", largest), 1)
     rooms.ratios.permute((1, 0)).store(gl.where(gl.expand_dims(live, 1), ratios, 0.0).to(gl.float16))
     even, odd = gl.split(scales.reshape([KEYS, 2, 2]))
     first, third = gl.split(even)
@@ -157,21 +142,6 @@ def _grouped_logits(c, scales, rooms, shape):
 
 
 @gluon.jit
-def _visible(q_pos, key, past, shape):
-    """Which of a tile's keys each row sees, [KEYS, ROWS]."""
-    offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1, shape.MMA)), 1)
-    last = q_pos  # the last key that a row sees
-    if not shape.CAUSAL:
-        last = q_pos * 0 + past
-        if shape.WINDOW > 0:
-            last = q_pos + (shape.WINDOW - 1)
-    visible = offs_n <= gl.expand_dims(gl.minimum(last, past - 1), 0)
-    if shape.WINDOW > 0:
-        visible = visible & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, 0))
-    return visible
-
-
-@gluon.jit
 def _weights(s, m_i, largest, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, shape):
     """Weights of a tile's keys from its logits, the rows' new maximum, and what states so far are multiplied with. With
     scales by groups the maximum is that of exp(logit) * largest scale, so that float16 has their products."""
@@ -181,9 +151,10 @@ def _weights(s, m_i, largest, q_pos, key, past, scale, softcap, MASKED: gl.const
     else:
         s = s * scale
     if MASKED:
-        s = gl.where(_visible(q_pos, key, past, shape), s, -float("inf"))
+        offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1, shape.MMA)), 1)
+        s = gl.where(visible(q_pos, offs_n, past, 0, shape), s, -float("inf"))
     if shape.GROUPED:
-        top = gl.maximum(m_i, gl.max(s + gl.expand_dims(_approximate("lg2", largest), 1), 0))
+        top = gl.maximum(m_i, gl.max(s + gl.expand_dims(approximate("lg2", largest), 1), 0))
     else:
         top = gl.maximum(m_i, gl.max(s, 0))
     shift = gl.where(top == -float("inf"), 0.0, top)

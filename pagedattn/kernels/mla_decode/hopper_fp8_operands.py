@@ -12,6 +12,8 @@ K's operand holds pairs of a row's channels; V^T's holds pairs of keys, which tw
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon_device import bits
+from ..gluon_e4m3 import elements, pairs
 from .hopper_items import LATENT
 from .plan import HOPPER_CODE_KEYS
 
@@ -24,15 +26,10 @@ _EIGHT = gl.constexpr((gl.float16,) * 8)
 
 
 @gluon.constexpr_function
-def _bits(count):
-    return count.bit_length() - 1
-
-
-@gluon.constexpr_function
 def key_words(words):
     """Layout of words [KEYS, words] of keys, a fourth of them in a thread beside each other."""
     run = words // 4
-    registers = [*([0, 1 << i] for i in range(_bits(run))), [8, 0]]
+    registers = [*([0, 1 << i] for i in range(bits(run))), [8, 0]]
     lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [KEYS.value, words])
 
@@ -58,39 +55,6 @@ def factor_words():
 
 
 @gluon.jit
-def _elements(words):
-    """The four codes of each word as float16."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .b16 a, b; .reg .b32 x, y;
-        mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;
-        mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }""",
-        "=h,=h,=h,=h,r",
-        [words],
-        (gl.float16, gl.float16, gl.float16, gl.float16),
-        True,
-        1,
-    )
-
-
-@gluon.jit
-def _pairs(even, odd):
-    """Codes of a word each of two keys, as float16: both keys' first ones, then both keys' second ones, and so on."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 p, q, x; .reg .b16 a, b;
-        prmt.b32 p, $8, $9, 0x5140; prmt.b32 q, $8, $9, 0x7362;
-        mov.b32 {a, b}, p; cvt.rn.f16x2.e4m3x2 x, a; mov.b32 {$0, $1}, x;
-        cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {$2, $3}, x;
-        mov.b32 {a, b}, q; cvt.rn.f16x2.e4m3x2 x, a; mov.b32 {$4, $5}, x;
-        cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {$6, $7}, x; }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [even, odd],
-        _EIGHT,
-        True,
-        1,
-    )
-
-
-@gluon.jit
 def _scaled_pairs(even, odd, factor):
     """The same, times two float16 of a word, one for each key."""
     return gl.inline_asm_elementwise(
@@ -111,7 +75,7 @@ def _scaled_pairs(even, odd, factor):
 @gluon.jit
 def key_operand(words, MMA: gl.constexpr):
     """Words [KEYS, n] as float16 [KEYS, 4 n], channels in the order of `in_key_order`."""
-    a, b, c, d = _elements(words)
+    a, b, c, d = elements(words)
     N: gl.constexpr = words.shape[1]
     x = gl.join(gl.join(a, b), gl.join(c, d)).reshape([KEYS, 4, N // 4, 2, 2]).permute((0, 2, 4, 1, 3))
     return gl.convert_layout(x.reshape([KEYS, 4 * N]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
@@ -142,7 +106,7 @@ def value_operand(words, factor, MMA: gl.constexpr):
     WORDS: gl.constexpr = LATENT // 4
     even, odd = gl.split(words.reshape([PAIRS, 2, WORDS]).permute((0, 2, 1)))
     if factor is None:
-        a, b, c, d, e, f, g, h = _pairs(even, odd)
+        a, b, c, d, e, f, g, h = pairs(even, odd)
     else:
         FACTORS: gl.constexpr = factor_words()
         even = gl.convert_layout(even.reshape([PAIRS, PANELS, PANEL // 4]), FACTORS, assert_trivial=True)
@@ -156,7 +120,7 @@ def value_operand(words, factor, MMA: gl.constexpr):
 @gluon.constexpr_function
 def output_layout(rows):
     """Layout of outputs [LATENT, rows], as `in_order` has them in a thread: eight channels beside each other."""
-    registers = [[1, 0], [2, 0], [4, 0], [0, 1], *([0, 8 << i] for i in range(_bits(rows // 8)))]
+    registers = [[1, 0], [2, 0], [4, 0], [0, 1], *([0, 8 << i] for i in range(bits(rows // 8)))]
     lanes = [[0, 2], [0, 4], [8, 0], [16, 0], [32, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[64, 0], [128, 0], [256, 0]], [], [LATENT.value, rows])
 

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_device import LOG2E, tanh
 from ..gluon_names import thread_barrier
-from .hopper_items import HALF, KEYS, LATENT, ROPE
+from .hopper_items import HALF, KEYS, LATENT, ROPE, visible
 from .hopper_states import note_splits, state_of, write_sums
 
 STAGES = gl.constexpr(2)  # of tiles
@@ -139,15 +139,7 @@ def _weights(s, m_i, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, sha
         s = s * scale
     if MASKED:
         offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1 - shape.AXIS, shape.LOGITS)), 1 - shape.AXIS)
-        last = q_pos  # the last key that a row sees
-        if not shape.CAUSAL:
-            last = q_pos * 0 + past
-            if shape.WINDOW > 0:
-                last = q_pos + (shape.WINDOW - 1)
-        visible = offs_n <= gl.expand_dims(gl.minimum(last, past - 1), shape.AXIS)
-        if shape.WINDOW > 0:
-            visible = visible & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, shape.AXIS))
-        s = gl.where(visible, s, -float("inf"))
+        s = gl.where(visible(q_pos, offs_n, past, shape.AXIS, shape), s, -float("inf"))
     top = gl.maximum(m_i, gl.max(s, shape.AXIS))
     shift = gl.where(top == -float("inf"), 0.0, top)
     return gl.exp2(s - gl.expand_dims(shift, shape.AXIS)), top, gl.exp2(m_i - shift)

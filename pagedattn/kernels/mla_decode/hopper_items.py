@@ -171,3 +171,17 @@ class Item:
         q_row = self.q_block * shape.BLOCK_Q + row // shape.G
         head = part * shape.G + row % shape.G
         return q_row, head, (row < shape.BLOCK_Q * shape.G) & (q_row < self.q_len) & (head < shape.HEADS)
+
+
+@gluon.jit
+def visible(q_pos, offs_n, past, AXIS: gl.constexpr, shape):
+    """Which keys offs_n, below `past`, rows at positions q_pos see. AXIS: that along which keys lie."""
+    last = q_pos  # the last key that a row sees
+    if not shape.CAUSAL:
+        last = q_pos * 0 + past
+        if shape.WINDOW > 0:
+            last = q_pos + (shape.WINDOW - 1)
+    keep = offs_n <= gl.expand_dims(gl.minimum(last, past - 1), AXIS)
+    if shape.WINDOW > 0:
+        keep = keep & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, AXIS))
+    return keep
