@@ -30,9 +30,6 @@ class Paged(NamedTuple):
 
     caches: PagedKVCache
     common: CommonAttentionMetadata
-    recent: PagedKVCache | None = (
-        None  # all rows in the model's dtype, in the same blocks, where a format reads some so
-    )
 
     def layer(self, index: int) -> LayerCache:
         """Planes of a layer's keys and values, each [P, S, Hkv, n]."""
@@ -192,14 +189,13 @@ def _sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, he
         if cache.recent is None:
             return attention_oracle(queries, *stored, **options, dtype=dtype)[0]
         given, size = [x[table][:, :, [head]].flatten(0, 1)[:keys] for x in cache.recent.planes], cache.block_size
-        every = []
-        for at, query in enumerate(queries):
-            position = keys - len(queries) + at  # which decides what a query reads as it came
-            first, recent = form.first_blocks(size) * size, (position // size - form.recent_blocks(size)) * size
-            came = torch.arange(position + 1, device=query.device)
-            came = ((came < first) | (came >= recent))[:, None, None]
-            seen = [torch.where(came, a[: position + 1], b[: position + 1]) for a, b in zip(given, stored, strict=True)]
-            every.append(attention_oracle(query[None], *seen, **options, dtype=dtype)[0])
+        recent, first = form.recent_blocks(size) or None, form.first_blocks(size) or None
+        encoded, every = Mask(causal=True, earlier_blocks=size, recent_blocks=recent, from_block=first), []
+        for position, query in enumerate(queries, keys - len(queries)):
+            seen = torch.arange(position + 1, device=query.device)
+            where = encoded.visible(torch.tensor(position, device=query.device), seen)[:, None, None]
+            rows_seen = [torch.where(where, a[: len(seen)], b[: len(seen)]) for a, b in zip(stored, given, strict=True)]
+            every.append(attention_oracle(query[None], *rows_seen, **options, dtype=dtype)[0])
         return torch.cat(every)
 
     return _Sample(rows, heads, attended(torch.float64), attended(case.torch_dtype).double())
