@@ -28,7 +28,7 @@ def _folder_of_the_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_what_stays() -> None:
-    """Leave out of garbage collection what is imported and collected by now: a full one takes half a second of it."""
+    """Leave out of garbage collection what is imported and collected by now, which each full one would go through."""
     gc.collect()
     gc.freeze()
 

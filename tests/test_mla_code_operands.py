@@ -60,7 +60,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "SOME_KEYS": SOME,
         "output_layout": lambda rows: None,
     }
-    for name, value in (given | {"_elements": lambda x: of_words(plain(x)), "_pairs": pairs_of}).items():
+    for name, value in (given | {"elements": lambda x: of_words(plain(x)), "pairs": pairs_of}).items():
         monkeypatch.setattr(operands, name, value)
     return found
 
