@@ -37,7 +37,7 @@ class Contender:
 
     `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
     PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`, `kv_cache_dtype`: of its caches, whatever the case
-    says (None: the case's).
+    says (None: the case's). `deterministic`: its layers are.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Contender:
     version: str | None = None
     block_size: int | None = None
     kv_cache_dtype: str | None = None
+    deterministic: bool = False
     peer: bool = False
 
     def run(self, problem: Problem) -> Run:
@@ -89,6 +90,7 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
             block_size=size,
             backend=contender.backend,
             clean_cache=True,
+            deterministic=contender.deterministic,
             sliding_window=case.window or None,
             softcap=case.softcap or None,
             sinks=problem.sinks,
@@ -158,6 +160,7 @@ def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]
 
 ALL = (
     Contender("TRITON", through_layer, "TRITON"),
+    Contender("TRITON deterministic", through_layer, "TRITON", deterministic=True),
     Contender("auto", through_layer),
     Contender("FLASH_ATTN (FA3)", through_layer, "FLASH_ATTN", "3"),
     Contender("FLASH_ATTN (FA2)", through_layer, "FLASH_ATTN", "2", block_size=256),
@@ -193,6 +196,7 @@ def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
     A backend that another package registered is named as it is there, and runs through our layer like ours. `suite`:
     whose they are; None for attention with keys and values.
     Without a list, all whose library is here: on a GPU without TORCH, which takes seconds, elsewhere TORCH alone.
+    Deterministic ones are there where they are asked for.
 
     Raises:
         InvalidInputError: a name that no contender has.
@@ -202,7 +206,8 @@ def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
         flash_mla_library.provide()
     if names is None:
         gpu = torch.cuda.is_available()
-        return [one for one in listed if (one.name != "TORCH") == gpu and one.available()]
+        usual = (one for one in listed if (one.name != "TORCH") == gpu and not one.deterministic)
+        return [one for one in usual if one.available()]
     wanted = [name.strip() for name in names.split(",")]
     taken = {name for one in listed for name in _names(one)}
     others = [Contender(name, prepare, name) for name in backend_names() if name not in taken]

@@ -155,6 +155,10 @@ _STORED = (
     Fault("deterministic splits decodes", "plan_spans", "if shape.deterministic or not shape.paged:",
           "if not shape.paged:",
           "test_deterministic.py test_the_same_bits plain"),
+    Fault("deterministic splits prompts on Hopper", "splits_kv", "params.deterministic or ", "",
+          "test_hopper_calls.py shared_out"),
+    Fault("deterministic prompts over a copy", "why_not_copied", '"deterministic" if native.deterministic else ', "",
+          "test_hopper_calls.py over_no_copy"),
 )  # fmt: skip
 
 _ADAPTERS = (

@@ -133,8 +133,9 @@ def test_contenders_are_asked_for_by_name() -> None:
     assert names("FLASH_ATTN,TRITON") == ["TRITON", "FLASH_ATTN (FA3)", "FLASH_ATTN (FA2)"]
     assert names("FlashInfer, FA3") == ["FA3", "FlashInfer (wrappers)", "FlashInfer (persistent)"]
     assert names("FLASH_ATTN (FA2)") == ["FLASH_ATTN (FA2)"] and names("FLASHINFER") == ["FLASHINFER"]
-    with pytest.raises(InvalidInputError, match=r"--backends must be of TRITON, auto, .*, got 'triton'"):
+    with pytest.raises(InvalidInputError, match=r"--backends must be of TRITON, .*auto, .*, got 'triton'"):
         contenders("FA3,triton")
+    assert names("TRITON deterministic") == ["TRITON deterministic"] and "TRITON deterministic" not in names(None)
 
 
 def test_a_run_that_ends_early_leaves_its_rows(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from pagedattn import AttentionSpec, CommonAttentionMetadata, PagedKVCache, paged_attention, select_backend
+from pagedattn import AttentionSpec, CommonAttentionMetadata, PagedKVCache, ops, paged_attention, select_backend
 from pagedattn.errors import UnsupportedError
 
 GPU = torch.cuda.is_available()
@@ -22,12 +23,19 @@ LENGTH, OTHERS = (1500, (700, 1, 33, 2048)) if GPU else (90, (40, 1, 33))
 class Cached:
     """Sequences whose keys are all in one cache, so that any rows of theirs can be attended again."""
 
-    def __init__(self, lens: Sequence[int], dtype: torch.dtype, dim: int, **options: object) -> None:
+    def __init__(
+        self, lens: Sequence[int], dtype: torch.dtype, dim: int, kv_cache_dtype: str = "auto", **options: object
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.lens, self.options, self.columns = lens, options, -(-max(lens) // SIZE)
         blocks = len(lens) * self.columns + 1
-        self.cache = PagedKVCache(1, blocks, SIZE, KV_HEADS, dim, dtype=dtype, device=DEVICE)
-        self.cache.slabs.view(dtype).copy_(torch.randn(blocks, SIZE * KV_HEADS * dim * 2, generator=generator))
+        kind: dict[str, Any] = {"dtype": dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype}
+        self.cache = PagedKVCache(1, blocks, SIZE, KV_HEADS, dim, **kind)
+        layer = self.cache.layer(0)
+        rows = torch.randn(2, blocks * SIZE, KV_HEADS, dim, generator=generator).to(DEVICE, dtype)
+        slots = torch.arange(blocks * SIZE, device=DEVICE)
+        scales: dict[str, Any] = {"k_scale_cache": layer.key_scale, "v_scale_cache": layer.value_scale}
+        ops.reshape_and_cache(rows[0], rows[1], layer.key, layer.value, slots, kv_cache_dtype=kv_cache_dtype, **scales)
         self.table = torch.randperm(blocks, generator=generator)[: blocks - 1].int().view(len(lens), -1).to(DEVICE)
         self.query = [torch.randn(n, HEADS, dim, generator=generator).to(DEVICE, dtype) for n in lens]
 
@@ -42,15 +50,29 @@ class Cached:
         return dict(zip(rows, out.split(lens[0]), strict=True))
 
 
-FEATURES = ({}, {"sliding_window": 40}, {"softcap": 4.0, "alibi_slopes": 2.0 ** -torch.arange(1.0, HEADS + 1)})
+FEATURES = (
+    {},
+    {"sliding_window": 40},
+    {"softcap": 4.0, "alibi_slopes": 2.0 ** -torch.arange(1.0, HEADS + 1)},
+    {"sliding_window": 40, "softcap": 4.0, "sinks": torch.linspace(-2, 3, HEADS)},
+)
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=["plain", "window", "cap and slopes"])
-@pytest.mark.parametrize("dim", [64, 128] if GPU else [32])
+@pytest.mark.parametrize("features", FEATURES, ids=["plain", "window", "cap and slopes", "window, cap and sinks"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256] if GPU else [32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_same_bits(dtype: torch.dtype, dim: int, features: dict[str, object]) -> None:
+def test_the_same_bits(dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
     features = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in features.items()}
-    cached = Cached((LENGTH, *OTHERS), dtype, dim, **features)
+    check(Cached((LENGTH, *OTHERS), dtype, dim, **features))
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8_e4m3", "k8v4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_of_codes(dtype: torch.dtype, stored: str) -> None:
+    check(Cached((LENGTH, *OTHERS), dtype, 128 if GPU else 32, stored))
+
+
+def check(cached: Cached) -> None:
     whole = cached.attend({0: (0, LENGTH)})[0]
     assert bool(torch.isfinite(whole).all())
     batch = {0: (0, LENGTH)} | {seq: (0, n) for seq, n in enumerate(OTHERS, start=1)}

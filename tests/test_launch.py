@@ -141,6 +141,8 @@ PAGED = AttentionShape(torch.float16, torch.float16, 8, 4, 128, 128, (1, 0), Fal
         ({**MIXED, "split": True, "fuse": False}, [("decode", 0, 3, 1), ("prefill", 3, 5, 17)]),
         ({"num_decodes": 5, "max_query_len": 1, "paged": False}, [("prefill", 0, 5, 1)]),
         ({"num_decodes": 3, "max_query_len": 17, "deterministic": True}, [("prefill", 0, 5, 17)]),
+        ({**MIXED, "deterministic": True, "hopper": True}, [("prefill_sm90", 0, 5, 17)]),
+        ({"num_decodes": 5, "max_query_len": 1, "deterministic": True, "hopper": True}, [("prefill_sm90", 0, 5, 1)]),
         ({"num_decodes": 3, "max_query_len": 17, "hopper": True}, [("decode", 0, 3, 1), ("prefill_sm90", 3, 5, 17)]),
         ({**MIXED, "hopper": True, "split": True}, [("decode", 0, 3, 1), ("prefill_sm90", 3, 5, 17)]),
         ({"num_decodes": 3, "max_query_len": 17, "hopper": True, "fused": True}, [("prefill_sm90", 0, 5, 17)]),

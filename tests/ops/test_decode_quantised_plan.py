@@ -60,7 +60,8 @@ def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
     assert kernels(SHAPE, decodes(tokens=5)) == ["decode"]
     assert kernels(SHAPE, decodes(), has_words=False) == ["decode"]
     assert kernels(SHAPE, decodes(), prefix_len=4000, max_prefix_len=4000) == ["decode"], "a prefix that all share"
-    assert kernels(SHAPE._replace(deterministic=True), decodes()) == ["prefill"]
+    assert kernels(SHAPE._replace(deterministic=True), decodes()) == ["prefill_sm90"]
+    assert kernels(SHAPE._replace(deterministic=True, alibi=True), decodes()) == ["prefill"]
     for other in (
         {"dtype": torch.float32},
         {"head_dim": 96},

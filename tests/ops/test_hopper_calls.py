@@ -27,8 +27,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
-def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0) -> TileSchedulerParams:
-    return TileSchedulerParams(kv_heads, group, 128, mask=(1, window), max_keys=max_keys, num_sms=132)
+def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0, **of: bool) -> TileSchedulerParams:
+    return TileSchedulerParams(kv_heads, group, 128, mask=(1, window), max_keys=max_keys, num_sms=132, **of)
 
 
 def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
@@ -75,6 +75,7 @@ def test_prompts_whose_keys_are_shared_out() -> None:
     assert not parts(num_decodes=2), "decodes among them take turns with prompts"
     assert not parts(max_keys=0)
     assert parts(window=2000) and not parts(window=1900), "keys that nobody sees"
+    assert not parts(deterministic=True), "where a row's keys are cut would depend on its chunk"
 
 
 def call(**changes: Any) -> AttentionInputs:
@@ -137,8 +138,14 @@ def test_fp8_caches_are_served_with_their_scales(stored: torch.dtype) -> None:
     assert refused(call(stored=stored, scale=-0.1)) != ""
 
 
+def test_a_deterministic_call_is_served_but_over_no_copy() -> None:
+    shape = shape_of(call(deterministic=True))
+    assert sm90.why_not(shape, "") == "" and sm90.params_of(shape, 1 << 17, 132).deterministic
+    assert sm90.why_not_copied(shape, "") == "deterministic"
+    assert sm90.why_not_copied(shape._replace(deterministic=False), "") == ""
+
+
 REFUSED = {
-    "deterministic": {"deterministic": True},
     "no keys": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
     "a scale that is not positive": {"scale": -0.1},
     "queries of torch.float32": {"dtype": torch.float32},

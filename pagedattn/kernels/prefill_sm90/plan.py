@@ -26,7 +26,8 @@ _MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler loo
 
 
 class TileSchedulerParams(NamedTuple):
-    """What a tile schedule depends on besides a step's lengths. max_keys: as of `BatchBounds`."""
+    """What a tile schedule depends on besides a step's lengths. max_keys: as of `BatchBounds`. deterministic: keys are
+    never split, since which blocks are depends on the batch."""
 
     num_kv_heads: int
     group: int
@@ -35,6 +36,7 @@ class TileSchedulerParams(NamedTuple):
     max_keys: int
     num_sms: int
     head_dim_v: int = 0  # 0: head_dim
+    deterministic: bool = False
 
     @property
     def heads(self) -> int:
@@ -55,7 +57,7 @@ class TileSchedulerParams(NamedTuple):
 def params_of(shape: AttentionShape, max_keys: int, num_sms: int) -> TileSchedulerParams:
     """Of the calls of a plan."""
     heads = (shape.num_kv_heads, shape.group, shape.head_dim)
-    return TileSchedulerParams(*heads, shape.mask, max_keys, num_sms, shape.head_dim_v)
+    return TileSchedulerParams(*heads, shape.mask, max_keys, num_sms, shape.head_dim_v, shape.deterministic)
 
 
 def heads_per_tile(group: int) -> int:
@@ -89,7 +91,7 @@ def max_query_blocks(params: TileSchedulerParams, bounds: BatchBounds) -> int:
 def splits_kv(params: TileSchedulerParams, bounds: BatchBounds) -> bool:
     """Whether tiles may be splits of the keys of a query block: where the blocks are so few that SMs would be idle, and
     their keys so many that it matters. Which are split, the device decides. Decodes among prompts are not split."""
-    if not params.max_keys or bounds.num_decodes:
+    if params.deterministic or not params.max_keys or bounds.num_decodes:
         return False
     keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     few = min(_MOST_SPLIT_BLOCKS, _TILES_PER_SM * params.num_sms // params.heads)
@@ -107,8 +109,6 @@ def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[in
 def why_not(shape: AttentionShape, here: str) -> str:
     """Why the kernel does not serve calls of this shape, where `here` is what speaks against the GPU; "" where it
     does."""
-    if shape.deterministic:
-        return "deterministic"
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
@@ -127,8 +127,9 @@ def why_not(shape: AttentionShape, here: str) -> str:
 
 
 def why_not_copied(native: AttentionShape, here: str) -> str:
-    """Why the kernel over a copy of a quantised cache does not serve calls of this shape, that of the copy."""
-    reason = why_not(native, here)
+    """Why the kernel over a copy of a quantised cache does not serve calls of this shape, that of the copy. Only long
+    chunks are worth one, and a deterministic row must not depend on its chunk."""
+    reason = "deterministic" if native.deterministic else why_not(native, here)
     return reason or ("" if module_of(native) == "kernel" else "heads of two parts")
 
 
