@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pagedattn.errors import InvalidInputError
+from pagedattn.formats.mla_rows.format import LATENT_DTYPES
 from pagedattn.formats.per_layer import KVCacheDtype
 from pagedattn.formats.registry import FORMATS as CACHE_FORMATS
 from pagedattn.formats.registry import format_of
@@ -69,8 +70,9 @@ def run(
         return engine_bench.run(backends, workloads, json, formats)
     if suite in NO_ATTENTION and not workloads and {*formats} - {"auto"}:
         raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention or engine", f"the suite {suite}")
-    if suite == LATENT and {*formats} - {"auto"}:
-        raise InvalidInputError("--kv-cache-dtype", "auto over latent rows", ", ".join(formats))
+    if suite == LATENT and {*formats} - {*LATENT_DTYPES}:
+        served = f"of {', '.join(LATENT_DTYPES)} over latent rows"
+        raise InvalidInputError("--kv-cache-dtype", served, ", ".join(formats))
     if plot and find_spec("matplotlib") is None:
         raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()

@@ -121,6 +121,7 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
 def through_backend(contender: Contender, problem: Problem) -> Run:
     """Absorbed latent attention by a backend's kernels and metadata, without the projections around them."""
     case, size = problem.case, contender.block_size or problem.case.block_size
+    form = contender.kv_cache_dtype or case.kv_cache_dtype
     spec = AttentionSpec(
         num_heads=case.heads,
         head_dim=case.dim,
@@ -131,13 +132,14 @@ def through_backend(contender: Contender, problem: Problem) -> Run:
         block_size=size,
         scale=case.scale,
         mask=case.mask,
+        kv_cache_dtype=form,
         clean_cache=True,
     )
     with chosen(contender.version):
         selection = select_backend(spec, contender.backend)
         backend = selection.decode
         builder, impl = backend.builder(selection.spec, DEVICE), backend.impl(selection.spec)
-    paged = problem.paged(size)
+    paged = problem.paged(size, form)
     metadata = [builder.build(paged.common)]
 
     def plan() -> None:
@@ -151,7 +153,7 @@ def through_backend(contender: Contender, problem: Problem) -> Run:
 
     # What these build is made on the device, so that it belongs into the graph.
     in_graph = plan if backend.name in ("FLASH_ATTN", "FLASH_MLA") else step
-    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size)
+    return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size, form)
 
 
 def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]:
@@ -182,12 +184,13 @@ LATENT_ALL = (
     Contender("FlashInfer (MLA)", _peer(flashinfer_mla), "FLASHINFER", peer=True),
 )
 AUTO = Contender(TRITON_AUTO, through_layer, "TRITON", kv_cache_dtype="auto")
+LATENT_AUTO = Contender(TRITON_AUTO, through_backend, "TRITON", kv_cache_dtype="auto")
 
 
 def beside_auto(chosen: Sequence[Contender], case: Case) -> Sequence[Contender]:
     """With TRITON over the rows as they were before a format stored them, where TRITON is measured over that format."""
     compared = case.kv_cache_dtype != "auto" and any(one.backend == "TRITON" for one in chosen)
-    return [*chosen, AUTO] if compared else chosen
+    return [*chosen, LATENT_AUTO if case.latent else AUTO] if compared else chosen
 
 
 def contenders(names: str | None, suite: str | None = None) -> list[Contender]:

@@ -1,6 +1,7 @@
 """`flash_mla` over FlashMLA's compiled operators alone, for a machine that has these but not the package.
 
 Inference engines ship the operators as a shared library of their own, namespace `_flashmla_C`. FLASHMLA_SO names it.
+Those over e4m3 rows are in another one, `_flashmla_extension_C`, which FLASHMLA_FP8_SO names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
-VARIABLE = "FLASHMLA_SO"
+from pagedattn.errors import UnsupportedError
+
+VARIABLE, FP8_VARIABLE = "FLASHMLA_SO", "FLASHMLA_FP8_SO"
 
 
 class SchedMeta:
@@ -58,6 +61,20 @@ def flash_mla_with_kvcache(
     out, lse, *made = _operator()(*rows, scale, causal, *tile_scheduler_metadata.tensors, None)
     tile_scheduler_metadata.tensors = tuple(made)
     return out, lse
+
+
+def fp8_operators() -> tuple[Any, Any]:
+    """The schedule of a decode of e4m3 queries over e4m3 rows, and the decode.
+
+    Raises:
+        UnsupportedError: no library is named that has them.
+    """
+    path = os.environ.get(FP8_VARIABLE)
+    if not path:
+        raise UnsupportedError(f"it is measured over e4m3 rows where {FP8_VARIABLE} names FlashMLA's library of them")
+    torch.ops.load_library(path)
+    library = torch.ops._flashmla_extension_C
+    return library.get_mla_decoding_metadata_dense_fp8, library.fwd_kvcache_mla_fp8
 
 
 def _operator() -> Any:

@@ -61,7 +61,7 @@ class Problem:
         key = size, name = block_size or self.case.block_size, kv_cache_dtype or self.case.kv_cache_dtype
         if key not in self._paged:
             rows = _paged(self.case, self.layers, size) if name == "auto" else self.paged(size, "auto")
-            self._paged[key] = rows if name == "auto" else _encoded(rows, name)
+            self._paged[key] = rows if name == "auto" else _encoded(self.case, rows, name)
         return self._paged[key]
 
     def error(
@@ -117,16 +117,18 @@ def _paged(case: Case, layers: int, size: int) -> Paged:
     return Paged(caches, common.replace(shared_prefix_len=shared * size))
 
 
-def _encoded(plain: Paged, kv_cache_dtype: str) -> Paged:
-    """The same rows in the same blocks, as a format stores them."""
-    form, (blocks, size, heads, dim) = format_of(kv_cache_dtype), plain.layer(0).key.shape
-    options = {"dtype": plain.layer(0).key.dtype, "device": DEVICE, "kv_cache_dtype": kv_cache_dtype}
-    if form.whole_blocks:  # some blocks are read as they came: the second cache has all, under the same ids
-        options["recent_blocks"] = blocks
-    caches = PagedKVCache(plain.caches.num_layers, blocks, size, heads, dim, **options)
+def _encoded(case: Case, plain: Paged, kv_cache_dtype: str) -> Paged:
+    """The same rows in the same blocks, as a format stores them. Of latent rows those of keys, whose bytes are also
+    the values'."""
+    form, (blocks, size) = format_of(kv_cache_dtype), plain.layer(0).key.shape[:2]
+    # Some blocks of such formats are read as they came: the second cache has all, under the same ids.
+    recent_blocks = blocks if form.whole_blocks else None
+    specs = [case.cache_spec(size, kv_cache_dtype)] * plain.caches.num_layers
+    caches = PagedKVCache.from_specs(specs, blocks, device=DEVICE, recent_blocks=recent_blocks)
+    kinds = (form.key,) if case.latent else (form.key, form.value)
     for index in range(caches.num_layers):
         rows = plain.layer(index).key, plain.layer(index).value
-        for kind, given, planes in zip((form.key, form.value), rows, caches.layer(index).sides, strict=True):
+        for kind, given, planes in zip(kinds, rows, caches.layer(index).sides, strict=False):
             for plane, encoded in zip(planes, kind.encode(given), strict=True):
                 plane.copy_(encoded)
         recent = caches.layer(index).recent
@@ -154,9 +156,11 @@ def _samples(problem: Problem, paged: Paged) -> list[_Sample]:
 
 def _latent_sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice) -> _Sample:
     """Under all heads, as these share their keys: heads of a token are rows of one head that all see what it sees."""
-    case, cache = problem.case, paged.layer(0).key
-    table = paged.common.block_table[seq, : -(-keys // cache.shape[1])].long()
-    latent_rows = cache[table].flatten(0, 1)[:keys]  # [keys, 1, L + R]
+    case, cache = problem.case, paged.layer(0)
+    table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
+    stored = [bits(plane)[table].view(plane.dtype) for plane in cache.sides[0]]
+    latent_rows = format_of(cache.format or "auto").key.decode(stored, case.dim, torch.float64)
+    latent_rows = latent_rows.flatten(0, 1)[:keys]  # [keys, 1, L + R]
 
     def attended(dtype: torch.dtype) -> torch.Tensor:
         every = []

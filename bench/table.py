@@ -272,7 +272,7 @@ def case_of(text: str, gpu: bool, suite: str | None = None) -> Case:
 
 def _small(suite: str, text: str) -> Case:
     if suite == LATENT:
-        return Case(suite, text, 4, 1, 40, 64, dtype="float32", latent=32)
+        return Case(suite, text, 4, 1, 576, 64, dtype="float32", latent=512)
     return Case(suite, text, 8, 2, 64, dtype="float32")
 
 

@@ -14,6 +14,7 @@ import torch
 from fake_flash_attn import CALLS, MODULES
 from flashinfer_on_cpu import install
 
+from pagedattn import Mask
 from pagedattn.backends import selector
 from pagedattn.backends.flash_attn import versions as versions
 from pagedattn.backends.flash_mla import backend as flash_mla_backend
@@ -27,6 +28,7 @@ from pagedattn.bench.report import header, line
 from pagedattn.bench.table import Case, cases, latent_cases
 from pagedattn.cli import command
 from pagedattn.errors import InvalidInputError
+from pagedattn.testing import attention_oracle
 
 CASE = Case("mla", "3q1s40..120", 4, 1, 576, 16, dtype="float16", latent=512)
 SEVERAL = CASE._replace(text="2q2s60+1q2s70")
@@ -113,6 +115,35 @@ def test_all_are_checked_timed_and_compared(case: Case) -> None:
     assert shown[:end].split()[-1] == f"{ratios['FlashMLA']:.3f}" and "FlashMLA" not in header("decode")
 
 
+def decode_fp8(query: torch.Tensor, rows: torch.Tensor, latent: int, lengths: Any, table: Any, *rest: Any) -> Any:
+    """As FlashMLA's operator over e4m3 rows is called."""
+    scale, causal, schedule, splits, *scales = rest
+    assert query.dtype == rows.dtype == torch.float8_e4m3fn and causal and (schedule, splits) == ("schedule", "splits")
+    assert [float(one) for one in scales] == [1.0, 1.0]
+    outs = []
+    for one, blocks, length in zip(query, table, lengths.tolist(), strict=True):
+        keys = rows.view(torch.uint8)[blocks.long()].view(rows.dtype).float().flatten(0, 1)[:length]
+        mask = Mask(causal=True)
+        outs.append(attention_oracle(one.float(), keys, keys[..., :latent], scale=scale, mask=mask)[0].half())
+    return torch.stack(outs), None
+
+
+@CPU_ONLY
+@pytest.mark.usefixtures("_libraries")
+@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_ds_mla"])
+def test_formats_are_compared_with_16_bit_and_with_flash_mla_over_e4m3(
+    stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_mla_library, "fp8_operators", lambda: (lambda *_: ("schedule", "splits"), decode_fp8))
+    case = CASE._replace(kv_cache_dtype=stored)
+    rows = {row["backend"]: row for row in measure(case, contenders("TRITON,FlashMLA,FA3 (qv)", "mla"), {})}
+    read = {name: row["cache_kv_dtype"] for name, row in rows.items() if row["refused"] is None}
+    assert read == {"TRITON": stored, "FlashMLA": "fp8_e4m3", "TRITON auto": "auto"}
+    assert "16 bit" in rows["FA3 (qv)"]["refused"]
+    assert rows["TRITON"]["error"] < 2e-3 < rows["FlashMLA"]["error"] < 0.1, "its queries have three bits of mantissa"
+    assert {*rows["TRITON"]["ratios"]} == {"FlashMLA", "TRITON auto"}
+
+
 @CPU_ONLY
 @pytest.mark.usefixtures("_libraries")
 def test_each_step_plans_for_its_own_lengths() -> None:
@@ -184,16 +215,16 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
     assert capsys.readouterr().out.startswith(header("mla"))
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [(row["suite"], row["case"], row["refused"]) for row in rows] == [
-        ("mla", "4/32+8 3q1s40..120", None),
-        ("mla", "4/32+8 2q2s60", None),
+        ("mla", "4/512+64 3q1s40..120", None),
+        ("mla", "4/512+64 2q2s60", None),
     ]
     assert all(0 < row["error"] < 1e-5 for row in rows)
     assert command.main(["bench", "mla", "--workload", "2q1s9", "--heads", "3", "--heads", "2"]) == 0
-    assert [text.split()[1] for text in capsys.readouterr().out.splitlines()[1:]] == ["3/32+8", "2/32+8"]
+    assert [text.split()[1] for text in capsys.readouterr().out.splitlines()[1:]] == ["3/512+64", "2/512+64"]
     for argv, text in {
         ("bench", "decode", "--heads", "8"): "--heads must be used with the suite mla, got the suite decode",
         ("bench", "mla", "--heads", "5"): "--heads must be one of 4, got 5; name a --workload",
-        ("bench", "mla", "--kv-cache-dtype", "int8"): "--kv-cache-dtype must be auto over latent rows, got int8",
+        ("bench", "mla", "--kv-cache-dtype", "int8"): "--kv-cache-dtype must be of auto, fp8_e4m3, fp8_ds_mla",
     }.items():
         assert command.main(argv) == 2
         assert text in capsys.readouterr().err
