@@ -57,6 +57,13 @@ def test_parts_of_few_query_blocks(kind: str) -> None:
         check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
 
 
+@pytest.mark.parametrize("heads", [(24, 24), (192, 32), (17, 17), (48, 48)])
+def test_more_heads_than_go_over_a_list_together(heads: tuple[int, int]) -> None:
+    for queries, keys in (((2000, 1500, 5), (2100, 1500, 900)), ((300,), (300,))):
+        case = case_of_kind("plain").but(heads=heads, query_lens=queries, seq_lens=keys)
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{heads}, {case.id}")
+
+
 def test_all_lengths_of_parts() -> None:
     """States of two parts up to more than one consumer adds up, each counter and list left as it was found."""
     for queries, keys in (([20], 2100), ([20], 20000), ([33], 120000), ([16] * 3, 9000), ([500], 9000)):

@@ -78,6 +78,10 @@ def test_prompts_whose_keys_are_shared_out() -> None:
     assert not parts(deterministic=True), "where a row's keys are cut would depend on its chunk"
 
 
+def test_heads_that_go_over_a_list_together() -> None:
+    assert [sm90.heads_together(n) for n in (1, 8, 16, 17, 24, 32, 36, 40, 128)] == [0, 0, 0, 1, 12, 16, 12, 10, 16]
+
+
 def call(**changes: Any) -> AttentionInputs:
     dtype = changes.pop("dtype", torch.bfloat16)
     cache = torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM, dtype=changes.pop("stored", dtype))

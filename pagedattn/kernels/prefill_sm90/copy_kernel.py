@@ -29,7 +29,7 @@ def _prefill_kernel(
     scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t,
     so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS:
     gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL:
-    gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -49,7 +49,7 @@ def _prefill_kernel(
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
-    items = Items(entries, heads, max_keys)
+    items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     of_values = (v_scale, s_vscale, out_scale)
     if tile_scales is None:

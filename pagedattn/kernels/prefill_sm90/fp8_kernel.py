@@ -26,7 +26,7 @@ def _prefill_kernel(
     out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t, so_h,
     sl_t, s_kscale, s_vscale, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE:
     gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW:
-    gl.constexpr, SOFTCAP: gl.constexpr, CODES: gl.constexpr,
+    gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -43,7 +43,7 @@ def _prefill_kernel(
     )
     staging = make_ring(gl.uint8, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, 1)
     fence_async_shared()
-    items = Items(entries, heads, max_keys)
+    items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)

@@ -33,6 +33,7 @@ def _prefill_kernel(
     k_per_slot, k_per_head, v_per_block, v_per_slot, v_per_head, so_t, so_h, sl_t, BLOCK_N: gl.constexpr, D:
     gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES:
     gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -52,7 +53,7 @@ def _prefill_kernel(
     key_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], FLAT)
     value_scales = make_ring(gl.float32, [BLOCK_N], FLAT, 1, 1)
     fence_async_shared()
-    items = Items(entries, heads, max_keys)
+    items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     of_keys = ScalePlane(k_scale_cache, k_per_block, k_per_slot, k_per_head)
     of_values = ScalePlane(v_scale_cache, v_per_block, v_per_slot, v_per_head)

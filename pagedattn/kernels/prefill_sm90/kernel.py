@@ -24,7 +24,7 @@ from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring, part_layout
-from .plan import FIELDS, head_parts, heads_per_tile, in_blocks, keys_per_tile
+from .plan import FIELDS, head_parts, heads_per_tile, heads_together, in_blocks, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
@@ -39,6 +39,7 @@ def _prefill_kernel(
     k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t, so_h, sl_t, BLOCK_N: gl.constexpr, D:
     gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES:
     gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = key.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -57,7 +58,7 @@ def _prefill_kernel(
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
-    items = Items(entries, heads, max_keys)
+    items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     of_keys, of_values = (None, 0), (None, 0, 1.0)
     k_place = (k_rows, k_head_rows, k_head_columns)
@@ -77,7 +78,15 @@ def _prefill_kernel(
 
 
 def constants_of(
-    dim: int, group: int, page: int, *, mask: Mask, softcap: bool, fields: int = FIELDS, dim_v: int = 0
+    dim: int,
+    group: int,
+    page: int,
+    *,
+    mask: Mask,
+    softcap: bool,
+    fields: int = FIELDS,
+    dim_v: int = 0,
+    kv_heads: int = 1,
 ) -> dict[str, Any]:
     """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
     pack, (first, _) = heads_per_tile(group), head_parts(dim)
@@ -93,6 +102,7 @@ def constants_of(
         "CAUSAL": bool(mask.causal),
         "WINDOW": mask.sliding_window or 0,
         "SOFTCAP": softcap,
+        "TOGETHER": heads_together(kv_heads) * (group // pack),
     }
 
 
@@ -129,7 +139,7 @@ def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[st
     page = 0 if inputs.block_table is None else key.shape[1]
     flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
     group = query.shape[1] // key.shape[2]
-    flags |= {"dim_v": inputs.out.shape[2]}
+    flags |= {"dim_v": inputs.out.shape[2], "kv_heads": key.shape[2]}
     constants = constants_of(query.shape[2], group, page, mask=Mask.of(inputs.mask), **flags)
     heads = query.shape[1] // constants["PACK"]
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)

@@ -27,7 +27,7 @@ def _prefill_kernel(
     max_keys, scale, softcap, s_table, so_t, so_h, sl_t, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
     PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MORE: gl.constexpr, MORE_V: gl.constexpr,
-    DIM_V: gl.constexpr,
+    DIM_V: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = key.dtype
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -49,7 +49,7 @@ def _prefill_kernel(
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
-    items = Items(entries, heads, max_keys)
+    items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     of_keys, of_values = (None, 0), (None, 0, 1.0)
     queries, keys, values = (query, more_query), (key, more_key), (value,)

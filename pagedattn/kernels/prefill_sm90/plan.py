@@ -22,6 +22,7 @@ TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
+_MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
 _MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler looks at all together
 
 
@@ -75,6 +76,14 @@ def keys_per_tile(head_dim: int, head_dim_v: int = 0) -> int:
     parts, parts_v = sum(head_parts(head_dim)), sum(head_parts(head_dim_v or head_dim))
     # Shared memory has room for two stages of 128 keys and of as many values, and for one of queries.
     return 128 if parts <= 192 and parts_v <= 128 else 64
+
+
+def heads_together(num_kv_heads: int) -> int:
+    """KV heads whose tiles are handed out before those of others, 0 for all at once: with as many heads as SMs no two
+    tiles that run at one time would share keys, and all would come from memory for each of them."""
+    if num_kv_heads <= _MOST_TOGETHER:
+        return 0
+    return max(n for n in range(1, _MOST_TOGETHER + 1) if num_kv_heads % n == 0)
 
 
 def partial_size(head_dim_v: int) -> int:

@@ -118,15 +118,18 @@ class Item:
 
 @aggregate
 class Items:
-    """The list on the device, how many heads (blocks of PACK) go over it, and the keys that a table has room for."""
+    """The list on the device, how many heads (blocks of PACK) go over it, and the keys that a table has room for.
+    together: heads that go over it before others begin, 0 is all."""
 
     entries: gl.tensor
     heads: gl.tensor
     max_keys: gl.tensor
+    together: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, entries, heads, max_keys):
+    def __init__(self, entries, heads, max_keys, together):
         self.entries, self.heads, self.max_keys = entries, heads, max_keys
+        self.together = gl.constexpr(together)
 
     @gluon.jit
     def draw(self):
@@ -144,11 +147,19 @@ class Items:
     def look_up(self, index, shape, LISTED: gl.constexpr):
         """The item of an index. LISTED: the list has room for so many, so that its entry can be read before it is known
         whether it is one."""
-        live = index < gl.load(self.entries + shape.FIELDS) * self.heads
-        nth = index // self.heads if LISTED else gl.where(live, index // self.heads, 0)
+        count = gl.load(self.entries + shape.FIELDS)
+        live = index < count * self.heads
+        if self.together > 0:
+            # Of few entries all heads at once: each round of a list ends with short items, which even out.
+            together = gl.where(count * self.together < 2 * gl.num_programs(0), self.heads, self.together)
+            before = index // together // gl.maximum(count, 1)
+            nth = gl.where(live, index // together - before * count, 0)
+            head = before * together + index % together
+        else:
+            nth = index // self.heads if LISTED else gl.where(live, index // self.heads, 0)
+            head = index % self.heads
         entry = self.entries + (2 + nth) * shape.FIELDS
         keys = gl.minimum(gl.load(entry + 3), self.max_keys)
-        head = index % self.heads
         begin, end, nth, parts, origin = head, head, head, head, head
         if shape.SPLIT_KV:
             begin, end, nth, parts = gl.load(entry + 5), gl.load(entry + 6), gl.load(entry + 7), gl.load(entry + 8)
