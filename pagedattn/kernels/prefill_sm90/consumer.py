@@ -103,9 +103,11 @@ def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr,
     if shape.ROW_SCALES:
         scale = gl.expand_dims(qk_scale, 1)
     if shape.SOFTCAP:
-        s = tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
-        qk_scale = 1.0
-        scale = 1.0
+        # The cap is a factor of what is masked, as the scale is: else the compiler would fuse it into the subtraction
+        # below where nothing is masked, and a row's bits would depend on which tiles its neighbours see whole.
+        s = tanh(s * (scale / (softcap * LOG2E)))
+        qk_scale = softcap * LOG2E
+        scale = qk_scale
     if MASKED:
         key = gl.expand_dims(gl.arange(0, shape.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)
         start = tile * shape.BLOCK_N
