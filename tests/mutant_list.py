@@ -155,6 +155,8 @@ _STORED = (
     Fault("deterministic splits decodes", "plan_spans", "if shape.deterministic or not shape.paged:",
           "if not shape.paged:",
           "test_deterministic.py test_the_same_bits plain"),
+    Fault("windows planned for all keys", "decode_config_of", "max_seq_len=seen", "max_seq_len=bounds.max_seq_len",
+          "test_launch.py keys_that_are_seen"),
     Fault("deterministic splits prompts on Hopper", "splits_kv", "params.deterministic or ", "",
           "test_hopper_calls.py shared_out"),
     Fault("deterministic prompts over a copy", "why_not_copied", '"deterministic" if native.deterministic else ', "",

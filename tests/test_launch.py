@@ -13,9 +13,10 @@ from pagedattn.kernels.prefill.plan import AttentionConfig, attention_config
 from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams, params_of
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.ops import attention_plan
-from pagedattn.ops.attention_plan import plan_spans, prefers_split_kv
+from pagedattn.ops.attention_plan import decode_config_of, plan_spans, prefers_split_kv
 from pagedattn.runtime.target import Target, target_of
 from pagedattn.runtime.workspace import COUNTERS
+from pagedattn.spec import Mask
 
 TARGETS = {"99 KB": Target(46, 101376), "163 KB": Target(108, 166912), "227 KB": Target(132, 232448)}
 GROUPS = (1, 2, 4, 5, 7, 8, 16, 128)
@@ -173,6 +174,20 @@ def test_which_kernel_serves_what(
     bounds = BatchBounds(100, 5, batch["num_decodes"], batch["max_query_len"], 100)
     spans = plan_spans(shape, bounds, params_of(shape, 0, 132), portable=not facts["hopper"], fuse=facts["fuse"])
     assert [span for span in spans if span.last > span.first] == served
+
+
+def test_decodes_are_planned_for_the_keys_that_are_seen() -> None:
+    def config(**mask: Any) -> DecodeConfig:
+        shape = PAGED._replace(mask=Mask(causal=True, **mask).constants)
+        return decode_config_of(shape, BatchBounds(256, 256, 256, 1, 1 << 17), TARGETS["227 KB"])
+
+    assert config().tiles == 256 * 8 * (1 << 17) // config().tuning.block_n
+    own, window = config(own_block=32), config(sliding_window=300)
+    assert own.tuning == SHORT and own.tiles == 256 * 8 and window.tuning == SHORT and window.tiles == 256 * 8 * 10
+    one = decode_config_of(
+        PAGED._replace(mask=Mask(True, own_block=64).constants), BatchBounds(1, 1, 1, 1, 1 << 17), TARGETS["227 KB"]
+    )
+    assert (one.tuning.block_n, one.programs) == (64, 8), "no program and no part of a tile without keys"
 
 
 def test_prompts_whose_keys_the_decode_kernel_splits() -> None:

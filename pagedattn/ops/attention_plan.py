@@ -261,7 +261,9 @@ def decode_query_len(max_query_len: int) -> int:
 def decode_config_of(
     shape: AttentionShape, bounds: BatchBounds, target: Target, short: bool = False, tuning: DecodeTuning | None = None
 ) -> DecodeConfig:
-    """How the decode kernel serves sequences of these bounds; `short` and `tuning` as of `decode_config`."""
+    """How the decode kernel serves sequences of these bounds; `short` and `tuning` as of `decode_config`. Under a
+    window, or in a query's own block, the keys that are seen count, however long sequences are."""
+    seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     return decode_config(
         num_seqs=bounds.num_seqs,
         num_kv_heads=shape.num_kv_heads,
@@ -271,7 +273,7 @@ def decode_config_of(
         itemsize=shape.dtype.itemsize,
         stored_itemsize=shape.stored_dtype.itemsize,
         max_query_len=bounds.max_query_len,
-        max_seq_len=bounds.max_seq_len,
+        max_seq_len=seen,
         target=target,
         short=short,
         tile_keys=shape.tile_keys,

@@ -148,7 +148,7 @@ class Mask:
         """The most keys that a sequence's new tokens see together."""
         blocks = None if self.own_block is None else self.own_block * (1 + (self.recent_blocks or 0))
         lengths = [one for one in (self.sliding_window, blocks) if one is not None]
-        most = min(max_seq_len, min(lengths) + max_query_len) if lengths else max_seq_len
+        most = min(max_seq_len, min(lengths) + max(max_query_len, 1) - 1) if lengths else max_seq_len
         if self.earlier_blocks is None or self.to_block is None:
             return most
         return min(most, self.to_block * self.earlier_blocks)

@@ -92,7 +92,7 @@ def decode_config(
     tile_keys: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> DecodeConfig:
-    """The configuration of a decode launch over sequences of at most max_query_len tokens and max_seq_len keys.
+    """The configuration of a decode launch over sequences of at most max_query_len tokens, which see max_seq_len keys.
 
     itemsize is of the query, stored_itemsize of the cache. short: most sequences have few keys, whatever the most is;
     so it is taken to be where all have few. tile_keys: the most that the cache's format takes. `tuning` is taken as it
@@ -111,6 +111,8 @@ def decode_config(
         full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
         tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
         together = tuning.per_sm
+        # What a tile has beyond the last key costs its instructions all the same.
+        tuning = tuning._replace(block_n=min(tuning.block_n, max(32, next_power_of_2(max_seq_len))))
     tuning = tuning._replace(block_n=min(tuning.block_n, tile_keys or tuning.block_n))
 
     def taken(chosen: DecodeTuning) -> int:
