@@ -28,7 +28,7 @@ SUITES = (
     *("tests/gpu", "tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py"),
     *("tests/engine/test_fused_ops.py", "tests/engine/test_draw_kernels.py", "tests/engine/test_decode_inputs.py"),
     "tests/engine/test_token_counts.py",
-    "tests/integrations/test_hf_generate_gpu.py",
+    *("tests/integrations/test_hf_generate_gpu.py", "tests/integrations/test_engine_graphs_gpu.py"),
 )
 ALONE = (  # these take most of the device's memory
     "tests/gpu/test_large_cache.py",

@@ -86,7 +86,8 @@ class Decoder(nn.Module):
     Parameters are named as in a checkpoint, without the leading `model.`, except for the merged ones.
     """
 
-    capturable: ClassVar[bool] = True
+    capturable: bool = True
+    may_wait: ClassVar[bool] = False
     merged: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
@@ -133,6 +134,11 @@ class Decoder(nn.Module):
         """hidden [n, hidden_size] to [n, vocab_size] in the model's dtype, written to `out` where it is given."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return torch.mm(hidden, head.weight.t(), out=out)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of what `logits` gives."""
+        return self.dtype
 
     @property
     def kv_heads(self) -> slice:

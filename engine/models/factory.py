@@ -51,12 +51,21 @@ class ModelShape(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the engine needs of a model. `capturable`: a CUDA graph may record it."""
+    """What the engine needs of a model.
 
-    capturable: ClassVar[bool]
+    `capturable`: a CUDA graph may record it. `may_wait`: but not before a run has shown that it waits for no device.
+    """
+
+    may_wait: ClassVar[bool]
+
+    @property
+    def capturable(self) -> bool: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def logits_dtype(self) -> torch.dtype: ...
 
     @property
     def config(self) -> ModelShape: ...

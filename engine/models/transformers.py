@@ -54,7 +54,8 @@ class TransformersShape:
 class TransformersModel:
     """A `PackedModel` behind the interface of the engine's own decoder."""
 
-    capturable: ClassVar[bool] = False  # a model's own code may do anything between its layers
+    may_wait: ClassVar[bool] = True  # a model's own code may do anything between its layers
+    logits_dtype: torch.dtype = torch.float32
 
     def __init__(self, config: TransformersShape, packed: PackedModel, ranks: TPGroup | None = None) -> None:
         """ranks: those that hold heads of the same model."""
@@ -65,6 +66,14 @@ class TransformersModel:
     def name(self) -> str:
         """The class of transformers."""
         return type(self._packed.model).__name__
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its kernels depend on shapes alone: what transformers says of models that torch.compile takes whole.
+
+        Ranks run eagerly: what they exchange goes through hooks of modules that no graph has been tried with.
+        """
+        return self._ranks is None and bool(getattr(self._packed.model, "_can_compile_fullgraph", False))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,7 +142,9 @@ def load_transformers_model(
         hf_config._experts_implementation = "eager"  # grouped matrix products have no float64
     with _quiet(transformers):
         if config.load_format == "dummy":
-            model = _randomised(model_class, hf_config, dtype, config.seed)
+            # Ranks cut whole models down to their heads, which a device might not hold.
+            made_on = device if ranks is None else torch.device("cpu")
+            model = _randomised(model_class, hf_config, dtype, config.seed, made_on)
         else:
             model = _loaded(model_class, hf_config, dtype, folder)
     model = _placed(model, device, ranks)
@@ -203,10 +214,14 @@ def _classes(transformers: Any, raw: Mapping[str, Any]) -> tuple[Any, Any]:
     return config, model_class
 
 
-def _randomised(model_class: Any, config: Any, dtype: torch.dtype, seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
+def _randomised(model_class: Any, config: Any, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
+    """Random weights, drawn on the device: a host takes minutes for 30 GB."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        return model_class._from_config(config, dtype=dtype)
+        try:
+            return model_class._from_config(config, dtype=dtype)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(f"the weights do not fit on {device}: {error}") from None
 
 
 def _loaded(model_class: Any, config: Any, dtype: torch.dtype, folder: ModelFolder) -> Any:

@@ -23,6 +23,7 @@ from ..transfer import transfer
 from .decode_inputs import DecodeRows, packed_decodes, write_decodes
 from .host_batch import HostBatch
 from .persistent_batch import PersistentBatch
+from .sync_check import run_without_waiting
 
 _MOST = 512
 # Tokens of a shared prefix that are read more than once, from which on a second launch in each layer costs less: their
@@ -77,7 +78,7 @@ class DecodeGraphs:
         padding_rows = torch.full((largest,), state.num_rows, dtype=torch.int32, device=device)
         self._rows = DecodeRows(ids, positions, padding_rows, torch.ones_like(ids))
         vocab = model.config.vocab_size
-        self._logits = torch.empty(largest, vocab, dtype=model.dtype, device=device)
+        self._logits = torch.empty(largest, vocab, dtype=model.logits_dtype, device=device)
         self._steps: dict[int, CapturedStep] = {}
         self._sharing: dict[int, CapturedStep] = {}
         self.replays = 0
@@ -187,6 +188,8 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels and chooses algorithms, which a capture must not
             run()
+            if self._model.may_wait:
+                run_without_waiting(run)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
