@@ -65,7 +65,7 @@ def measure(case: EngineCase, backend: str | None) -> Row:
         try:
             llm = LLM(case.write(Path(folder)), load_format="dummy", backend=backend, **case.options)
             row["start_up_s"] = round(time.perf_counter() - start, 2)
-            row |= _timed(llm, case) | _parts(llm, case)
+            row |= _timed(llm, case) | parts(llm, case)
             llm.close()
         except PagedAttnError as error:
             row["refused"] = reason(error)
@@ -125,7 +125,7 @@ def _timed(llm: LLM, case: EngineCase) -> dict[str, Any]:
     }
 
 
-def _parts(llm: LLM, case: EngineCase) -> dict[str, Any]:
+def parts(llm: LLM, case: EngineCase) -> dict[str, Any]:
     """Host time by part over a whole run; then the GPU's, in the middle of another, where it is this process's."""
     prompts, params = case.requests()
     llm.reset_prefix_cache()

@@ -48,6 +48,30 @@ TINY: Mapping[str, Any] = {
     **{"vocab_size": 12000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "dtype": "float32"},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512},
 }
+DEEPSEEK_V2_LITE: Mapping[str, Any] = {
+    **{"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 102400},
+    **{"hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27, "first_k_dense_replace": 1},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu"},
+    **{"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408},
+    **{"topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
+    **{"routed_scaling_factor": 1.0, "moe_layer_freq": 1, "attention_bias": False, "tie_word_embeddings": False},
+    **{"max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "bos_token_id": 100000, "eos_token_id": 100001},
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "original_max_position_embeddings": 4096,
+    },
+    "dtype": "bfloat16",
+}
+TINY_DEEPSEEK: Mapping[str, Any] = {
+    **DEEPSEEK_V2_LITE,
+    **{"vocab_size": 12000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "dtype": "float32"},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
+    "rope_scaling": None,
+}
 
 
 @dataclass(frozen=True)
@@ -71,9 +95,9 @@ class EngineCase:
         return folder
 
 
-def common(count: int = 256, longest: int = 1024) -> Requests:
+def common(count: int = 256, longest: int = 1024, seed: int = 0) -> Requests:
     """What nano-vllm's bench.py asks: 142,827 prompt and 133,966 output tokens where all is as it is there."""
-    draw = Random(0)
+    draw = Random(seed)
     shortest = min(100, longest)
     prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
     return prompts, [

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from itertools import takewhile
 from pathlib import Path
 from random import Random
 from threading import Lock
@@ -28,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .agreement import common_prefix, largest_gap
 from .ratios import Row
 from .report import ResultFile
 from .vllm_cases import ALL, CASES, SUITES, Case, chosen
@@ -61,7 +60,7 @@ def compare_tokens(case: Case, folder: Path) -> Iterator[Row]:
             raise RuntimeError(
                 f"{case.name}: {case.peer} remembers nothing of what was trained, so that it is no reference"
             )
-    yield row | {"largest_logprob_difference": round(_largest_gap(case, ours, peers), 5)}
+    yield row | {"largest_logprob_difference": round(largest_gap(ours, peers), 5)}
 
 
 def _loaded(case: Case, first: dict[str, Any], second: dict[str, Any]) -> Row:
@@ -73,27 +72,8 @@ def _loaded(case: Case, first: dict[str, Any], second: dict[str, Any]) -> Row:
     return {"loaded_tokens": loaded[0], "loaded_by_peer": loaded[1], "equal_to_computed": equal}
 
 
-def _largest_gap(case: Case, ours: dict[str, Any], peers: dict[str, Any]) -> float:
-    """Of log-probabilities, as far as both have seen the same tokens: where they first differ, their choices must have
-    been about equal."""
-    pairs = zip(ours["tokens"], peers["tokens"], strict=True)
-    seen = [min(_common(one, other) + 1, len(one)) for one, other in pairs]
-    gaps = [
-        abs(x - y)
-        for count, one, other in zip(seen, ours["logprobs"], peers["logprobs"], strict=True)
-        for x, y in zip(one[:count], other[:count], strict=True)
-    ]
-    if not all(map(math.isfinite, gaps)):
-        raise RuntimeError(f"{case.name}: log-probabilities are not finite, so that equal tokens say nothing")
-    return max(gaps)
-
-
 def _equal(these: Sequence[Any], others: Sequence[Any]) -> int:
     return sum(one == other for one, other in zip(these, others, strict=True))
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
 
 
 def compare_server(case: Case, folder: Path) -> Iterator[Row]:
@@ -143,7 +123,7 @@ def compare_speed(case: Case, folder: Path, rounds: int) -> Iterator[Row]:
             for _ in range(rounds):
                 for name, engine in both.items():
                     speeds[name].append(round(total / engine.ask(**asked)["seconds"], 1))
-            same = [_common(one, other) for one, other in zip(first[OURS], first[case.peer], strict=True)]
+            same = [common_prefix(one, other) for one, other in zip(first[OURS], first[case.peer], strict=True)]
             median = {name: statistics.median(values) for name, values in speeds.items()}
             yield {
                 "requests": count,

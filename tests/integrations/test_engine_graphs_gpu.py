@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def run(folder: Path, **options: object) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_tokens_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
-    dense = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
+    dense: dict[str, Any] = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
     hf_model(name, torch.float32, **dense).save_pretrained(tmp_path)
     (captured, replays), (eager, _) = run(tmp_path), run(tmp_path, enforce_eager=True)
     assert captured == eager and replays >= 19
