@@ -92,12 +92,12 @@ class TransformersModel:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [n, hidden_size] to float32 [n, vocab_size], in `out` where that is given."""
-        logits = self._packed.logits(hidden).float()
+        logits = self._packed.logits(hidden)
         if self._ranks is not None:  # each rank has all of them, but maybe not to the last bit, and samples for itself
             count = logits.shape[1]
             first, end = columns_of(count, self._ranks.rank, self._ranks.size)
-            logits = gather_columns(logits[:, first:end], count, self._ranks)
-        return logits if out is None else out.copy_(logits)
+            logits = gather_columns(logits[:, first:end].float(), count, self._ranks)
+        return logits.float() if out is None else out.copy_(logits)
 
     @property
     def num_parameters(self) -> int:
