@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,7 @@ def run(names: Sequence[str], case: EngineCase, arguments: argparse.Namespace, r
                     engine.close()
             except (PagedAttnError, RuntimeError, ArithmeticError) as error:
                 row["refused"] = reason(error)
+                print(f"{name}: {error}", file=sys.stderr)  # the end of its log, where a process failed
             engine = None
         release()
         failed += row["refused"] is not None
