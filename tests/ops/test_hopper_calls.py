@@ -27,7 +27,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: "")
 
 
-def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0, **of: bool) -> TileSchedulerParams:
+def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0, **of: Any) -> TileSchedulerParams:
     return TileSchedulerParams(kv_heads, group, 128, mask=(1, window), max_keys=max_keys, num_sms=132, **of)
 
 
