@@ -43,6 +43,7 @@ def compile_one(
     values: str | None = None,
     keys: str | None = None,
     size: int = 16,
+    accumulate: bool = False,
 ) -> None:
     codes = keys or _TORCH_CODES.get(stored, "int8")
     features = (mask, False, True, False, size, (codes, values or codes))
@@ -54,7 +55,7 @@ def compile_one(
     constants = constants_of(shape, config, batch, tokens, "softcap" in given) | {"V_STRIDES": of_rows}
     constants |= {"K_STRIDES": (KV_HEADS * dim, 0, dim) if per_channel else of_rows}
     words = [dim * KV_HEADS * bits_of(one) // 32 for one in shape.codes]
-    constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True))
+    constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True)) | {"ACCUMULATE": accumulate}
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
     absent = {"lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})
@@ -109,7 +110,7 @@ def main() -> None:
     compile_one("int8-D128-G4", torch.int8, 128, 4, 64)
     compile_one("k8v4-D128-G4", torch.int8, 128, 4, 64, values="rotated_int4")
     int4: dict[str, Any] = {"keys": "int4_per_channel", "values": "rotated_int4", "size": 32, "mask": (1, 0, 0, 32)}
-    compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, **int4)
+    compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, given=("lse_out",), accumulate=True, **int4)
     turboquant: dict[str, Any] = {"keys": "turboquant4", "values": "turboquant4", "size": 32}
     compile_one("turboquant4-D128-G4", torch.uint8, 128, 4, 64, **turboquant)
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), every)

@@ -180,6 +180,14 @@ class AttentionImpl(ABC):
             `call.out`, or a new tensor [T, Hq, Dv]; `call.lse` is filled where it is given.
         """
 
+    def accumulates(self, metadata: AttentionMetadata) -> bool:
+        """Whether `accumulate` serves such steps."""
+        return False
+
+    def accumulate(self, call: AttentionCall, metadata: AttentionMetadata) -> None:
+        """Attend, and add the result to `call.out` and `call.lse`, which hold attention of the rows over other keys."""
+        raise NotImplementedError(f"{type(self).__name__} says that it does not accumulate")
+
     def write_kv(
         self,
         key: torch.Tensor,

@@ -47,6 +47,16 @@ class OpAttentionImpl(AttentionImpl):
         check_matches_spec(self.spec, call)
         if self.spec.latent_dim is not None:
             return self._attend_latent(self.spec.latent_dim, call, metadata)
+        return self._attend(call, metadata)
+
+    def accumulates(self, metadata: AttentionMetadata) -> bool:
+        return metadata.plan is not None and metadata.plan.accumulates
+
+    def accumulate(self, call: AttentionCall, metadata: AttentionMetadata) -> None:
+        check_matches_spec(self.spec, call)
+        self._attend(call, metadata, accumulate=True)
+
+    def _attend(self, call: AttentionCall, metadata: AttentionMetadata, accumulate: bool = False) -> torch.Tensor:
         common, spec, cache, (key, value) = metadata.common, self.spec, call.kv_cache, call.keys_and_values
         return ops.paged_attention(
             call.query,
@@ -67,6 +77,7 @@ class OpAttentionImpl(AttentionImpl):
             v_scale=call.v_scale,
             out=call.output(spec.value_dim),
             lse=call.lse,
+            accumulate=accumulate,
             deterministic=spec.deterministic,
             path=self.path,
             plan=metadata.plan,

@@ -159,6 +159,14 @@ class RecentImpl(AttentionImpl):
         if metadata.calls is None:
             raise _without_table(self.spec)
         query, dim = call.query, self.spec.value_dim
+        if not self._first and self._sealed.accumulates(metadata.calls[0]):
+            out, lse = call.output(dim), call.lse
+            if lse is None:
+                lse = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
+            state = call._replace(out=out, lse=lse)
+            self._recent.forward(state._replace(kv_cache=_recent_of(call.kv_cache)), metadata.calls[1])
+            self._sealed.accumulate(state._replace(sinks=None), metadata.calls[0])
+            return out
         states = query.new_empty(len(metadata.calls), *query.shape[:2], dim)
         lses = query.new_empty(states.shape[:3], dtype=lse_dtype(query.dtype))
         # A sink joins the denominator once: here with the keys that every query has one of at least, its own.

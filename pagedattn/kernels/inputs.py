@@ -45,6 +45,7 @@ class AttentionInputs(NamedTuple):
     k_scale_cache: torch.Tensor | None = None  # second planes of the cache, [P, S or 1, Hkv, n]
     v_scale_cache: torch.Tensor | None = None
     kv_cache_dtype: str = "auto"  # the cache's format; "auto": as its dtype says
+    accumulate: bool = False  # out and lse hold attention of these rows over other keys, which this is added to
 
     @property
     def format(self) -> CacheFormat:
@@ -84,6 +85,8 @@ class AttentionInputs(NamedTuple):
         if out.dim() != 3 or out.shape[:2] != query.shape[:2] or out.stride(2) != 1 or out.dtype != query.dtype:
             refuse("out", "[T, Hq, Dv] in the query's dtype", out)
         self._check_planes()
+        if self.accumulate and lse is None:
+            raise InvalidInputError("lse", "what `out` has the outputs of, with accumulate=True", "None")
         if lse is not None and (lse.shape != query.shape[:2] or not lse.is_contiguous()):
             refuse("lse", "[T, Hq], contiguous", lse)
 

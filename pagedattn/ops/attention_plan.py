@@ -83,6 +83,11 @@ class LaunchPlan:
         return sum(1 if launch.prefix is None else 2 for launch in self.launches)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether its kernels add to what outputs hold (`ops.paged_attention(accumulate=True)`)."""
+        return all(launch.span.kernel == "decode_quantised" for launch in self.launches)
+
+    @property
     def shared_prefix(self) -> tuple[torch.Tensor | None, int]:
         """What is known of a prefix that decodes attend to once: a tensor (None where nothing is), keys at most."""
         return (None, 0) if self.cascade is None else (self.cascade.tensor, self.max_prefix_len)
@@ -128,8 +133,7 @@ class LaunchPlan:
         if not isinstance(config, DecodeConfig):
             if span.kernel == "prefill":
                 return f"{text} (the portable one: {self.portable_because})"
-            splits = self.tile_schedule is not None and has_splits(self.tile_schedule)
-            how = ", split-KV" if splits else ""
+            how = ", split-KV" if self.tile_schedule is not None and has_splits(self.tile_schedule) else ""
             turns = f", in {self.copy_turns} turns" if self.copy_turns > 1 else ""
             copied = f", keys and values dequantised before{turns}" if self.copy_turns else ""
             return f"{text} (for Hopper{how}{copied})"
@@ -261,8 +265,8 @@ def decode_query_len(max_query_len: int) -> int:
 def decode_config_of(
     shape: AttentionShape, bounds: BatchBounds, target: Target, short: bool = False, tuning: DecodeTuning | None = None
 ) -> DecodeConfig:
-    """How the decode kernel serves sequences of these bounds; `short` and `tuning` as of `decode_config`. Under a
-    window, or in a query's own block, the keys that are seen count, however long sequences are."""
+    """How the decode kernel serves sequences of these bounds; `short` and `tuning` as of `decode_config`."""
+    # Under a window, or in a query's own block, few keys, however long sequences are.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     return decode_config(
         num_seqs=bounds.num_seqs,
@@ -296,17 +300,15 @@ def plan_call(
     device, table = inputs.query.device, inputs.block_table
     if prefix_len and table is not None:
         cascade.check_length(prefix_len, inputs.key.shape[1])
-    not_sm90, not_copied = sm90.why_not_tensors(inputs), sm90.why_not_queries(inputs)
-    has_words = quantised.has_words(inputs)
     plan = plan_attention(
         shape_of(inputs),
         bounds_of(inputs),
         device,
         prefix_len=prefix_len,
         max_prefix_len=prefix_len,
-        not_sm90=not_sm90,
-        not_copied=not_copied,
-        has_words=has_words,
+        not_sm90=sm90.why_not_tensors(inputs),
+        not_copied=sm90.why_not_queries(inputs),
+        has_words=quantised.has_words(inputs),
     )
     size = plan.workspace_size
     if size:
@@ -334,9 +336,8 @@ def _shared_prefix(
     distances differ from row to row."""
     longest = decode_query_len(bounds.max_query_len)
     count = bounds.num_seqs if bounds.max_query_len <= DECODE_TOKENS else bounds.num_decodes
-    if not count or not longest or shape.block_size is None or not shape.paged:
-        return 0
-    if not Mask.of(shape.mask).sees_all_before or shape.alibi or shape.deterministic:
+    never = not Mask.of(shape.mask).sees_all_before or shape.alibi or shape.deterministic
+    if never or not (count and longest and shape.block_size and shape.paged):
         return 0
     if max_prefix_len is not None:
         return max_prefix_len

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
 from ..spec import Mask
 from .attention_plan import LaunchPlan, plan_call
+from .merge_states import merge_attn_states
 
 _CAUSAL = Mask(causal=True)
 
@@ -37,6 +40,7 @@ def paged_attention(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    accumulate: bool = False,
     deterministic: bool = False,
     shared_prefix_len: int = 0,
     kv_cache_dtype: str = "auto",
@@ -58,6 +62,8 @@ def paged_attention(
             traceable. softcap: cap * tanh(logit / cap), None is no cap.
         k_scale, v_scale: what stored elements are multiplied with: a float, or float32 [1] or [Hkv]; None is 1.
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
+        accumulate: out and lse hold attention of the same rows over other keys, with their sinks; afterwards they hold
+            attention over both. Rows of no key here keep what they hold.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
         shared_prefix_len: the number of first keys, whole blocks that each new token sees, which all sequences have in
@@ -82,7 +88,7 @@ def paged_attention(
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
     mask, cap = mask.replace(causal=True) if mask.causal is None else mask, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
-    stored = (k_scale_cache, v_scale_cache, kv_cache_dtype)
+    stored = (k_scale_cache, v_scale_cache, kv_cache_dtype, accumulate)
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, mask.constants, cap, *bounds, *stored)
     if inputs.format.latent_only:
         remedy = "attend to latent rows by mla_decode"
@@ -93,7 +99,7 @@ def paged_attention(
         rest = (None, None) if plan is None else (plan.workspace, plan.tile_schedule)
         _op(*inputs, *rest, shared, prefix_len, path, plan=plan)
     elif len(query) and len(seq_lens):
-        attention.attend(inputs, mask.mask_mod)
+        _attended(inputs, lambda mine: attention.attend(mine, mask.mask_mod))
     return out
 
 
@@ -102,13 +108,27 @@ def _run(*args: Any, plan: LaunchPlan | None = None) -> None:
     if len(inputs.query) == 0 or len(inputs.seq_lens) == 0:
         return
     if choose(path, inputs.query.device) != "triton":
-        attention.attend(inputs)
+        _attended(inputs, attention.attend)
         return
     _check_extent(inputs)
     if plan is None or not plan.serves(inputs):
         # A schedule is for one mask and block size; how much is shared, only the device may know.
         plan = plan_call(inputs, workspace, tile_schedule if plan is None else None, *shared)
-    execute(plan, inputs)
+    if plan.accumulates:
+        execute(plan, inputs)
+    else:
+        _attended(inputs, partial(execute, plan))
+
+
+def _attended(inputs: AttentionInputs, attend: Callable[[AttentionInputs], None]) -> None:
+    """Attend by what overwrites `out` and `lse`."""
+    if not inputs.accumulate or inputs.lse is None:
+        attend(inputs)
+        return
+    states, lses = (torch.stack((x, torch.zeros_like(x))) for x in (inputs.out, inputs.lse))
+    attend(inputs._replace(out=states[1], lse=lses[1], accumulate=False))
+    _, lse = merge_attn_states(states, lses, out=inputs.out)
+    inputs.lse.copy_(lse)
 
 
 def _check_extent(inputs: AttentionInputs) -> None:
@@ -162,8 +182,8 @@ _op = register(
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, int[] mask, float softcap, SymInt max_query_len, "
     "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor? k_scale_cache, Tensor? v_scale_cache, "
-    "str kv_cache_dtype, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, Tensor? shared, SymInt shared_prefix_len, "
-    "str path) -> ()",
+    "str kv_cache_dtype, bool accumulate, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, Tensor? shared, "
+    "SymInt shared_prefix_len, str path) -> ()",
     _run,
     _fake,
 )

@@ -46,9 +46,9 @@ def _rows(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constex
 @gluon.jit
 def _finish(
     acc, m_i, l_i, out, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, ROTATED: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, ROTATED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """Write the output and LSE of an item's rows."""
+    """Write the output and LSE of an item's rows; ACCUMULATE: with the states that are there taken up."""
     R: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -59,6 +59,16 @@ def _finish(
     if ROTATED:
         acc = rotate_back(acc)
     to = out + gl.expand_dims(token * so_t + head * so_h, 1) + gl.expand_dims(dim, 0)
+    if ACCUMULATE:
+        there = gl.load(lse_out + token * sl_t + head, mask=exists, other=-float("inf")) * LOG2E
+        mine = gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i))
+        m_i = gl.maximum(there, mine)
+        shift = gl.where(m_i == -float("inf"), 0.0, m_i)
+        there, mine = gl.exp2(there - shift), gl.exp2(mine - shift)
+        l_i = there + mine
+        before = gl.load(to, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
+        total = gl.where(l_i == 0, 1.0, l_i)
+        acc = acc * gl.expand_dims(mine / total, 1) + before * gl.expand_dims(there / total, 1)
     gl.store(to, acc.to(out.dtype.element_ty), mask=gl.expand_dims(exists, 1))
     if lse_out is not None:
         lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
@@ -96,7 +106,7 @@ def _decode_kernel(
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
     ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
     V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
-    V_SLOT: gl.constexpr,
+    V_SLOT: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -214,7 +224,7 @@ def _decode_kernel(
                 if complete:
                     _finish(
                         all_acc, all_m, all_l, out, lse_out, q_start, q_len, q_block, kv_head, scale, so_t, so_h, sl_t,
-                        GROUP, BLOCK_Q, is_4_bit(V_CODES),
+                        GROUP, BLOCK_Q, is_4_bit(V_CODES), ACCUMULATE,
                     )  # fmt: skip
                 at = stop
 
@@ -272,7 +282,7 @@ def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: to
         *(k_scales, inputs.v_scale_cache),
     )
     constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)
-    constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1)}
+    constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1), "ACCUMULATE": inputs.accumulate}
     constants |= {"K_STRIDES": plane_strides(k_scales), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
     with on_device(query):
