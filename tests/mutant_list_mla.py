@@ -7,6 +7,7 @@ from mutant_anchor import Fault
 
 TRITON = "test_conformance.py test_triton latent"
 OP = "test_mla_decode.py"
+SPLIT = "test_even_split.py"
 LAYER = "test_mla_layer.py"
 FORM = f"{LAYER} every_form"
 FP8 = "test_mla_layer_fp8.py"
@@ -31,8 +32,14 @@ FAULTS = (
     Fault("sums not rescaled, latent", "_attend_latent", "acc[g] * alpha[:, None]", "acc[g]", TRITON),
     Fault("heads of a part from the first", "_query_rows", "head = part * G + offs_m % G", "head = offs_m % G",
           f"{TRITON} heads=128x1"),
-    Fault("the rest of the latent tiles left out", "_mla_decode_kernel", "tl.cdiv(total, tl.num_programs(0) // PARTS)",
-          "total // (tl.num_programs(0) // PARTS)", TRITON),
+    Fault("a program's last latent tile left out", "_mla_decode_kernel", "first_tile_of(program + 1, programs, total)",
+          "first_tile_of(program + 1, programs, total) - 1", TRITON),
+    Fault("programs without tiles between those of an item", "first_tile_of", "tl.minimum(programs, total)", "programs",
+          SPLIT),
+    Fault("an item's overhead in a program of its own", "first_tile_of", "tl.cdiv(program * (total % used), used)",
+          "program * (total % used) // used", SPLIT),
+    Fault("the program before the one that has a tile", "program_of", "tile.to(tl.int64) * used // total",
+          "tile.to(tl.int64) * (used - 1) // total", SPLIT),
     Fault("both states of a program in one place", "_mla_decode_kernel",
           "2 * tl.program_id(0) + tl.where(begins, 1, 0)", "2 * tl.program_id(0)", TRITON),
     Fault("states of the program that begins an item not found", "_merge_kernel",

@@ -47,6 +47,23 @@ def tiles_of(
 
 
 @triton.jit
+def first_tile_of(program, programs, total):
+    """The first of a program's tiles where `total` tiles are spread over `programs` programs: the next one's first tile
+    is their end. Ranges differ by one tile at most, and are empty only behind the first `total` programs, so that an
+    item lies in consecutive programs that all have tiles. Longer ranges are as far apart as can be: where all programs
+    but one per item have one tile, the longer ones are those with an item's overhead."""
+    used = tl.maximum(tl.minimum(programs, total), 1)
+    return program * (total // used) + tl.cdiv(program * (total % used), used)
+
+
+@triton.jit
+def program_of(tile, programs, total):
+    """The program that has a tile, as `first_tile_of` spreads them."""
+    used = tl.maximum(tl.minimum(programs, total), 1)
+    return (tile.to(tl.int64) * used // total).to(tl.int32)
+
+
+@triton.jit
 def nearest_key(offs_n, low, end, MASK: tl.constexpr):
     """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
     near = tl.minimum(offs_n, end - 1)

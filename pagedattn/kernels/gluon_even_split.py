@@ -7,6 +7,8 @@ from . import even_split, masking
 
 end_of_keys = gluon.jit(even_split.end_of_keys.fn)
 key_tiles = gluon.jit(even_split.key_tiles.fn)
+first_tile_of = gluon.jit(even_split.first_tile_of.fn)
+program_of = gluon.jit(even_split.program_of.fn)
 visible = gluon.jit(masking.visible.fn)
 
 

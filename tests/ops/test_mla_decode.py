@@ -293,5 +293,6 @@ def test_a_plan_over_rows_of_codes(monkeypatch: pytest.MonkeyPatch, stored: torc
 
 
 def test_many_states_are_added_up_at_a_time_where_many_programs_share_a_sequence() -> None:
-    alone, many = config(16, seqs=1, keys=8192), config(16)
-    assert (alone.merge_unroll, alone.merge_dims) == (64, 128) and (many.merge_unroll, many.merge_dims) == (8, 512)
+    alone, few, many = config(16, seqs=1, keys=8192), config(16, seqs=4, keys=8192), config(16)
+    assert (alone.merge_unroll, alone.merge_dims) == (128, 64) and (few.merge_unroll, few.merge_dims) == (64, 128)
+    assert (many.merge_unroll, many.merge_dims) == (8, 512)

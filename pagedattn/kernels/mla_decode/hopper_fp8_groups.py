@@ -277,7 +277,7 @@ def attend(
         out_scale *= gl.load(k_scale)
     part = gl.program_id(0) % shape.PARTS
     program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, share, seq, base = step.range_of(program, programs, shape, WARPS)
+    at, end, total, seq, base = step.range_of(program, programs, shape, WARPS)
     c = 0
     while at < end:
         item = step.item_of(at, seq, base, shape)
@@ -297,7 +297,7 @@ def attend(
             if splits is not None:
                 state = state_of(item, at, states, shape)
                 if item.origin == at:
-                    note_splits(item, part, share, splits, max_tokens, shape.ROW, shape)
+                    note_splits(item, part, programs, total, splits, max_tokens, shape.ROW, shape)
             write_sums(m_i, l_i, item, part, whole, state, lse_out, sl_t, shape)
             factor = 1.0 / gl.where(l_i == 0, 1.0, l_i)
             _write(acc, factor, item, part, whole, state, out, so_t, so_h, shape)

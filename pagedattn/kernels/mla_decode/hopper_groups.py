@@ -9,6 +9,7 @@ second one does, the first is at the logits of the next tile.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -100,7 +101,7 @@ class Results:
 
 @gluon.jit
 def _load_queries(query, sq_t, sq_h, item, part, rooms, shape):
-    """An item's rows into shared memory, zeros where there are none."""
+    """An item's rows into shared memory, zeros where there are none: all copies are under way at once."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     for i in gl.static_range(shape.ROWS // SOME):
         row = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
@@ -108,9 +109,11 @@ def _load_queries(query, sq_t, sq_h, item, part, rooms, shape):
         start = query + gl.expand_dims((item.q_start + q_row).to(gl.int64) * sq_t + head.to(gl.int64) * sq_h, 1)
         mask = gl.expand_dims(exists, 1)
         dim = gl.expand_dims(gl.arange(0, LATENT, gl.SliceLayout(0, WIDE)), 0)
-        rooms.q_latent.slice(i * SOME, SOME).store(gl.load(start + dim, mask=mask, other=0.0))
+        async_copy.async_copy_global_to_shared(rooms.q_latent.slice(i * SOME, SOME), start + dim, mask=mask)
         dim = gl.expand_dims(gl.arange(0, ROPE, gl.SliceLayout(0, WIDE)), 0)
-        rooms.q_rope.slice(i * SOME, SOME).store(gl.load(start + LATENT + dim, mask=mask, other=0.0))
+        async_copy.async_copy_global_to_shared(rooms.q_rope.slice(i * SOME, SOME), start + LATENT + dim, mask=mask)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
     fence_async_shared()
     thread_barrier()
 
@@ -267,7 +270,7 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
     gdc_launch_dependents()
     part = gl.program_id(0) % shape.PARTS
     program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, share, seq, base = step.range_of(program, programs, shape, WARPS)
+    at, end, total, seq, base = step.range_of(program, programs, shape, WARPS)
     c = 0
     t = 0
     while at < end:
@@ -293,7 +296,7 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
                 state = state_of(item, at, states, shape)
                 if item.origin == at:
                     ROW: gl.constexpr = gl.SliceLayout(shape.AXIS, shape.LOGITS)
-                    note_splits(item, part, share, splits, max_tokens, ROW, shape)
+                    note_splits(item, part, programs, total, splits, max_tokens, ROW, shape)
             write_sums(m_i, l_i, item, part, whole, state, lse_out, results.sl_t, shape)
             if whole:
                 _finish(_times(acc, factor, shape), 0, item, part, results, rooms, shape)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_even_split import key_tiles, tiles_before, tiles_of, window_mask
+from ..gluon_even_split import first_tile_of, key_tiles, tiles_before, tiles_of, window_mask
 from .plan import HOPPER_DIMS, HOPPER_KEYS, MAX_ROWS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
@@ -86,16 +86,15 @@ class Step:
 
     @gluon.jit
     def range_of(self, program, programs, shape, COUNT: gl.constexpr):
-        """A program's tiles at..end, of `share` each program has at most, the sequence of the first one, and the number
+        """A program's tiles at..end, how many `total` all of a part have, the sequence of the first one, and the number
         of tiles before that sequence."""
         work = self.tiles_of(0, shape, COUNT)
         here = gl.sum(work, 0)
         total = here
         for more in range(shape.CHUNK, self.num_seqs, shape.CHUNK):
             total += gl.sum(self.tiles_of(more, shape, COUNT), 0)
-        share = gl.maximum((total + programs - 1) // programs, 1)
-        at = program * share
-        end = gl.minimum(at + share, total)
+        at = first_tile_of(program, programs, total)
+        end = gl.minimum(first_tile_of(program + 1, programs, total), total)
         first = 0
         base = 0
         for _ in range(shape.CHUNK, self.num_seqs, shape.CHUNK):
@@ -105,7 +104,7 @@ class Step:
                 work = self.tiles_of(first, shape, COUNT)
                 here = gl.sum(work, 0)
         passed, tiles = tiles_before(work, base, at)
-        return at, end, share, first + passed, base + tiles
+        return at, end, total, first + passed, base + tiles
 
     @gluon.jit
     def lengths(self, seq, shape):

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon_device import LN2
+from ..gluon_even_split import program_of
 from .hopper_items import LATENT
 
 
@@ -31,13 +32,13 @@ def write_sums(m_i, l_i, item, part, whole, state, lse_out, sl_t, shape):
 
 
 @gluon.jit
-def note_splits(item, part, share, splits, max_tokens, ROW: gl.constexpr, shape):
-    """Say of all rows of an item which programs have parts of it. ROW: a layout of rows."""
+def note_splits(item, part, programs, total, splits, max_tokens, ROW: gl.constexpr, shape):
+    """Say of all rows of an item which of a part's programs have parts of it. ROW: a layout of rows."""
     row = gl.arange(0, shape.ROWS, ROW)
     q_row, _, exists = item.rows(row, part, shape)
     token = (item.q_start + q_row).to(gl.int64)
     field = splits + (token * shape.PARTS + part) * 3
     told = exists & (row % shape.G == 0) & (token < max_tokens)
-    gl.store(field, item.origin // share, mask=told)
-    gl.store(field + 1, (item.close - 1) // share, mask=told)
+    gl.store(field, program_of(item.origin, programs, total), mask=told)
+    gl.store(field + 1, program_of(item.close - 1, programs, total), mask=told)
     gl.store(field + 2, row, mask=told)

@@ -22,7 +22,7 @@ from ...formats.mla_rows.deepseek import views
 from ...formats.mla_rows.device import GROUP, UNIT, inside, load_group, load_part, load_rope_bits, load_scale
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
+from ..even_split import end_of_keys, first_tile_of, key_tiles, nearest_key, program_of, tiles_of
 from ..inputs import VARYING, AttentionInputs
 from ..masking import is_causal, sees_first_keys, visible
 from ..softmax import LN2, LOG2E, log_base, scaled_logits
@@ -124,9 +124,9 @@ def _mla_decode_kernel(
             more, query_start_loc, seq_lens, num_seqs, max_keys, BLOCK_Q, MASK, BLOCK_N, TILE_OVERHEAD, CHUNK
         )
         total += tl.sum(next, 0)
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0) // PARTS), 1)
-    at = program * share
-    end = tl.minimum(at + share, total)
+    programs = tl.num_programs(0) // PARTS
+    at = first_tile_of(program, programs, total)
+    end = tl.minimum(first_tile_of(program + 1, programs, total), total)
     if at >= end:
         return
     # The sequence that tile `at` belongs to. Neither a while loop nor a function of its own: behind either, Triton from
@@ -200,8 +200,8 @@ def _mla_decode_kernel(
                 if begins:  # says for all of the item's rows which programs have parts of them
                     field = (token * PARTS + part) * 3
                     told = mask_m & (offs_m % G == 0) & (token < max_tokens)
-                    tl.store(splits + field, origin // share, mask=told)
-                    tl.store(splits + field + 1, (close - 1) // share, mask=told)
+                    tl.store(splits + field, program_of(origin, programs, total), mask=told)
+                    tl.store(splits + field + 1, program_of(close - 1, programs, total), mask=told)
                     tl.store(splits + field + 2, offs_m, mask=told)
             if begins & (stop == close):
                 o_ptrs = out + (token * so_t + head * so_h)[:, None] + dim_l[None, :]

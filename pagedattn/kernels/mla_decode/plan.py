@@ -231,6 +231,8 @@ def mla_decode_config(
 def _merging(sharing: int, width: int) -> tuple[int, int]:
     """merge_unroll and merge_dims where about so many programs share an item: where they are many, there are few rows
     to add up, and what takes time is how often a thread block waits for loads."""
+    if sharing > 64:
+        return 128, min(width, 64)
     return (64, min(width, 128)) if sharing > 12 else (16 if sharing > 4 else 8, width)
 
 
