@@ -14,15 +14,12 @@ from assembler import Compiled
 from compile_hopper import descriptor
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagedattn.kernels.mla_decode import hopper, hopper_alternating, hopper_fp8
-from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, hopper_module, max_rows, mla_decode_config
+from pagedattn.kernels.mla_decode import hopper, hopper_fp8
+from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, max_rows, mla_decode_config
 from pagedattn.runtime.target import Target
 
 _TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "splits", "states"), "*i32")
 _TYPES |= dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32") | dict.fromkeys(("lse_out", "k_scale"), "*fp32")
-_MODULES: dict[str, Any] = {
-    "hopper": hopper, "hopper_alternating": hopper_alternating, "hopper_fp8": hopper_fp8
-}  # fmt: skip
 _ROWS = {"": None, "e4m3": torch.float8_e4m3fn, "ds_mla": torch.uint8}  # None: of the query's dtype
 
 
@@ -35,7 +32,6 @@ def compile_one(
     mask: tuple[int, int] = (1, 0),
     softcap: bool = False,
     stored: str = "",
-    module: str = "",
 ) -> None:
     latent, rope = HOPPER_DIMS
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
@@ -57,19 +53,16 @@ def compile_one(
     constants = hopper.constants_of(heads, config, page, num_seqs, mask, softcap)
     part = min(page, HOPPER_KEYS)
     types = _TYPES | dict.fromkeys(("query", "out"), f"*{kind}")
-    module = module or hopper_module(dtype, rows, config)
-    kernel = _MODULES[module]._mla_decode_kernel
+    kernel = hopper_fp8._mla_decode_kernel if stored else hopper._mla_decode_kernel
     if stored:
         grouped = stored == "ds_mla"
         constants |= {"GROUPED": grouped} | ({"k_scale": None} if grouped else {"scales": None})
         types |= {"codes": _of_bytes(part, latent), "rope": _of_bytes(part, 2 * rope if grouped else rope)}
         types |= {"scales": _of_bytes(part, 16)}
     else:
-        width = latent if module == "hopper" else latent // 2
-        types |= {"latent": descriptor(kind, part, 1, width), "rope": descriptor(kind, part, 1, rope)}
+        types |= {"latent": descriptor(kind, part, 1, latent), "rope": descriptor(kind, part, 1, rope)}
     made = _compiled(kernel, constants, types, config.tuning.num_warps)
-    name = f"{module}-" if module == "hopper_alternating" else ""
-    name += f"{kind}{stored and '-'}{stored}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{'-cap' if softcap else ''}"
+    name = f"{kind}{stored and '-'}{stored}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{'-cap' if softcap else ''}"
     facts = {
         "name": name,
         "shared": made.shared,
@@ -112,7 +105,6 @@ def _spilled_in_loop(sass: str) -> int:
 
 def main() -> None:
     compile_one("bf16", 128, 1, 64, 64)
-    compile_one("bf16", 128, 1, 64, 64, module="hopper_alternating")
     compile_one("fp16", 16, 2, 8, 16, (1, 100), True)
     compile_one("bf16", 16, 1, 64, 64, stored="e4m3")
     compile_one("bf16", 128, 1, 64, 64, stored="ds_mla")
@@ -120,8 +112,6 @@ def main() -> None:
         compile_one("bf16", 16, 1, 300, 8)
         compile_one("bf16", 64, 4, 64, 128)
         compile_one("bf16", 96, 1, 64, 64, (0, 0))
-        compile_one("bf16", 96, 1, 64, 64, (0, 0), module="hopper_alternating")
-        compile_one("fp16", 64, 4, 300, 8, (1, 100), True, module="hopper_alternating")
         compile_one("bf16", 128, 1, 64, 64, stored="e4m3")
         compile_one("fp16", 8, 2, 300, 8, (1, 100), True, stored="e4m3")
         compile_one("bf16", 16, 1, 64, 128, stored="ds_mla")

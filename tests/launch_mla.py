@@ -50,8 +50,6 @@ def main() -> None:
             "e4m3, scale in memory": run("e4m3", 128, 3, 16, k_scale=scale, lse=torch.zeros(3, 128)),
             "ds_mla": run("ds_mla", 64, 64, 128),
         }
-        plan.ALTERNATES = True
-        found["bf16, groups in turn"] = run("bf16", 64, 64, 64)
     print(json.dumps(found))
 
 

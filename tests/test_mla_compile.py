@@ -14,11 +14,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 # Products of logits and of both halves of outputs, by rows of a query block, or over codes of logits, of outputs and of
 # those of a tile that is masked; bytes of addresses spilled, at most, and accesses to them among the products.
 OVER_CODES = 36 + 2 * 32
-ALTERNATING = 3 * 36 + 7 * 4  # both groups' tiles, and of the first one's that without a tile before it; accesses are
-# those once an item, not in the loop over its tiles
 EXPECTED = {
     "bf16-H128-64x1-page64-(1, 0)": (36 + 2 * 4, 80, 10),
-    "hopper_alternating-bf16-H128-64x1-page64-(1, 0)": (ALTERNATING, 480, 100),
     "fp16-H16-8x2-page16-(1, 100)-cap": (36 + 2 * 16, 120, 10),
     "bf16-e4m3-H16-64x1-page64-(1, 0)": (OVER_CODES, 80, 0),
     "bf16-ds_mla-H128-64x1-page64-(1, 0)": (OVER_CODES, 500, 30),
@@ -27,8 +24,6 @@ MORE = {
     "bf16-H16-300x1-page8-(1, 0)": (36 + 2 * 16, 200, 50),
     "bf16-H64-64x4-page128-(1, 0)": (36 + 2 * 4, 80, 10),
     "bf16-H96-64x1-page64-(0, 0)": (36 + 2 * 4, 80, 10),
-    "hopper_alternating-bf16-H96-64x1-page64-(0, 0)": (ALTERNATING, 480, 100),
-    "hopper_alternating-fp16-H64-300x4-page8-(1, 100)-cap": (ALTERNATING, 800, 200),
     "bf16-e4m3-H128-64x1-page64-(1, 0)": (OVER_CODES, 160, 0),
     "fp16-e4m3-H8-300x2-page8-(1, 100)-cap": (OVER_CODES, 450, 0),
     "bf16-ds_mla-H16-64x1-page128-(1, 0)": (OVER_CODES, 350, 0),

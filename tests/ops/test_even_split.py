@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +24,7 @@ def spread(programs: int, total: int, device: torch.device) -> tuple[list[int], 
     """The first tile of each program and of the one behind the last, and the program of each tile."""
     firsts = torch.zeros(programs + 1, dtype=torch.int32, device=device)
     owners = torch.full((max(total, 1),), -1, dtype=torch.int32, device=device)
-    constants: dict[str, Any] = {"COUNT": programs + 1, "TILES": total}
-    _spread[(1,)](firsts, owners, programs, total, **constants)
+    _spread[(1,)](firsts, owners, programs, total, programs + 1, total)
     return firsts.tolist(), owners.tolist()[:total]
 
 

@@ -141,13 +141,6 @@ def constants_of(
 
 def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor | None) -> None:
     """As of `kernel.launch`."""
-    launch_kernel(_launch, LATENT.value, config, inputs, workspace)
-
-
-def launch_kernel(
-    run: Launcher, width: int, config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor | None
-) -> None:
-    """Launch a kernel that loads so many of a row's latent elements at a time, and the merge."""
     query, key, table, out, lse = inputs.query, inputs.key, inputs.block_table, inputs.out, inputs.lse
     if table is None:
         raise ValueError("packed keys have no blocks")
@@ -155,14 +148,14 @@ def launch_kernel(
     splits, states = config.places(workspace)
     part = min(page, KEYS.value)
     arguments = (
-        *(query, *(row_descriptor(key, part, one, tile_layout) for one in (width, ROPE.value)), out, lse, table),
+        *(query, *(row_descriptor(key, part, one.value, tile_layout) for one in (LATENT, ROPE)), out, lse, table),
         *(inputs.query_start_loc, inputs.seq_lens, splits, states, num_seqs, page * table.shape[1], config.max_tokens),
         *(inputs.scale * LOG2E.value, inputs.softcap, *query.stride()[:2], *out.stride()[:2]),
         *(0 if lse is None else lse.stride(0), table.stride(0)),
     )
     constants = constants_of(query.shape[1], config, page, num_seqs, inputs.mask, inputs.softcap > 0)
     with on_device(query):
-        run((config.programs,), arguments, constants, num_warps=WARPS.value, launch_pdl=True)
+        _launch((config.programs,), arguments, constants, num_warps=WARPS.value, launch_pdl=True)
         merge(config, inputs, splits, states)
 
 

@@ -100,7 +100,7 @@ class Results:
 
 
 @gluon.jit
-def load_queries(query, sq_t, sq_h, item, part, rooms, shape):
+def _load_queries(query, sq_t, sq_h, item, part, rooms, shape):
     """An item's rows into shared memory, zeros where there are none: all copies are under way at once."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     for i in gl.static_range(shape.ROWS // SOME):
@@ -119,7 +119,7 @@ def load_queries(query, sq_t, sq_h, item, part, rooms, shape):
 
 
 @gluon.jit
-def zero_rows(latent, begin, end):
+def _zero_rows(latent, begin, end):
     """Rows outside begin..end of a tile become 0: their weights are 0, but 0 * NaN would reach the output."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     for i in gl.static_range(KEYS // SOME):
@@ -134,7 +134,7 @@ def zero_rows(latent, begin, end):
 
 
 @gluon.jit
-def weights_of(s, m_i, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, shape):
+def _weights(s, m_i, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, shape):
     """Weights of a tile's keys from its logits, the rows' new maximum, and what states so far are multiplied with."""
     if shape.SOFTCAP:
         s = tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
@@ -149,7 +149,7 @@ def weights_of(s, m_i, q_pos, key, past, scale, softcap, MASKED: gl.constexpr, s
 
 
 @gluon.jit
-def times(acc, factor, shape):
+def _times(acc, factor, shape):
     """Outputs times a factor of each row."""
     return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(shape.AXIS, shape.OUTPUT)), shape.AXIS)
 
@@ -192,19 +192,19 @@ def _lead_tiles(item, begin, past, c, t, q_pos, scale, softcap, rooms, shape):
     for key in range(begin, past, KEYS):
         rooms.wait_full(c)
         if (key + KEYS > past) | (key < item.low):
-            zero_rows(rooms.tile(c), item.low - key, past - key)
+            _zero_rows(rooms.tile(c), item.low - key, past - key)
         s = _logits(c, rooms, shape)
         if (key + KEYS <= whole) & (shape.WINDOW == 0):
-            p, m_i, alpha = weights_of(s, m_i, q_pos, key, past, scale, softcap, False, shape)
+            p, m_i, alpha = _weights(s, m_i, q_pos, key, past, scale, softcap, False, shape)
         else:
-            p, m_i, alpha = weights_of(s, m_i, q_pos, key, past, scale, softcap, True, shape)
+            p, m_i, alpha = _weights(s, m_i, q_pos, key, past, scale, softcap, True, shape)
         rooms.wait_taken(t)
         weights = p.to(shape.DTYPE)
         rooms.weights.store(weights)
         rooms.factors.store(alpha)
         fence_async_shared()
         mbarrier.arrive(rooms.given, count=1)
-        acc = times(acc, alpha, shape)
+        acc = _times(acc, alpha, shape)
         if shape.AXIS == 1:
             acc = _add_values(acc, gl.convert_layout(weights, OPERAND), rooms.values(c, 0), shape)
         else:
@@ -224,7 +224,7 @@ def _follow_tiles(begin, past, c, t, rooms, shape):
     for _ in range(begin, past, KEYS):
         rooms.wait_full(c)
         rooms.wait_given(t)
-        acc = times(acc, rooms.factors.load(gl.SliceLayout(shape.AXIS, shape.OUTPUT)), shape)
+        acc = _times(acc, rooms.factors.load(gl.SliceLayout(shape.AXIS, shape.OUTPUT)), shape)
         acc = _add_values(acc, rooms.weights, rooms.values(c, 1), shape)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(rooms.taken, count=1)
@@ -235,7 +235,7 @@ def _follow_tiles(begin, past, c, t, rooms, shape):
 
 
 @gluon.jit
-def finish(acc, w: gl.constexpr, item, part, results, rooms, shape):
+def _finish(acc, w: gl.constexpr, item, part, results, rooms, shape):
     """Write a group's half of an item's output, by way of the queries' memory, to have 16 bytes a thread."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     half = rooms.q_latent.slice(w * HALF, HALF, 1)
@@ -254,7 +254,7 @@ def finish(acc, w: gl.constexpr, item, part, results, rooms, shape):
 
 
 @gluon.jit
-def publish(acc, w: gl.constexpr, item, part, state, shape):
+def _publish(acc, w: gl.constexpr, item, part, state, shape):
     """Leave a group's half of a partial state."""
     row = gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.OUTPUT))
     _, _, exists = item.rows(row, part, shape)
@@ -280,7 +280,7 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
         if end > item.origin:  # else nothing is left but an item's overhead
             at = gl.maximum(at, item.origin)
             rooms.wait_taken(t)  # the second group has left the queries' memory
-            load_queries(query, sq_t, sq_h, item, part, rooms, shape)
+            _load_queries(query, sq_t, sq_h, item, part, rooms, shape)
             q_row, _, _ = item.rows(gl.arange(0, shape.ROWS, gl.SliceLayout(shape.AXIS, shape.LOGITS)), part, shape)
             begin, past = item.key_range(at, stop)
             q_pos = item.seq_len - item.q_len + q_row
@@ -299,10 +299,10 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
                     note_splits(item, part, programs, total, splits, max_tokens, ROW, shape)
             write_sums(m_i, l_i, item, part, whole, state, lse_out, results.sl_t, shape)
             if whole:
-                finish(times(acc, factor, shape), 0, item, part, results, rooms, shape)
+                _finish(_times(acc, factor, shape), 0, item, part, results, rooms, shape)
             else:
                 if splits is not None:
-                    publish(acc, 0, item, part, state, shape)
+                    _publish(acc, 0, item, part, state, shape)
             thread_barrier()  # the next item's queries are not stored before
         at = stop
 
@@ -327,10 +327,10 @@ def follow(states, results, rooms, step, shape):
             rooms.wait_given(t)
             if (item.origin == at) & (stop == item.close):
                 factor = rooms.factors.load(gl.SliceLayout(shape.AXIS, shape.OUTPUT))
-                finish(times(acc, factor, shape), 1, item, part, results, rooms, shape)
+                _finish(_times(acc, factor, shape), 1, item, part, results, rooms, shape)
             else:
                 if states is not None:
-                    publish(acc, 1, item, part, state_of(item, at, states, shape), shape)
+                    _publish(acc, 1, item, part, state_of(item, at, states, shape), shape)
             mbarrier.arrive(rooms.taken, count=1)
             t += 1
         at = stop

@@ -22,7 +22,6 @@ _CODES = (torch.float8_e4m3fn, torch.uint8)  # rows of e4m3, and of `fp8_ds_mla`
 _MAX_ROWS_OF_CODES = 32  # a tile that is converted takes registers too
 HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
-ALTERNATES = False  # with 64 rows on Hopper `hopper_alternating` in place of `hopper`: not timed yet
 HOPPER_CODE_KEYS = 128  # of the one over rows of codes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
@@ -168,6 +167,7 @@ def plan_mla_decode(
 ) -> MLADecodePlan:
     """The plan of a step, without its workspace. aligned: the cache is as `can_load` says."""
     hopper = aligned and not why_not_hopper(shape, gpu.why_not_here(device))
+    module = "kernel" if not hopper else "hopper" if shape.stored_dtype == shape.dtype else "hopper_fp8"
     config = mla_decode_config(
         num_seqs=bounds.num_seqs,
         num_heads=shape.group,
@@ -182,15 +182,7 @@ def plan_mla_decode(
         target=target_of(device),
         hopper=hopper,
     )
-    module = hopper_module(shape.dtype, shape.stored_dtype, config) if hopper else "kernel"
     return MLADecodePlan(shape, bounds.num_seqs, config, module)
-
-
-def hopper_module(dtype: torch.dtype, stored: torch.dtype, config: MLADecodeConfig) -> str:
-    """The file of the kernel for Hopper that serves queries of one dtype over rows of another."""
-    if stored != dtype:
-        return "hopper_fp8"
-    return "hopper_alternating" if ALTERNATES and config.block_m == MAX_ROWS else "hopper"
 
 
 @lru_cache(maxsize=4096)
