@@ -32,6 +32,7 @@ def compile_one(
     mask: tuple[int, int] = (1, 0),
     softcap: bool = False,
     stored: str = "",
+    aligned: bool = True,
 ) -> None:
     latent, rope = HOPPER_DIMS
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
@@ -60,9 +61,11 @@ def compile_one(
         types |= {"codes": _of_bytes(part, latent), "rope": _of_bytes(part, 2 * rope if grouped else rope)}
         types |= {"scales": _of_bytes(part, 16)}
     else:
+        constants["ALIGNED"] = aligned
         types |= {"latent": descriptor(kind, part, 1, latent), "rope": descriptor(kind, part, 1, rope)}
     made = _compiled(kernel, constants, types, config.tuning.num_warps)
-    name = f"{kind}{stored and '-'}{stored}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{'-cap' if softcap else ''}"
+    unusual = ("-cap" if softcap else "") + ("" if aligned else "-unaligned")
+    name = f"{kind}{stored and '-'}{stored}-H{heads}-{num_seqs}x{tokens}-page{page}-{mask}{unusual}"
     facts = {
         "name": name,
         "shared": made.shared,
@@ -84,9 +87,8 @@ def _of_bytes(*block: int) -> str:
 def _compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], num_warps: int) -> Compiled:
     names = kernel.arg_names
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
-    divisible = [
-        at for at, one in enumerate(names) if signature[one].startswith("*") or one in ("sq_t", "sq_h", "so_t", "so_h")
-    ]
+    strides = ["so_t", "so_h", *(["sq_t", "sq_h"] if constants.get("ALIGNED", True) else [])]
+    divisible = [at for at, one in enumerate(names) if signature[one].startswith("*") or one in strides]
     source = GluonASTSource(
         kernel,
         signature,
@@ -105,7 +107,7 @@ def _spilled_in_loop(sass: str) -> int:
 
 def main() -> None:
     compile_one("bf16", 128, 1, 64, 64)
-    compile_one("fp16", 16, 2, 8, 16, (1, 100), True)
+    compile_one("fp16", 16, 2, 8, 16, (1, 100), True, aligned=False)
     compile_one("bf16", 16, 1, 64, 64, stored="e4m3")
     compile_one("bf16", 128, 1, 64, 64, stored="ds_mla")
     if "--grid" in sys.argv:

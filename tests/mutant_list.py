@@ -159,7 +159,7 @@ _STORED = (
           "test_accumulate.py union"),
     Fault("sinks counted twice where outputs are added", "RecentImpl.forward",
           "self._sealed.accumulate(state._replace(sinks=None)", "self._sealed.accumulate(state",
-          "test_recent_cache.py added_to_open"),
+          "test_recent_accumulate.py added_to_open"),
     Fault("windows planned for all keys", "decode_config_of", "max_seq_len=seen", "max_seq_len=bounds.max_seq_len",
           "test_launch.py keys_that_are_seen"),
     Fault("deterministic splits prompts on Hopper", "splits_kv", "params.deterministic or ", "",

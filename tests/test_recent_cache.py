@@ -21,7 +21,6 @@ from pagedattn import (
     paged_attention,
     plan_step,
 )
-from pagedattn.backends.op_backend import OpAttentionImpl
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.formats.registry import format_of
 from pagedattn.spec import GraphLevel
@@ -162,22 +161,6 @@ def test_chunks_of_any_size_give_one_result(backend: str, stored: str, chunk: in
     sequence = Sequences(backend, stored).new()
     out = torch.cat([sequence.append(count) for count in row_counts(backend, stored, chunk)])
     torch.testing.assert_close(out.double(), by_definition(stored)[: len(out)], rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_full_blocks_added_to_open_ones_give_that_result(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Hopper, whose kernel for codes adds to the outputs."""
-    counts, sinks = (58, *[1] * 8, 40), normal(HEADS, seed=4)
-    sequence = Sequences(backend, sinks=sinks).new()
-    merged = torch.cat([sequence.append(count) for count in counts])
-    added, add = [], OpAttentionImpl.accumulate
-    monkeypatch.setattr(OpAttentionImpl, "accumulates", lambda self, metadata: True)
-    monkeypatch.setattr(OpAttentionImpl, "accumulate", lambda *given: added.append(given) or add(*given))
-    for sink, want in ((None, WANTED[: len(merged)]), (sinks, merged.double())):
-        sequence = Sequences(backend, sinks=sink).new()
-        out = torch.cat([sequence.append(count) for count in counts])
-        torch.testing.assert_close(out.double(), want, rtol=0, atol=5e-6)
-    assert len(added) == 20 and float((merged - WANTED[: len(merged)]).abs().max()) > 0.01
 
 
 def test_a_window_brings_attention_nearer_to_exact() -> None:

@@ -80,11 +80,11 @@ def _mla_decode_kernel(
     query, latent, rope, out, lse_out, table, query_start_loc, seq_lens, splits, states, num_seqs, max_keys, max_tokens,
     qk_scale, softcap, sq_t, sq_h, so_t, so_h, sl_t, s_table, ROWS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr,
     PARTS: gl.constexpr, PAGE: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = latent.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    shape = Shape(ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE)
+    shape = Shape(ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, ALIGNED)
     step = Step(query_start_loc, seq_lens, num_seqs, max_keys)
     results = Results(out, so_t, so_h, sl_t)
     rooms = Rooms(
@@ -154,6 +154,8 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         *(0 if lse is None else lse.stride(0), table.stride(0)),
     )
     constants = constants_of(query.shape[1], config, page, num_seqs, inputs.mask, inputs.softcap > 0)
+    # Triton knows of numbers and addresses whether 16 divides them.
+    constants["ALIGNED"] = not any(one % 16 for one in (query.data_ptr(), *query.stride()[:2]))
     with on_device(query):
         _launch((config.programs,), arguments, constants, num_warps=WARPS.value, launch_pdl=True)
         merge(config, inputs, splits, states)

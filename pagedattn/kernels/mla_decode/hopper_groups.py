@@ -101,17 +101,22 @@ class Results:
 
 @gluon.jit
 def _load_queries(query, sq_t, sq_h, item, part, rooms, shape):
-    """An item's rows into shared memory, zeros where there are none: all copies are under way at once."""
+    """An item's rows into shared memory, zeros where there are none: all copies are under way at once, where rows can
+    be read 16 bytes at a time."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     for i in gl.static_range(shape.ROWS // SOME):
         row = i * SOME + gl.arange(0, SOME, gl.SliceLayout(1, WIDE))
         q_row, head, exists = item.rows(row, part, shape)
         start = query + gl.expand_dims((item.q_start + q_row).to(gl.int64) * sq_t + head.to(gl.int64) * sq_h, 1)
         mask = gl.expand_dims(exists, 1)
-        dim = gl.expand_dims(gl.arange(0, LATENT, gl.SliceLayout(0, WIDE)), 0)
-        async_copy.async_copy_global_to_shared(rooms.q_latent.slice(i * SOME, SOME), start + dim, mask=mask)
-        dim = gl.expand_dims(gl.arange(0, ROPE, gl.SliceLayout(0, WIDE)), 0)
-        async_copy.async_copy_global_to_shared(rooms.q_rope.slice(i * SOME, SOME), start + LATENT + dim, mask=mask)
+        latent = start + gl.expand_dims(gl.arange(0, LATENT, gl.SliceLayout(0, WIDE)), 0)
+        rope = start + LATENT + gl.expand_dims(gl.arange(0, ROPE, gl.SliceLayout(0, WIDE)), 0)
+        if shape.ALIGNED:
+            async_copy.async_copy_global_to_shared(rooms.q_latent.slice(i * SOME, SOME), latent, mask=mask)
+            async_copy.async_copy_global_to_shared(rooms.q_rope.slice(i * SOME, SOME), rope, mask=mask)
+        else:
+            rooms.q_latent.slice(i * SOME, SOME).store(gl.load(latent, mask=mask, other=0.0))
+            rooms.q_rope.slice(i * SOME, SOME).store(gl.load(rope, mask=mask, other=0.0))
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()

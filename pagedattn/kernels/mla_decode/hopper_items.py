@@ -21,7 +21,8 @@ class Shape:
 
     A product's first side is 64 at least. So with 64 rows logits and weights are [ROWS, KEYS] and outputs [ROWS, HALF],
     and with fewer both are transposed, and rows not padded. AXIS: that of keys and of latent elements, 1 or 0. WEIGHTS
-    and OUTPUTS are the shapes, LOGITS and OUTPUT the layouts of these products.
+    and OUTPUTS are the shapes, LOGITS and OUTPUT the layouts of these products. ALIGNED: queries can be read 16 bytes
+    at a time.
     """
 
     ROWS: gl.constexpr
@@ -36,6 +37,7 @@ class Shape:
     WINDOW: gl.constexpr
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
+    ALIGNED: gl.constexpr
     BLOCK_Q: gl.constexpr
     KEYS: gl.constexpr
     AXIS: gl.constexpr
@@ -45,13 +47,13 @@ class Shape:
     OUTPUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE):
+    def __init__(self, ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, ALIGNED):
         self.ROWS = gl.constexpr(ROWS)
         self.G, self.HEADS, self.PARTS = gl.constexpr(G), gl.constexpr(HEADS), gl.constexpr(PARTS)
         self.PAGE, self.COPY = gl.constexpr(PAGE), gl.constexpr(min(PAGE, KEYS.value))
         self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
-        self.DTYPE = gl.constexpr(DTYPE)
+        self.DTYPE, self.ALIGNED = gl.constexpr(DTYPE), gl.constexpr(ALIGNED)
         self.BLOCK_Q, self.KEYS = gl.constexpr(ROWS // G), KEYS
         if ROWS == MAX_ROWS:
             axis, weights, outputs = 1, [ROWS, KEYS.value], [ROWS, HALF.value]

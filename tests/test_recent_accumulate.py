@@ -1,0 +1,25 @@
+"""Full blocks that are added to open ones, as a kernel for codes does it, beside states that are merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_recent_cache import BACKENDS, HEADS, WANTED, Sequences
+
+from pagedattn.backends.op_backend import OpAttentionImpl
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_full_blocks_added_to_open_ones_give_that_result(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, whose kernel for codes adds to the outputs."""
+    counts, sinks = (58, *[1] * 8, 40), torch.linspace(-1, 2, HEADS)
+    sequence = Sequences(backend, sinks=sinks).new()
+    merged = torch.cat([sequence.append(count) for count in counts])
+    added, add = [], OpAttentionImpl.accumulate
+    monkeypatch.setattr(OpAttentionImpl, "accumulates", lambda self, metadata: True)
+    monkeypatch.setattr(OpAttentionImpl, "accumulate", lambda *given: added.append(given) or add(*given))
+    for sink, want in ((None, WANTED[: len(merged)]), (sinks, merged.double())):
+        sequence = Sequences(backend, sinks=sink).new()
+        out = torch.cat([sequence.append(count) for count in counts])
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=5e-6)
+    assert len(added) == 20 and float((merged - WANTED[: len(merged)]).abs().max()) > 0.01
