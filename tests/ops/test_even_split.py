@@ -24,7 +24,7 @@ def spread(programs: int, total: int, device: torch.device) -> tuple[list[int], 
     """The first tile of each program and of the one behind the last, and the program of each tile."""
     firsts = torch.zeros(programs + 1, dtype=torch.int32, device=device)
     owners = torch.full((max(total, 1),), -1, dtype=torch.int32, device=device)
-    _spread[(1,)](firsts, owners, programs, total, programs + 1, total)
+    _spread[(1,)](firsts, owners, programs, total, COUNT=programs + 1, TILES=total)  # type: ignore[arg-type]
     return firsts.tolist(), owners.tolist()[:total]
 
 

@@ -174,7 +174,11 @@ def _begin(item, w: gl.constexpr, sinks, shape):
     m_i = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
     sink = gl.zeros([ROWS], gl.float32, S_ROWS)
     if sinks is not None:
-        m_i = gl.load(sinks + item.head * shape.PACK + row % shape.PACK).to(gl.float32) * LOG2E
+        logit = gl.load(sinks + item.head * shape.PACK + row % shape.PACK).to(gl.float32)
+        # Rounded here. Fused into a subtraction behind it, it would be so in an item's first tile alone, and a row's
+        # bits would depend on whether that is the first one that it sees.
+        factor = gl.full_like(logit, LOG2E)
+        m_i = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [logit, factor], gl.float32, True, 1)
         if shape.SPLIT_KV:
             m_i = gl.where(item.nth == 0, m_i, -float("inf"))
         sink = gl.where(m_i == -float("inf"), 0.0, 1.0)
