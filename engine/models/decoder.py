@@ -108,7 +108,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.dtype, self.kv_cache_dtypes = dtype, KVCacheDtype.of(kv_cache_dtype).of_layers(config.num_layers)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
+        # Not `nn.Embedding(...)`: it draws weights, which without storage imports torch._dynamo, for two seconds.
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device="meta")
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=False)
         self._attentions = self._build_attentions(block_size, device, backend, clean_cache)
         self.layers = nn.ModuleList(DecoderLayer(config, attention, dtype, "meta") for attention in self._attentions)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, "meta")
