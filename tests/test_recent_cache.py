@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 import random_work
 import torch
+from covers import beside
 
-from pagedattn import (
-    Attention,
-    AttentionType,
-    BlockPool,
-    CommonAttentionMetadata,
-    Mask,
-    PagedKVCache,
-    SlidingWindowSpec,
-    paged_attention,
-    plan_step,
-)
+from pagedattn import Attention, AttentionType, BlockPool, CommonAttentionMetadata, Mask, PagedKVCache, plan_step
+from pagedattn.cache.specs import SlidingWindowSpec
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.formats.registry import format_of
+from pagedattn.layers.functional import paged_attention
 from pagedattn.spec import GraphLevel
 from pagedattn.testing.oracle import attention_oracle
 
@@ -154,6 +147,7 @@ def row_counts(backend: str, stored: str, chunk: int) -> list[int]:
     return [min(chunk, LENGTH - begin) for begin in range(0, LENGTH, chunk)]
 
 
+@pytest.mark.cover(by=beside("backend"))
 @pytest.mark.parametrize("chunk", [1, 7, 32, 45, 4096])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,6 +182,7 @@ def test_a_sliding_window_reaches_over_both_caches(backend: str, stored: str) ->
     torch.testing.assert_close(out.double(), by_definition(stored, window=70), rtol=0, atol=5e-6)
 
 
+@pytest.mark.cover(by=beside("backend"))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rejected", [1, 3, 8])

@@ -72,7 +72,7 @@ def test_all_are_checked_timed_and_compared(suite: str) -> None:
     assert schedules and all(schedule is not None for schedule in schedules)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.grid)])
 def test_a_format_is_compared_with_the_rows_before_it_and_with_fp8_of_fa3(name: str) -> None:
     case = CASES["mixed"]._replace(kv_cache_dtype=name)
     rows = {row["backend"]: row for row in measure(case, contenders("TRITON,TORCH,FA3,FlashInfer"), {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from case_facets import facets, facets_by_dtype
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.testing.case import Case
@@ -30,11 +31,13 @@ def _variants(name: str) -> list[Case]:
     ]
 
 
+@pytest.mark.cover(by=facets_by_dtype)
 @pytest.mark.parametrize("case", _variants("TORCH"), ids=lambda case: f"{case.id}-{case.dtype}")
 def test_torch(case: Case) -> None:
     check(get_backend("TORCH"), make_problem(case, DEVICE), case.id)
 
 
+@pytest.mark.cover(by=facets)
 @pytest.mark.parametrize("case", _variants("TRITON"), ids=lambda case: f"{case.id}-{case.dtype}")
 def test_triton(case: Case) -> None:
     reasons = get_backend("TRITON").rejections(case.spec(DEVICE))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backends.fake_flash_attn import CALLS, MODULES
+from covers import values
 
 from pagedattn import AttentionCall, AttentionSpec, select_backend
 from pagedattn.backends import selector
@@ -159,6 +160,7 @@ def test_the_kit_gives_no_other_backend_its_tolerance(monkeypatch: pytest.Monkey
     assert not Capabilities.__dataclass_fields__["fp8_queries"].default
 
 
+@pytest.mark.cover(by=values)
 @pytest.mark.parametrize("lens", [(1, 1, 1), (5, 0, 300), (600,), (2, 4000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_both_paths_quantise_alike(lens: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_facets import facets_by_dtype
 from flashinfer_on_cpu import CPU, ENDS, HALF, OnCpu, attend, builder_of, install, written
 
 import pagedattn.backends.flashinfer.backend as adapter
@@ -49,6 +50,7 @@ NEWEST = SERVED[::4]  # the stand-ins of the two ends differ in rows without key
 BOTH_ENDS = [*((ENDS[0], case) for case in SERVED), *((ENDS[1], case) for case in NEWEST)]
 
 
+@pytest.mark.cover(by=lambda release, case: [(release, one) for one in facets_by_dtype(case)])
 @pytest.mark.parametrize(("release", "case"), BOTH_ENDS, ids=[f"{r}-{c.id}-{c.dtype}" for r, c in BOTH_ENDS])
 def test_it_is_the_oracle(release: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, release)

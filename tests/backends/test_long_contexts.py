@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import values
 
 pytest.importorskip("triton")
 from pagedattn.backends.registry import get_backend
@@ -22,6 +23,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover(by=values)
 @pytest.mark.parametrize("lens", [((33,), (2100,)), ((1, 1, 20), (300, 2500, 2048))], ids=["prompt", "mixed"])
 @pytest.mark.parametrize("features", FEATURES)
 def test_against_the_oracle(features: str, lens: tuple[tuple[int, ...], ...]) -> None:

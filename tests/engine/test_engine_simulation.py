@@ -199,6 +199,12 @@ def events(name: str, overlap: bool) -> set[str]:
     return wanted
 
 
+def facets(name: str, overlap: bool) -> list[object]:
+    """A step in flight meets what moves or holds blocks."""
+    return [name, *((overlap, word, word in name) for word in ("swap", "open", "hybrid", "uncached"))]
+
+
+@pytest.mark.cover(by=facets)
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
 @pytest.mark.parametrize("name", CASES)
 def test_random_traffic(name: str, overlap: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import beside
 from tiny_models import hf_model, save
 
 from pagedattn import LayerCache, PagedKVCache, ops
@@ -108,6 +109,7 @@ def test_turn_and_write(
     assert (caches[1].key == 7.0).all(-1).all(-1).sum() == 7 * 4 - 3, "three tokens are written, and nothing else"
 
 
+@pytest.mark.cover(by=beside("kv_cache_dtype"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kv_cache_dtype", QUANTISED)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 3, 32), (12, 12, 24), (4, 1, 64)])

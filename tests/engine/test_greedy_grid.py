@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from covers import cover, pairs, values
 from random_work import everything
 from tiny_models import hf_model, save
 
@@ -49,23 +49,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
 GRID = [Axes(*point) for point in itertools.product(*LEVELS.values())]
 
 
-def pairwise(grid: list[Axes]) -> list[Axes]:
-    """Few points that hold every pair of levels of two axes, by greedy choice."""
-    bits: defaultdict[object, int] = defaultdict(lambda: 1 << len(bits))  # of each pair, in the order they are met
-    pairs = {
-        point: sum(bits[i, point[i], j, point[j]] for i, j in itertools.combinations(range(len(point)), 2))
-        for point in grid
-    }
-    missing = (1 << len(bits)) - 1
-    chosen = []
-    while missing:
-        best = max(grid, key=lambda point: (pairs[point] & missing).bit_count())
-        chosen.append(best)
-        missing &= ~pairs[best]
-    return chosen
-
-
-COVER = pairwise(GRID)
+COVER = [GRID[index] for index in cover([pairs(**axes._asdict()) for axes in GRID])]
 
 
 def prompts() -> list[list[int]]:
@@ -156,6 +140,12 @@ def happened(axes: Axes, llm: Any) -> None:
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
+def facets(axes: Axes) -> list[object]:
+    """A preemption is what axes meet in: of a step in flight, and by either way."""
+    return [*values(**axes._asdict()), (axes.pool, axes.preemption), (axes.pool, axes.overlap)]
+
+
+@pytest.mark.cover(by=facets)
 @pytest.mark.parametrize("axes", COVER, ids=str)
 def test_pairs_of_axes(axes: Axes, folders: dict[str, Path]) -> None:
     run(axes, folders[axes.model])

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from covers import cover, pairs, values
 from invariants import check_idle, check_scheduler
-from test_greedy_grid import pairwise
 from tiny_models import hf_model, save
 
 from pagedattn import plan_step
@@ -62,7 +62,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "model": ("native", "transformers"),
 }
 GRID = [Axes(*point) for point in itertools.product(*LEVELS.values())]
-COVER = pairwise(GRID)  # type: ignore[arg-type]
+COVER = [GRID[index] for index in cover([pairs(**axes._asdict()) for axes in GRID])]
 
 
 def prompts() -> list[list[int]]:
@@ -101,6 +101,12 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [[*one.token_ids] for output in outputs for one in output.outputs]
 
 
+def facets(axes: Axes) -> list[object]:
+    """Steps in flight meet preemptions, and graphs."""
+    return [*values(**axes._asdict()), (axes.pool, axes.overlap), (axes.graphs, axes.overlap)]
+
+
+@pytest.mark.cover(by=facets)
 @pytest.mark.parametrize("axes", COVER, ids=str)
 def test_pairs_of_axes(axes: Axes, folder: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     if axes.pool == "few open":

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 
 import pytest
+from covers import values
 from fake_runner import FakeRunner, expected, fake_llm, greedy
 from invariants import check_idle, check_scheduler, run_out
 from scheduler_bench import Bench, prompt
@@ -24,6 +25,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.cover(by=values)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("name", GROUPS)
 def test_ten_times_more_requests_than_blocks(name: str, mode: str) -> None:

@@ -69,7 +69,7 @@ def test_tokens_are_those_of_one_rank(name: str, pair: Callable[[str], Pair]) ->
     assert two.counters.steps > 2 * 40 // 12 and two.num_free_blocks == two.num_blocks
 
 
-@pytest.mark.parametrize("name", ["int4", "turboquant4:window=32"])
+@pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.grid), "turboquant4:window=32"])
 def test_both_ranks_keep_open_blocks(name: str, tmp_path: Path) -> None:
     """Of which each rank has its heads' part in both caches: chunked, forked, preempted and hit."""
     folder = save(hf_model("qwen3", torch.float32, num_hidden_layers=2), tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import values
 from random_work import everything
 from test_int4 import COVER, GREEDY, NEW_TOKENS, Axes, prompts, tokens
 from test_int4 import make as make_int4
@@ -48,6 +49,7 @@ def make(folder: Path, **options: Any) -> LLM:
     return make_int4(folder, **{"kv_cache_dtype": WINDOW, **options})
 
 
+@pytest.mark.cover(by=lambda axes: values(**axes._asdict()))  # pairs are those of test_int4.py
 @pytest.mark.parametrize("axes", COVER, ids=str)
 def test_pairs_of_axes(axes: Axes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if axes.pool == "few open":

@@ -75,12 +75,15 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.token_ids) for output in llm.generate(ragged(), params, progress=False)]
 
 
+WINDOWED, HYBRID = {"mixtral", "phi3", "mistral"}, {"gemma2", "gemma3", "gpt_oss", "qwen2"}
+
+
+@pytest.mark.cover(by=lambda name: [(name in WINDOWED, name in HYBRID, name == "deepseek_v3")])
 @pytest.mark.parametrize("name", [*MODELS, "deepseek_v3"])
 def test_tokens_equal_generate(name: str, folders: Any) -> None:
     """Chunks of 6 beside decodes, too few blocks for all, prefixes shared; then again, with the prefixes cached."""
-    windowed = {"mixtral", "phi3", "mistral"} & {name}
-    hybrid = {"gemma2", "gemma3", "gpt_oss", "qwen2"} & {name}
-    blocks = 7 if windowed else 22 if hybrid else 18
+    windowed = name in WINDOWED
+    blocks = 7 if windowed else 22 if name in HYBRID else 18
     llm = make_llm(
         folders(name), model_impl="transformers", num_kv_blocks=blocks, max_num_batched_tokens=12, max_prefill_share=0.5
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covers import values
 
 from pagedattn import ops
 from pagedattn.errors import InvalidInputError
@@ -124,6 +125,7 @@ def test_as_many_states_at_once_as_registers_hold(reduction_unroll_regs: int, de
     check(case, 44, device, fan_in=7, reduction_unroll_regs=reduction_unroll_regs)
 
 
+@pytest.mark.cover(by=values)
 @pytest.mark.parametrize("programs", [2, 3, 7, 16, 40, 60])
 @pytest.mark.parametrize("tile_overhead", [1, 3])
 def test_items_that_count_for_more(tile_overhead: int, programs: int, device: torch.device) -> None:

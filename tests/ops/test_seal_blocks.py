@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from covers import beside
 
 from pagedattn import PagedKVCache, ops
 from pagedattn.formats.registry import format_of
 
 
+@pytest.mark.cover(by=beside("path"))
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("size", [5, 37, 40, 64])
 @pytest.mark.parametrize("stored", ["int8:window=1", "k8v4:window=70", "turboquant_k3v4:window=1"])
