@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import random_work
 import torch
-from case_facets import facets_by_dtype
+from case_facets import facets
 from covers import cover
 
 from pagedattn.backends.registry import get_backend
@@ -44,10 +44,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_the_kit_passes(dtype: torch.dtype, path: str) -> None:
     """With NaN wherever nothing is written, tables that point outside behind a sequence, and rows without keys."""
     served = dtype != torch.bfloat16  # by the extension: without it all is done as where there is none
-    cases = [case.but(dtype=dtype, lse=False) for case in CASES]
-    few = [cases[index] for index in cover([*map(facets_by_dtype, cases)])]
-    for case in cases if random_work.everything else few:
-        check(get_backend("TORCH"), make_problem(case), case.id)
+    few = [CASES[index] for index in cover([*map(facets, CASES)])]
+    for case in CASES if random_work.everything else few:
+        check(get_backend("TORCH"), make_problem(case.but(dtype=dtype, lse=False)), case.id)
     decodes = "_extension" if path == "extension" and served else "_gathered"
     assert {"_prompt", decodes} == {*CALLS}
 
