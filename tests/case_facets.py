@@ -28,13 +28,13 @@ def facets(case: Case) -> set[Hashable]:
 
 
 def facets_by_dtype(case: Case) -> set[Hashable]:
-    """`facets` in float32, and in each other dtype each phase and format of a cache."""
+    """`facets` in float32, and in each other dtype each phase beside each format of a cache, and its features."""
     if case.dtype == torch.float32:
         return facets(case)
     latent = case.latent_dim is not None
-    found: set[Hashable] = {one for one in ("softcap", "alibi", "sinks", "mask") if getattr(case, one)}
-    found.add((case.kv_cache_dtype.partition(":")[0], case.kv_scale != "none", case.paged))
-    return {(case.dtype, latent, max(case.query_lens) <= 1, one) for one in found}
+    stored = (case.kv_cache_dtype.partition(":")[0], case.kv_scale != "none", case.paged)
+    features = [one for one in ("softcap", "alibi", "sinks", "mask") if getattr(case, one)] or ["none"]
+    return {(case.dtype, latent, max(case.query_lens) <= 1, stored, one) for one in features}
 
 
 def _shape(case: Case) -> list[Hashable]:
