@@ -38,6 +38,7 @@ def pytest_addoption(parser):  # type: ignore[no-untyped-def]
     parser.addoption(
         "--grid", action="store_true", help="run full grids and all random work, not only covers and parts"
     )
+    parser.addoption("--every-case", action="store_true", help="of tests with a `cover` run all cases")
     parser.addoption("--problems", type=int, default=250, help="how many random problems of TRITON to draw on a GPU")
 
 
@@ -51,7 +52,8 @@ def pytest_collection_modifyitems(config, items):  # type: ignore[no-untyped-def
     if config.getoption("--grid"):
         return
     left = {item for item in items if item.get_closest_marker("grid") is not None}
-    if not torch.cuda.is_available():  # where kernels are not interpreted a case takes milliseconds
+    every = config.getoption("--every-case") or torch.cuda.is_available()  # not interpreted, a case takes milliseconds
+    if not every:
         left |= covers.left_to_grid(item for item in items if item not in left)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]

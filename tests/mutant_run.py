@@ -128,7 +128,8 @@ def _child(tree: Path, tests: Sequence[str], selections: Sequence[Sequence[str]]
     os.environ["PYTHONPATH"] = str(tree)
     sys.dont_write_bytecode = False
     with report.open("w", encoding="utf-8") as lines:
-        code = int(pytest.main(["-q", "-x", "-p", "no:warnings", *tests], plugins=[_Recorder(lines, selections)]))
+        options = ["-q", "-x", "-p", "no:warnings", "--every-case"]
+        code = int(pytest.main([*options, *tests], plugins=[_Recorder(lines, selections)]))
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "pagedattn"}
     if foreign := [name for name, one in ours.items() if tree not in Path(one.__file__ or "").parents]:
         print(f"not of the copy: {foreign}")
