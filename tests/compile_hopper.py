@@ -71,7 +71,8 @@ def compile_one(
     if stored in FP8:
         constants["CODES"] = FP8[stored]
     if stored == "copy":
-        constants |= {"k_scale": None, "v_scale": None}
+        constants |= {"k_scale": None, "v_scale": None, **copy_kernel.block_constants(flags["mask"])}
+        constants |= {"tile_scales": None} if flags["mask"].earlier_blocks else {}
     if more and not more_v:
         constants["more_value"] = None
     codes = None if stored == "copy" else stored
@@ -119,6 +120,8 @@ def main() -> None:
     compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
     compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
+    earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
+    compile_one("copy-int4-D128-G4-S32", "bf16", 128, 4, 32, False, "copy", **earlier)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
         compile_one("bf16-D128-G4-packed", "bf16", 128, 4, 0, False, kv_heads=32, **plain)

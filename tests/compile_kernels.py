@@ -21,11 +21,14 @@ from pagedattn.kernels.cache_write import block_kernel as seal_blocks
 from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
+from pagedattn.kernels.dequantise import kernel as dequantise
+from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.mla_decode import kernel as mla_decode
 from pagedattn.kernels.mla_decode.plan import mla_decode_config
 from pagedattn.kernels.prefill import kernel as attention
 from pagedattn.kernels.prefill.plan import attention_config
+from pagedattn.kernels.prefill_sm90.plan import keys_per_tile
 from pagedattn.kernels.quantise_queries import kernel as quantise_queries
 from pagedattn.kernels.tiles import block_dims
 from pagedattn.runtime.target import Target
@@ -85,6 +88,7 @@ def attention_case(
         "MASK": (1, window, *BEFORE.get(stored, ())),
         "SOFTCAP": softcap,
         "ONE_LOOP": False,
+        "ACCUMULATE": stored != "auto",
         "PRECISION": "tf32",
     }
     name = f"attention-sm{arch}-{kind if stored == 'auto' else stored}-D{dim}{f'-{dim_v}' if dim_v else ''}-G{group}"
@@ -193,6 +197,22 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
     report(f"mla_decode-{name}-merge", mla_decode._merge_kernel, types, merging, arch, num_warps=4)
 
 
+def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: bool = False) -> None:
+    """earlier: before a window of recent blocks, and behind a first one."""
+    form, names = FORMATS[stored], format_of_kernels(stored)
+    tile = min(keys_per_tile(dim), form.key.tile_keys or 128)
+    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_value": f"*{kind}", "to_table": "*i32"}
+    types |= {"to_key": "*fp16" if form.key.codes in FLOAT16_KEYS else f"*{kind}", "to_scales": "*fp32"}
+    constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "TOKENS": tile}
+    constants |= {"MASK": (1, 0, 0, block_size, 2, 1) if earlier else (1, 0)}
+    constants |= {"K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
+    constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
+    constants |= {} if form.key.kernels.row_scale is not None else {"to_scales": None}
+    name = f"dequantise-sm90-{stored}-D{dim}{'-earlier' if earlier else ''}"
+    warps = max(4, tile * dim // 2048)
+    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=warps)
+
+
 def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:
     block_d, block_dv = block_dims(dim, dim_v)
     return {"S": 16, "GROUP": group, "D": dim, "DV": dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
@@ -288,6 +308,10 @@ def main() -> None:
 
 
 def compile_more() -> None:
+    dequantise_case("k8v4", "fp16", 16, 64)
+    dequantise_case("k8v4", "bf16", 16, 128, earlier=True)
+    dequantise_case("int8", "bf16", 16, 64, earlier=True)
+    dequantise_case("fp8_e4m3", "bf16", 16, 256)
     attention_case(80, "bf16", 128, 4, 0, False)
     attention_case(90, "bf16", 128, 4, 0, False, "int8")
     attention_case(90, "bf16", 128, 4, 0, False, "int4")
@@ -318,6 +342,8 @@ def compile_more() -> None:
 
 
 def compile_writes() -> None:
+    dequantise_case("int4", "bf16", 32, 128, earlier=True)
+    dequantise_case("int8", "bf16", 16, 64)
     shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "PDL": False}
     rows = {
         **dict.fromkeys(("key", "value"), "*bf16"),

@@ -44,8 +44,14 @@ EXPECTED = {
     "mla_decode-sm90-bf16-fp8_e4m3-H16-64x1",
     "mla_decode-sm90-bf16-fp8_ds_mla-H128-64x1",
     "quantise_queries-sm90-bf16",
+    "dequantise-sm90-int4-D128-earlier",
+    "dequantise-sm90-int8-D64",
 }
 MORE = {
+    "dequantise-sm90-k8v4-D64",
+    "dequantise-sm90-k8v4-D128-earlier",
+    "dequantise-sm90-int8-D64-earlier",
+    "dequantise-sm90-fp8_e4m3-D256",
     "attention-sm80-bf16-D128-G4",
     "attention-sm90-int8-D128-G4",
     "attention-sm90-int4-D128-G4",

@@ -10,13 +10,18 @@ from pagedattn.backends.op_backend import OpAttentionImpl
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_full_blocks_added_to_open_ones_give_that_result(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Hopper, whose kernel for codes adds to the outputs."""
+@pytest.mark.parametrize("adding", ["full blocks", "open blocks"])
+def test_blocks_added_to_others_give_that_result(backend: str, adding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, where decodes add full blocks to the open ones, and prompts open blocks to the full ones."""
     counts, sinks = (58, *[1] * 8, 40), torch.linspace(-1, 2, HEADS)
     sequence = Sequences(backend, sinks=sinks).new()
     merged = torch.cat([sequence.append(count) for count in counts])
     added, add = [], OpAttentionImpl.accumulate
-    monkeypatch.setattr(OpAttentionImpl, "accumulates", lambda self, metadata: True)
+    monkeypatch.setattr(
+        OpAttentionImpl,
+        "accumulates",
+        lambda self, metadata: (adding == "open blocks") == bool(self.spec.mask.own_block),
+    )
     monkeypatch.setattr(OpAttentionImpl, "accumulate", lambda *given: added.append(given) or add(*given))
     for sink, want in ((None, WANTED[: len(merged)]), (sinks, merged.double())):
         sequence = Sequences(backend, sinks=sink).new()

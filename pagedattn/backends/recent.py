@@ -9,7 +9,7 @@ then attends to both, by two calls or three with a mask each, whose states are m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -110,7 +110,7 @@ class RecentBuilder(AttentionMetadataBuilder):
 
 
 class RecentImpl(AttentionImpl):
-    """Runs all calls of a backend, or of two, and merges what they leave."""
+    """Runs all calls of a backend, or of two, of which kernels that can add to what the one before left."""
 
     def __init__(self, make: Callable[[AttentionSpec], AttentionImpl], spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -158,28 +158,43 @@ class RecentImpl(AttentionImpl):
         check_matches_spec(self.spec, call)
         if metadata.calls is None:
             raise _without_table(self.spec)
-        query, dim = call.query, self.spec.value_dim
-        if not self._first and self._sealed.accumulates(metadata.calls[0]):
-            out, lse = call.output(dim), call.lse
-            if lse is None:
-                lse = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
-            state = call._replace(out=out, lse=lse)
-            self._recent.forward(state._replace(kv_cache=_recent_of(call.kv_cache)), metadata.calls[1])
-            self._sealed.accumulate(state._replace(sinks=None), metadata.calls[0])
-            return out
-        states = query.new_empty(len(metadata.calls), *query.shape[:2], dim)
-        lses = query.new_empty(states.shape[:3], dtype=lse_dtype(query.dtype))
+        dim = self.spec.value_dim
+        recent = call._replace(kv_cache=_recent_of(call.kv_cache))
         # A sink joins the denominator once: here with the keys that every query has one of at least, its own.
-        full = call._replace(out=states[0], lse=lses[0], sinks=None)
-        open_ = call._replace(out=states[1], lse=lses[1], kv_cache=_recent_of(call.kv_cache))
-        self._sealed.forward(full, metadata.calls[0])
-        self._recent.forward(open_, metadata.calls[1])
-        for one, first in zip(self._first, metadata.calls[2:], strict=True):
-            one.forward(open_._replace(out=states[2], lse=lses[2], sinks=None), first)
-        out, lse = ops.merge_attn_states(states, lses, out=call.output(dim))
-        if call.lse is not None:
-            call.lse.copy_(lse)
-        return out
+        calls = [call._replace(sinks=None), recent, *[recent._replace(sinks=None)] * len(self._first)]
+        parts = list(zip((self._sealed, self._recent, *self._first), calls, metadata.calls, strict=True))
+        adding = [impl.accumulates(step) for impl, _, step in parts]
+        for at in (1, 0):
+            if all((*adding[:at], *adding[at + 1 :])):
+                return _add_up([parts.pop(at), *parts], call, dim)
+        return _merge(parts, call, dim)
+
+
+_Part = tuple[AttentionImpl, AttentionCall, AttentionMetadata]
+
+
+def _add_up(parts: Sequence[_Part], call: AttentionCall, dim: int) -> torch.Tensor:
+    """Attend by the first part, and add what the others attend to."""
+    out, lse = call.output(dim), call.lse
+    if lse is None:
+        lse = call.query.new_empty(call.query.shape[:2], dtype=lse_dtype(call.query.dtype))
+    (impl, first, step), *others = parts
+    impl.forward(first._replace(out=out, lse=lse), step)
+    for impl, other, step in others:
+        impl.accumulate(other._replace(out=out, lse=lse), step)
+    return out
+
+
+def _merge(parts: Sequence[_Part], call: AttentionCall, dim: int) -> torch.Tensor:
+    """Attend by each part apart, and merge what they leave."""
+    states = call.query.new_empty(len(parts), *call.query.shape[:2], dim)
+    lses = call.query.new_empty(states.shape[:3], dtype=lse_dtype(call.query.dtype))
+    for (impl, one, step), out, lse in zip(parts, states, lses, strict=True):
+        impl.forward(one._replace(out=out, lse=lse), step)
+    out, lse = ops.merge_attn_states(states, lses, out=call.output(dim))
+    if call.lse is not None:
+        call.lse.copy_(lse)
+    return out
 
 
 _BOUNDS = ("num_seqs", "num_tokens", "max_query_len", "max_seq_len", "num_decodes")

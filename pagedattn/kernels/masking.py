@@ -35,6 +35,12 @@ def stops_early(mask):
     return any(length > 0 for length in mask[3:4])
 
 
+@triton.constexpr_function
+def first_encoded(mask):
+    """The first key of the blocks that `from_block` leaves, 0 without it."""
+    return length_of(mask, 5) * length_of(mask, 3)
+
+
 @triton.jit
 def visible(q_pos, k_pos, MASK: tl.constexpr):
     """Whether queries at q_pos see keys at k_pos, by broadcasting."""
@@ -52,8 +58,8 @@ def visible(q_pos, k_pos, MASK: tl.constexpr):
         keep = keep & (k_pos // OWN <= q_pos // OWN) & (k_pos >= _first_recent(q_pos, OWN, MASK))
     if EARLIER > 0:
         keep = keep & (k_pos < _first_recent(q_pos, EARLIER, MASK))
-    if length_of(MASK, 5) > 0:
-        keep = keep & (k_pos >= length_of(MASK, 5) * EARLIER)
+    if first_encoded(MASK) > 0:
+        keep = keep & (k_pos >= first_encoded(MASK))
     if length_of(MASK, 6) > 0:
         keep = keep & (k_pos < length_of(MASK, 6) * EARLIER)
     return keep
@@ -74,8 +80,8 @@ def first_key(position, MASK: tl.constexpr):
     OWN: tl.constexpr = length_of(MASK, 2)
     if OWN > 0:
         low = tl.maximum(low, _first_recent(position, OWN, MASK))
-    if length_of(MASK, 5) > 0:
-        low = tl.maximum(low, length_of(MASK, 5) * length_of(MASK, 3))
+    if first_encoded(MASK) > 0:
+        low = tl.maximum(low, first_encoded(MASK))
     return low
 
 

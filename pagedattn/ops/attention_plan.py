@@ -85,7 +85,7 @@ class LaunchPlan:
     @property
     def accumulates(self) -> bool:
         """Whether its kernels add to what outputs hold (`ops.paged_attention(accumulate=True)`)."""
-        return all(launch.span.kernel == "decode_quantised" for launch in self.launches)
+        return all(launch.span.kernel in ("decode_quantised", "prefill") for launch in self.launches)
 
     @property
     def shared_prefix(self) -> tuple[torch.Tensor | None, int]:
@@ -214,7 +214,7 @@ def plan_spans(
     if longest <= DECODE_TOKENS:
         fused = fuse and not portable and handles_short_queries(params, bounds)
         return [everything if fused else Span("decode", 0, count, longest)]
-    if fuse and not portable and should_fuse_decodes(params, bounds):
+    if Mask.of(shape.mask).own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
         return [everything]
     rest = "decode" if fuse and portable and prefers_split_kv(params, bounds) else prefill
     return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]

@@ -27,6 +27,14 @@ KINDS = {
     "k8v4": Case(**BF16, kv_cache_dtype="k8v4"),
     "k8v4, fp16, 64, three heads a group": Case(**FP16 | {"heads": (9, 3), "head_dim": 64}, kv_cache_dtype="k8v4"),
     "k8v4, 256, blocks of 64": Case(**BF16 | {"head_dim": 256}, kv_cache_dtype="k8v4", block_size=64),
+    "int4": Case(**BF16, kv_cache_dtype="int4", block_size=32),
+    "int4, fp16, 64, soft cap, HND": Case(
+        **FP16 | {"head_dim": 64}, kv_cache_dtype="int4", block_size=64, softcap=9.0, layout="HND"
+    ),
+    "int4, 256, sinks, a window": Case(
+        **BF16 | {"head_dim": 256}, kv_cache_dtype="int4:window=40", block_size=32, sinks=0.5
+    ),
+    "int4, first tokens": Case(**BF16, kv_cache_dtype="int4:first=160", block_size=32),
     "e4m3, scales of heads": Case(**BF16, kv_cache_dtype="fp8_e4m3", kv_scale="head"),
     "e4m3, fp16, a number as scale": Case(**FP16, kv_cache_dtype="fp8_e4m3", kv_scale="float"),
     "e5m2, fp16": Case(**FP16, kv_cache_dtype="fp8_e5m2", kv_scale="tensor"),

@@ -53,7 +53,7 @@ def test_the_union_of_keys(device: torch.device, path: str, stored: str, tokens:
         (before, rows), (cache, _) = (cached(lens, name, device) for lens, name in ((first, "auto"), (second, stored)))
         query = torch.randn(len(first) * tokens, HEADS, rows.shape[-1], dtype=rows.dtype, device=device)
         states, lses = query.new_zeros(2, *query.shape), query.new_zeros(2, *query.shape[:2], dtype=torch.float32)
-        sinks = torch.randn(HEADS, dtype=rows.dtype, device=device)
+        sinks = torch.randn(HEADS, dtype=rows.dtype, device=device) if max(first) else None
         attended(query, tokens, first, before, out=states[0], lse=lses[0], sinks=sinks, path=path)
         attended(query, tokens, second, cache, out=states[1], lse=lses[1], path=path)
         want, want_lse = ops.merge_attn_states(states, lses, path=path)

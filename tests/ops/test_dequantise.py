@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pagedattn import Mask, PagedKVCache, ops
+from pagedattn.formats.int4.format import INT4
 from pagedattn.formats.registry import stored_as
 from pagedattn.kernels.dequantise import kernel
 from pagedattn.kernels.dequantise.plan import MOST_BYTES, copy_turns
@@ -67,6 +68,40 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
             torch.testing.assert_close(made.value[to, slot], exact[1][block, slot], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mask", [Mask(True, earlier_blocks=32), Mask(True, earlier_blocks=32, recent_blocks=1, from_block=1)]
+)
+def test_only_what_queries_see_of_full_blocks_is_copied(mask: Mask) -> None:
+    """Others are not encoded yet."""
+    size, dims, length, table = 32, (64, 48), 150, [5, 2, 7, 1, 4]
+    options: dict[str, Any] = {"kv_cache_dtype": "int4", "dtype": torch.float32, "head_dim_v": dims[1]}
+    cache = PagedKVCache(1, 8, size, 2, dims[0], recent_blocks=1, **options).layer(0)
+    rows = [torch.randn(8, size, 2, dim, generator=torch.Generator().manual_seed(0)) for dim in dims]
+    rows[0] = rows[0] * (1 + 7 * (torch.arange(dims[0]) % 9 == 0)) + 10 * (torch.arange(dims[0]) % 11 == 0)
+    for side, planes, one in zip((INT4.key, INT4.value), cache.sides, rows, strict=True):
+        for plane, codes in zip(planes, side.encode(one), strict=True):
+            plane.copy_(codes)
+    exact = [
+        side.decode(planes, dim, torch.float32)
+        for side, planes, dim in zip((INT4.key, INT4.value), cache.sides, dims, strict=True)
+    ]
+    seen = range((mask.from_block or 0) * size, ((length - 1) // size - (mask.recent_blocks or 0)) * size)
+    planes = [x.to(DEVICE) for side in zip(*cache.sides, strict=True) for x in side]  # codes, then scales
+    for at in (at for at in range(0, length, size) if at not in seen):
+        for plane in planes:
+            plane[table[at // size]] = torch.nan if plane.dtype.is_floating_point else 255
+    query, out = (torch.zeros(1, 4, dim, device=DEVICE) for dim in dims)
+    lengths = (int32([table]), int32([0, 1]), int32([length]))
+    given = (query, planes[0], planes[1], *lengths, None, None, None, None, out, None)
+    rest = (1.0, 1.0, mask.constants, 0.0, 1, 160, 0, False, planes[2], planes[3], "int4")
+    made = kernel.launch(AttentionInputs(*given, *rest), TILE)
+    assert made.key.dtype == torch.float16 and made.k_scale_cache is None
+    for at in range(length):
+        of_key, of_value = (one[table[at // size], at % size] * (at in seen) for one in exact)
+        torch.testing.assert_close(made.key[at // size, at % size].float().cpu(), of_key, rtol=0, atol=0)
+        torch.testing.assert_close(made.value[at // size, at % size].cpu(), of_value, rtol=1e-5, atol=1e-5)
+
+
 def test_a_copy_has_64_mib_at_most() -> None:
     assert copy_turns(SHAPE, PROMPT) == 1, "16k tokens of 8 heads are as many"
     assert 2 * (1 << 14) * 8 * 256 == MOST_BYTES
@@ -85,10 +120,13 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     assert pays(SHAPE, 128) and not pays(SHAPE, 127)
     fp8 = SHAPE._replace(stored_dtype=torch.float8_e4m3fn, codes=("e4m3", "e4m3"))
     assert pays(fp8, 256) and not pays(fp8, 255)
+    for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):
+        few = SHAPE._replace(codes=other)
+        assert pays(few, 16) and not pays(few, 15), "no other kernel for Hopper reads these prompts"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)
     assert not pays(window, 2000) and pays(window, 8000)
-    for other in ({"codes": (None, None)}, {"block_size": None}, {"paged": False}):
-        assert not pays(SHAPE._replace(**other), 1 << 14), other
+    for changes in ({"codes": (None, None)}, {"block_size": None}, {"paged": False}):
+        assert not pays(SHAPE._replace(**changes), 1 << 14), changes
 
 
 def test_a_call_is_cut_by_kv_heads() -> None:
@@ -121,8 +159,8 @@ def test_a_row_that_is_not_finite_leaves_the_others_of_its_tile() -> None:
     cache.key_scale[0, 4] = float("inf")
     query = torch.zeros(16, 1, 16, device=DEVICE)
     given = (query, cache.key, cache.value, int32([[0]]), int32([0, 16]), int32([16]), None, None, None, None)
-    planes = (cache.key_scale, cache.value_scale, "int8")
-    made = kernel.launch(AttentionInputs(*given, query, None, 1.0, 1.0, (), 0.0, 16, 16, 0, False, *planes), TILE)
+    planes, mask = (cache.key_scale, cache.value_scale, "int8"), Mask(causal=True).constants
+    made = kernel.launch(AttentionInputs(*given, query, None, 1.0, 1.0, mask, 0.0, 16, 16, 0, False, *planes), TILE)
     assert made.k_scale_cache is not None
     keys = made.key[0].float() * made.k_scale_cache[0, 0, 0]
     assert not keys[3:5].isfinite().all(-1).any()

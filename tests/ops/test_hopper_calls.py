@@ -149,6 +149,17 @@ def test_a_deterministic_call_is_served_but_over_no_copy() -> None:
     assert sm90.why_not_copied(shape._replace(deterministic=False), "") == ""
 
 
+def test_earlier_blocks_are_served_over_a_copy_alone() -> None:
+    def copied(mask: Mask) -> str:
+        return sm90.why_not_copied(shape._replace(mask=mask.constants), "")
+
+    shape, blocks = shape_of(call()), Mask(True, earlier_blocks=32, recent_blocks=2, from_block=1)
+    assert copied(blocks) == "" and "earlier_blocks" in sm90.why_not(shape._replace(mask=blocks.constants), "")
+    assert "to_block" in copied(blocks.replace(to_block=2)) and "own_block" in copied(Mask(True, own_block=32))
+    assert "a window" in copied(blocks.replace(sliding_window=100)) and copied(Mask(True, 100)) == ""
+    assert "not causal" in copied(blocks.replace(causal=False))
+
+
 REFUSED = {
     "no keys": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
     "a scale that is not positive": {"scale": -0.1},

@@ -11,9 +11,9 @@ from ..hadamard.device import rotate_back
 from ..int8.device import row_scale
 from ..k8v4.device import encode_rotated
 from ..k8v4.device import load_tile as load_values
-from .format import INFINITE, LARGEST, STEPS
+from .format import LARGEST, STEPS
 
-_LARGEST, _STEPS, _INFINITE = tl.constexpr(LARGEST), tl.constexpr(float(STEPS)), tl.constexpr(INFINITE)
+_LARGEST, _STEPS = tl.constexpr(LARGEST), tl.constexpr(float(STEPS))
 # Elements of a tile: as many as registers hold, whatever the block size and the head dim are.
 _ELEMENTS = tl.constexpr(8192)
 
@@ -38,6 +38,13 @@ def write_keys(
 
 
 @triton.jit
+def _nearest(x):
+    """The nearest integers of numbers below 2**22 in magnitude, for which an addition of 1.5 * 2**23 leaves float32 no
+    digits behind the point; of larger ones something as large."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
 def _encode(row, mask):
     """Codes int32 [SLOTS, WIDTH], 0 outside `mask`, steps and least elements float16 [WIDTH].
 
@@ -47,20 +54,23 @@ def _encode(row, mask):
     row = tl.where(finite[None, :], row, 0.0)
     low = tl.min(tl.where(mask, row, float("inf")), 0)
     high = tl.max(tl.where(mask, row, -float("inf")), 0)
-    least = tl.minimum(tl.maximum(low, -_LARGEST), _LARGEST).to(tl.float16)
-    least = tl.where(least == 0, tl.zeros(least.shape, tl.float16), least)
-    spread = tl.div_rn(high - least.to(tl.float32), tl.full(high.shape, _STEPS, tl.float32))
-    step = tl.minimum(tl.maximum(spread, 0.0), _LARGEST).to(tl.float16)
-    step = tl.where(step == 0, tl.zeros(step.shape, tl.float16), step)
-    over = step.to(tl.float32) * _STEPS + least.to(tl.float32) >= _INFINITE
-    below = (step.to(tl.int16, bitcast=True) - 1).to(tl.int16).to(tl.float16, bitcast=True)
-    step = tl.where(over, below, step)
-    divisor = tl.where(step == 0, 1.0, step.to(tl.float32))
-    steps = tl.div_rn(row - least.to(tl.float32)[None, :], tl.broadcast_to(divisor[None, :], row.shape))
-    # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point; what is larger is cut off.
-    nearest = tl.minimum(tl.maximum((steps + 12582912.0) - 12582912.0, 0.0), _STEPS)
+    low = tl.minimum(tl.maximum(low, -_LARGEST), _LARGEST)
+    high = tl.minimum(tl.maximum(high, -_LARGEST), _LARGEST)
+    grown = tl.maximum(tl.abs(low), tl.abs(high)) * 1.015625
+    exponent = tl.maximum((grown.to(tl.int32, bitcast=True) >> 23) - 10, 103)
+    unit = (exponent << 23).to(tl.float32, bitcast=True)
+    per_unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    width = tl.div_rn((high - low) * per_unit, tl.full(high.shape, _STEPS, tl.float32))
+    step = tl.ceil(width - tl.minimum(width * 0.0625, 0.5)) * unit
+    least = _nearest((low + high - step * _STEPS) * (0.5 * per_unit)) * unit
+    least = tl.minimum(tl.maximum(least, -_LARGEST), step * -_STEPS + _LARGEST)
+    least = tl.where(least == 0, 0.0, least)
+    divisor = tl.where(step == 0, 1.0, step)
+    steps = tl.div_rn(row - least[None, :], tl.broadcast_to(divisor[None, :], row.shape))
+    nearest = tl.minimum(tl.maximum(_nearest(steps), 0.0), _STEPS)
     code = tl.where(mask & (step != 0)[None, :], nearest, 0.0).to(tl.int32)
-    return code, tl.where(finite, step, tl.full(step.shape, float("nan"), tl.float16)), least
+    step = tl.where(finite, step.to(tl.float16), tl.full(step.shape, float("nan"), tl.float16))
+    return code, step, least.to(tl.float16)
 
 
 @triton.jit

@@ -18,18 +18,26 @@ from ..bit_packing.packing import bytes_of, pack, unpack
 from ..k8v4.format import RotatedRows4
 
 STEPS = 15
-INFINITE = 65520.0  # what float16 rounds to infinity, and all above
-LARGEST = 65504.0  # float16; channels that reach beyond are cut off
+LARGEST = 65472.0  # of float16, that has a bit to spare; channels that reach beyond are cut off
+
+
+def unit_of(largest: torch.Tensor) -> torch.Tensor:
+    """Of channels whose largest elements are `largest`, float32: 2**-10 of the power of two at or below them, or of the
+    next one where STEPS units more would be above that."""
+    exponent = (largest * (1 + 2**-6)).view(torch.int32) >> 23
+    return ((exponent - 10).clamp_min(127 - 24) << 23).view(torch.float32)
 
 
 class ChannelSteps(RowFormat):
     """Codes c in 0..15, packed as neighbours of a row; c stands for least + c * step of its channel.
 
-    The second plane holds, of each channel of a block, the step and then the least element, both float16: least is the
-    smallest element, step (largest - least) / STEPS, each rounded, and codes are the nearest to what the two stand for,
-    0 where the step is 0. A step whose last code would stand for what float16 rounds to infinity gives way to the one
-    below it. All are single operations that IEEE rounds in one way, so that kernels write the same bits. A
-    channel with an element that is not finite becomes NaN in the whole block.
+    The second plane holds, of each channel of a block, the step and then the least element, both float16 and multiples
+    of one unit, a power of two such that all that codes may stand for are at most 2048 units: float16 has each of them,
+    so that kernels may multiply with the elements themselves. The unit is a 2048th to a 1024th of the largest element
+    (at least 2**-24). step is the channel's width / STEPS, to the nearest unit, or where it is a few units rather to
+    the next one above, least what puts the steps in the middle of the channel, and codes are the nearest to what the
+    two stand for, 0 where the step is 0. All are single operations that IEEE rounds in one way, so that kernels write
+    the same bits. A channel with an element that is not finite becomes NaN in the whole block.
     """
 
     name = codes = "int4_per_channel"
@@ -43,17 +51,18 @@ class ChannelSteps(RowFormat):
         wide = rows.float()
         finite = (wide.abs() < torch.inf).all(-3, keepdim=True)
         wide = torch.where(finite, wide, 0.0)
-        least = wide.amin(-3, keepdim=True).clamp(-LARGEST, LARGEST).half()
-        least = torch.where(least == 0, 0.0, least)  # the least of 0 and -0 depends on the order of the rows
-        spread = wide.amax(-3, keepdim=True) - least.float()
+        low, high = wide.amin(-3, keepdim=True), wide.amax(-3, keepdim=True)
+        low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
+        unit = unit_of(torch.maximum(low.abs(), high.abs()))
         # By a tensor: torch multiplies CUDA tensors by the reciprocal of a number.
-        step = (spread / torch.full((), float(STEPS), device=rows.device)).clamp(0.0, LARGEST).half()
-        step = torch.where(step == 0, 0.0, step)
-        over = step.float() * STEPS + least.float() >= INFINITE
-        step = torch.where(over, (step.view(torch.int16) - 1).view(torch.float16), step)
-        steps = (wide - least.float()) / torch.where(step == 0, 1.0, step.float())
+        width = (high - low) / unit / torch.full((), float(STEPS), device=rows.device)
+        step = (width - (width / 16).clamp_max(0.5)).ceil() * unit
+        least = ((low + high - step * STEPS) / (2 * unit)).round() * unit
+        least = torch.minimum(least.clamp_min(-LARGEST), LARGEST - step * STEPS)
+        least = torch.where(least == 0, 0.0, least)  # the least of 0 and -0 depends on the order of the rows
+        steps = (wide - least) / torch.where(step == 0, 1.0, step)
         codes = torch.where(step == 0, 0.0, steps.round().clamp(0, STEPS)).to(torch.uint8)
-        return pack(codes, 4), torch.cat((torch.where(finite, step, torch.nan), least), -1)
+        return pack(codes, 4), torch.cat((torch.where(finite, step.half(), torch.nan), least.half()), -1)
 
     def decode(self, planes: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
         packed, channels = planes

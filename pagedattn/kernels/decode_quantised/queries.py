@@ -1,8 +1,8 @@
 """Gluon: the queries of an item, as the second operand of products with codes.
 
 Codes are multiplied as float16, so that queries must be in its range: a power of two for each row brings its largest
-element to where float16 has it, just below its largest number, or of keys in steps of their channels below 8, so that
-products with the largest step (4,367) stay in range.
+element to where float16 has it, just below its largest number, or of keys in steps of their channels below 4, so that
+products with the largest step (8,704) stay in range.
 """
 
 from triton.experimental import gluon
@@ -47,7 +47,7 @@ def _rows_in_order(
     x = x.to(gl.float32)
     if K_CODES == "turboquant4":
         x = rotate(x)
-    EXPONENT: gl.constexpr = 2 if K_CODES == "int4_per_channel" else 14
+    EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
     down, up = powers_of_two(gl.max(gl.abs(x), 1), EXPONENT, EXPONENT + 1)
     x *= gl.expand_dims(down, 1)
     q = x.to(gl.float16)

@@ -10,50 +10,59 @@ from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import AttentionInputs
+from ..masking import end_key, first_encoded, stops_early
 from ..planes import scale_rows
+from .plan import FLOAT16_KEYS
 
 
 @triton.jit(do_not_specialize=["num_blocks", "columns"])
 def _dequantise_kernel(
     key, value, table, seq_lens, k_scale_cache, v_scale_cache, to_key, to_value, to_table, to_scales, num_blocks,
     columns, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, s_table, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(K_FORMAT.rotate is None, "queries over a copy are not rotated")
     seq = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     column, slot = token // S, token % S
-    inside = (column < columns) & (token < tl.load(seq_lens + seq))
+    seq_len = tl.load(seq_lens + seq)
+    inside = (column < columns) & (token < seq_len)
     block = tl.load(table + seq * s_table + column, mask=inside, other=-1).to(tl.int64)
     known = (block >= 0) & (block < num_blocks)
     if head == 0:  # a block that is not in the cache is not in the copy either
         own = seq * columns + column
         tl.store(to_table + own, tl.where(known, own, -1).to(tl.int32), mask=(slot == 0) & (column < columns))
-    block = tl.where(known, block, 0)
+    # Some block of the cache. By a `where` of known ones Triton fails to choose layouts for heads of 64.
+    block = tl.maximum(tl.minimum(block, num_blocks - 1), 0)
     row = ((seq * columns * S + token) * H + head)[:, None]
+    seen = known
+    if stops_early(MASK):  # what no query sees may not be encoded yet: zeros, with which no product is NaN
+        seen = known & (token >= first_encoded(MASK)) & (token < end_key(seq_len - 1, seq_len, MASK))
 
     dim = tl.arange(0, BLOCK_D)[None, :]
     k_scale_row = scale_rows(block, slot, head, K_STRIDES)
     at = block * sk_b + slot * sk_s
-    k = K_FORMAT.load_tile(key + head * sk_h, at, k_scale_cache, k_scale_row, known, D, BLOCK_D)
+    k = K_FORMAT.load_tile(key + head * sk_h, at, k_scale_cache, k_scale_row, seen, D, BLOCK_D)
     if K_FORMAT.row_scale is not None:
-        of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, known)
+        of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen)
         # Codes are below 128 in magnitude, what is stored below 2**15; rows that are not numbers do not count.
         largest = tl.max(tl.where(of_key < float("inf"), of_key, 0.0), 0) * 128.0
         exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 32)
         k = k.to(tl.float32) * (of_key * ((268 - exponent) << 23).to(tl.float32, bitcast=True))[:, None]
         up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
         tl.store(to_scales + (seq * H + head) * tl.num_programs(0) + tl.program_id(0), up)
+    if stops_early(MASK):
+        k = tl.where(seen[:, None], k, 0.0)
     tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
 
     dim = tl.arange(0, BLOCK_DV)[None, :]
     v_scale_row = scale_rows(block, slot, head, V_STRIDES)
     at = block * sv_b + slot * sv_s
-    v = V_FORMAT.load_tile(value + head * sv_h, at, v_scale_cache, v_scale_row, known, DV, BLOCK_DV).to(tl.float32)
+    v = V_FORMAT.load_tile(value + head * sv_h, at, v_scale_cache, v_scale_row, seen, DV, BLOCK_DV).to(tl.float32)
     if V_FORMAT.row_scale is not None:
-        v *= V_FORMAT.row_scale(v_scale_cache, v_scale_row, known)[:, None]
+        v *= V_FORMAT.row_scale(v_scale_cache, v_scale_row, seen)[:, None]
     if V_FORMAT.rotate is not None:
         v = V_FORMAT.rotate(v, DV, BLOCK_DV)
     if to_value.dtype.element_ty == tl.float16:  # a code may stand for what float16 rounds to infinity
@@ -69,16 +78,19 @@ def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
 
     Values are times their scales, and rounded to the queries' dtype. Keys whose rows have scales are float16, times a
     power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits;
-    other keys are the numbers that their codes are, exactly."""
+    other keys are the numbers that their codes stand for, exactly. What no query sees is 0."""
     query, key, value, table = inputs[:4]
     if table is None:
         raise ValueError("packed keys have no blocks")
     blocks, size, heads, _ = key.shape
     count, columns = len(table), min(table.shape[1], triton.cdiv(inputs.max_seq_len, size))
     dims = query.shape[2], inputs.out.shape[2]
-    scaled = inputs.format.key.kernels.row_scale is not None
+    of_key = inputs.format.key
+    tile = min(tile, of_key.tile_keys or tile)
+    scaled = of_key.kernels.row_scale is not None
+    key_dtype = torch.float16 if of_key.codes in FLOAT16_KEYS else query.dtype
     rows, tiles = (count * columns, size, heads), triton.cdiv(columns * size, tile)
-    to_key = query.new_empty(*rows, dims[0], dtype=torch.float16 if scaled else query.dtype)
+    to_key = query.new_empty(*rows, dims[0], dtype=key_dtype)
     to_value, to_table = query.new_empty(*rows, dims[1]), table.new_empty(count, columns)
     to_scales = query.new_empty(count, heads, tiles, dtype=torch.float32) if scaled else None
     arguments = (
@@ -87,7 +99,12 @@ def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
     )
     powers = [triton.next_power_of_2(dim) for dim in dims]
     constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": powers[0], "BLOCK_DV": powers[1]}
-    constants |= {"TOKENS": tile, "K_FORMAT": inputs.format.key.kernels, "V_FORMAT": inputs.format.value.kernels}
+    constants |= {
+        "TOKENS": tile,
+        "MASK": inputs.mask,
+        "K_FORMAT": of_key.kernels,
+        "V_FORMAT": inputs.format.value.kernels,
+    }
     constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     with on_device(key):
         _launch((tiles, count, heads), arguments, constants, num_warps=max(4, tile * max(powers) // 2048))

@@ -102,7 +102,7 @@ def _paged_attention_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
-    K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     ALIBI: tl.constexpr = alibi_slopes is not None
@@ -184,9 +184,17 @@ def _paged_attention_kernel(
         acc = V_FORMAT.rotate(acc, DV, BLOCK_DV)
     dim_v = tl.arange(0, BLOCK_DV)
     o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
+    lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
+    if ACCUMULATE:
+        mask_m = mask_m & (l_i != 0)
+        before = tl.load(lse_out + token * sl_t + head, mask=mask_m, other=0.0)
+        state = tl.load(o_ptrs, mask=mask_m[:, None] & (dim_v < DV)[None, :], other=0.0).to(tl.float32)
+        peak = tl.maximum(lse, before)
+        weight, of_state = tl.exp(lse - peak), tl.exp(before - peak)
+        acc = (acc * weight[:, None] + state * of_state[:, None]) / (weight + of_state)[:, None]
+        lse = peak + tl.log(weight + of_state)
     tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
     if lse_out is not None:
-        lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
         tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
 
 
@@ -222,6 +230,7 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "ONE_LOOP": inputs.deterministic,
+        "ACCUMULATE": inputs.accumulate,
     }
     grid = (blocks, key.shape[-2] * -(-constants["GROUP"] // config.heads))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

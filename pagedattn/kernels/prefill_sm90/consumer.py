@@ -9,7 +9,7 @@ from ..gluon_device import LN2, LOG2E, tanh
 from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
 from .split_kv import publish_and_reduce
-from .work_item import ROWS, output_layout, take, tiles_of
+from .work_item import ROWS, last_seen, output_layout, take, tiles_of
 
 
 @aggregate
@@ -98,7 +98,8 @@ def _scale_of(qk_scale, factor, shape):
 
 @gluon.jit
 def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
-    """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum."""
+    """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum. q_pos: as
+    `_begin` has it."""
     scale = qk_scale
     if shape.ROW_SCALES:
         scale = gl.expand_dims(qk_scale, 1)
@@ -119,6 +120,8 @@ def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr,
         visible = key <= gl.expand_dims(last - start, 1)
         if shape.WINDOW > 0:
             visible = visible & (key > gl.expand_dims(q_pos - start - shape.WINDOW, 1))
+        if shape.FIRST > 0:
+            visible = visible & (key >= shape.FIRST - start)
         s = gl.where(visible, s, -float("inf"))
     top = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
     shift = top
@@ -168,7 +171,8 @@ def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, chann
 
 @gluon.jit
 def _begin(item, w: gl.constexpr, sinks, shape):
-    """Positions of a fresh item's rows, their maximum, and what a sink adds to their sum."""
+    """Positions of a fresh item's rows, or of earlier blocks the last keys that they see, their maximum, and what a
+    sink adds to their sum."""
     S_ROWS: gl.constexpr = gl.SliceLayout(1, shape.S_LAYOUT)
     row = w * ROWS + gl.arange(0, ROWS, S_ROWS)
     m_i = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
@@ -182,7 +186,7 @@ def _begin(item, w: gl.constexpr, sinks, shape):
         if shape.SPLIT_KV:
             m_i = gl.where(item.nth == 0, m_i, -float("inf"))
         sink = gl.where(m_i == -float("inf"), 0.0, 1.0)
-    return item.first + row // shape.PACK, m_i, sink
+    return last_seen(item.first + row // shape.PACK, shape), m_i, sink
 
 
 @gluon.jit
@@ -298,7 +302,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             p, acc, m_i, l_i, c = _steps(
                 p, acc, m_i, l_i, c, masked, whole, rows, k_scale, softcap, pin, channels, False, shape
             )
-            if shape.WINDOW > 0:
+            if shape.WINDOW > 0 or shape.FIRST % shape.BLOCK_N > 0:
                 p, acc, m_i, l_i, c = _steps(
                     p, acc, m_i, l_i, c, whole, low, rows, k_scale, softcap, pin, channels, True, shape
                 )

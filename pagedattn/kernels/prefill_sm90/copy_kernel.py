@@ -1,5 +1,5 @@
 """Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`): the warps of `kernel`. Keys whose rows
-had scales are float16, and each tile of them has a factor."""
+or channels had scales are float16, and of those with scales of rows each tile has a factor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import AttentionInputs
 from .consumer import Output, consume
@@ -29,14 +30,19 @@ def _prefill_kernel(
     scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t,
     so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS:
     gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL:
-    gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr,
+    gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr, RECENT:
+    gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCALED: gl.constexpr = tile_scales is not None
-    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED)
+    CAST_Q: gl.constexpr = DTYPE != key.dtype
+    shape = Shape(
+        BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED,
+        CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST,
+    )  # fmt: skip
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
         mbarrier.init(tail.index(i), count=1)
@@ -75,20 +81,34 @@ def _prefill_kernel(
 _launch = Launcher(_prefill_kernel)
 
 
+def block_constants(mask: Mask) -> dict[str, int]:
+    """Constants of the kernel by which rows see earlier blocks alone."""
+    size = mask.earlier_blocks or 0
+    return {"EARLIER": size, "RECENT": mask.recent_blocks or 0, "FIRST": (mask.from_block or 0) * size}
+
+
 def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
-    """As of `kernel.launch`; k_scale_cache: of keys that are float16, [B, Hkv, tiles] float32."""
+    """As of `kernel.launch`; k_scale_cache: factors of the logits of float16 keys, [B, Hkv, tiles] float32, or None."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries)
-    pack, part, scales = (
-        constants["PACK"],
-        min(key.shape[1], constants["BLOCK_N"] // LOADERS.value),
-        inputs.k_scale_cache,
-    )
+    constants |= block_constants(Mask.of(inputs.mask))
+    part, scales = min(key.shape[1], constants["BLOCK_N"] // LOADERS.value), inputs.k_scale_cache
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
-        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, scales),
+        *(
+            query_rows(query, constants["PACK"]),
+            keys,
+            values,
+            table,
+            out,
+            lse,
+            entries,
+            workspace,
+            inputs.sinks,
+            scales,
+        ),
         *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale * LOG2E.value),
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),

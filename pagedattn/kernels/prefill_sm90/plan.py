@@ -17,7 +17,8 @@ FP8 = ("e4m3", "e5m2")
 HEAD_DIMS = range(64, 257, 8)
 WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
 INT8_HEAD_DIMS = (64, 128)  # 16 warps have 128 registers a thread, too few for products 256 wide
-MASKS = ("sliding_window",)  # what its own masking serves beyond causality
+MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
+COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")  # over a copy, blocks not beside a window
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
@@ -115,9 +116,9 @@ def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[in
     return entries, FIELDS
 
 
-def why_not(shape: AttentionShape, here: str) -> str:
-    """Why the kernel does not serve calls of this shape, where `here` is what speaks against the GPU; "" where it
-    does."""
+def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) -> str:
+    """Why the kernel does not serve calls of this shape, where `here` is what speaks against the GPU and `masks` are
+    served; "" where it does."""
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
@@ -130,7 +131,7 @@ def why_not(shape: AttentionShape, here: str) -> str:
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
-    if unserved := Mask.of(shape.mask).unserved(MASKS):
+    if unserved := Mask.of(shape.mask).unserved(masks):
         return f"masks with {', '.join(unserved)}"
     return "ALiBi" if shape.alibi else ""
 
@@ -138,8 +139,12 @@ def why_not(shape: AttentionShape, here: str) -> str:
 def why_not_copied(native: AttentionShape, here: str) -> str:
     """Why the kernel over a copy of a quantised cache does not serve calls of this shape, that of the copy. Only long
     chunks are worth one, and a deterministic row must not depend on its chunk."""
-    reason = "deterministic" if native.deterministic else why_not(native, here)
-    return reason or ("" if module_of(native) == "kernel" else "heads of two parts")
+    mask = Mask.of(native.mask)
+    if reason := "deterministic" if native.deterministic else why_not(native, here, COPY_MASKS):
+        return reason
+    if mask.earlier_blocks and (mask.sliding_window or not mask.causal):
+        return "masks with earlier_blocks and a window, or not causal"
+    return "" if module_of(native) == "kernel" else "heads of two parts"
 
 
 def _why_not_dims(shape: AttentionShape, native: bool, int8: bool) -> str:

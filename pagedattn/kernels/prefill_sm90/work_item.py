@@ -34,9 +34,9 @@ class Shape:
     block of rows, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed keys, LOAD keys of a tile
     that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an
     8-bit cache, as `RowFormat.codes`, or None; KEY_SCALES: they are int8, whose scales are factors of logits;
-    SPLIT_Q: they are fp8, with which queries are multiplied as two. TILE_SCALES: keys are float16, and a tile's
-    logits have a factor; CAST_Q: queries become float16 for them. ROW_SCALES: converted queries, the logits of whose
-    rows have a factor."""
+    SPLIT_Q: they are fp8, with which queries are multiplied as two. TILE_SCALES: a tile's logits have a factor; CAST_Q:
+    queries become float16, as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor.
+    EARLIER: rows see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -61,6 +61,9 @@ class Shape:
     TILE_SCALES: gl.constexpr
     CAST_Q: gl.constexpr
     ROW_SCALES: gl.constexpr
+    EARLIER: gl.constexpr
+    RECENT: gl.constexpr
+    FIRST: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     CODE_LAYOUT: gl.constexpr
@@ -68,7 +71,7 @@ class Shape:
     @gluon.constexpr_function
     def __init__(
         self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
-        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0
+        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
@@ -79,9 +82,9 @@ class Shape:
         fp8 = CODES in ("e4m3", "e5m2")
         self.KEY_SCALES = gl.constexpr(CODES == "int8")
         self.CODES, self.SPLIT_Q = gl.constexpr(CODES), gl.constexpr(fp8)
-        cast = TILE_SCALES and DTYPE != gl.float16
-        self.TILE_SCALES, self.CAST_Q = gl.constexpr(TILE_SCALES), gl.constexpr(cast)
-        self.ROW_SCALES = gl.constexpr(fp8 or cast)
+        self.TILE_SCALES, self.CAST_Q = gl.constexpr(TILE_SCALES), gl.constexpr(CAST_Q)
+        self.ROW_SCALES = gl.constexpr(fp8 or CAST_Q)
+        self.EARLIER, self.RECENT, self.FIRST = gl.constexpr(EARLIER), gl.constexpr(RECENT), gl.constexpr(FIRST)
         self.V_DTYPE = gl.constexpr(gl.float16 if fp8 else DTYPE)  # it has every fp8, and probabilities
         depth = 32 if fp8 else 16
         self.MORE, self.MORE_V, self.DIM_V = gl.constexpr(MORE), gl.constexpr(MORE_V), gl.constexpr(DIM_V or D)
@@ -208,6 +211,15 @@ def take(ring, n, WARPS: gl.constexpr, shape):
 
 
 @gluon.jit
+def last_seen(position, shape):
+    """The last key that a query at `position` sees under a causal mask; below 0: none."""
+    if shape.EARLIER > 0:
+        return (position // shape.EARLIER - shape.RECENT) * shape.EARLIER - 1
+    else:
+        return position
+
+
+@gluon.jit
 def tiles_of(item, shape):
     """Tiles low..high of an item, one at least, of which whole_low..whole_high are seen whole by every row."""
     first = item.first
@@ -215,8 +227,8 @@ def tiles_of(item, shape):
     end = item.keys
     whole = item.keys
     if shape.CAUSAL:
-        end = gl.minimum(end, last + 1)
-        whole = gl.minimum(whole, first + 1)
+        end = gl.minimum(end, last_seen(last, shape) + 1)
+        whole = gl.minimum(whole, last_seen(first, shape) + 1)
     elif shape.WINDOW > 0:
         end = gl.minimum(end, last + shape.WINDOW)
         whole = gl.minimum(whole, first + shape.WINDOW)
@@ -226,6 +238,9 @@ def tiles_of(item, shape):
     if shape.WINDOW > 0:
         low = gl.minimum(gl.maximum(first - shape.WINDOW + 1, 0) // shape.BLOCK_N, high - 1)
         whole_low = (gl.maximum(last - shape.WINDOW + 1, 0) + shape.BLOCK_N - 1) // shape.BLOCK_N
+    if shape.FIRST > 0:
+        low = gl.minimum(low + shape.FIRST // shape.BLOCK_N, high - 1)
+        whole_low = low * 0 + (shape.FIRST + shape.BLOCK_N - 1) // shape.BLOCK_N
     if shape.SPLIT_KV:
         high = gl.maximum(gl.minimum(high, item.end), 1)
         low = gl.minimum(gl.maximum(low, item.begin), high - 1)
