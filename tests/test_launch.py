@@ -63,6 +63,15 @@ def test_tiles_fit_shared_memory(name: str, itemsize: int, dims: tuple[int, int]
         assert shared_bytes(*tile, *dims, itemsize) <= target.shared_bytes, (group, queries, keys, small)
 
 
+def test_few_keys_are_no_reason_for_two_stages() -> None:
+    """A query's own block: more programs run at once, which wait for memory."""
+    target = TARGETS["227 KB"]
+    usual, own = configure(target), attention_config(**SHAPE, target=target, mask=Mask(True, own_block=32))
+    assert (own.block_n, own.num_stages) == (32, 1) and (usual.block_n, usual.num_stages) == (64, 2)
+    for mask in (Mask(True, own_block=32, recent_blocks=2), Mask(True, earlier_blocks=32), Mask(True)):
+        assert attention_config(**SHAPE, target=target, mask=mask) == usual
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_are_what_the_kernels_take(itemsize: int) -> None:
     for target, (dim, dim_v), group, (queries, keys) in product(TARGETS.values(), DIMS, GROUPS, LENGTHS):

@@ -378,7 +378,7 @@ def _launch(
             return KernelLaunch(span, config, first)
     heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
     stored = {"packed_keys": shape.stored_dtype == torch.uint8, "tile_keys": shape.tile_keys}
-    config = attention_config(**heads, itemsize=shape.dtype.itemsize, target=target, **stored)
+    config = attention_config(**heads, **stored, itemsize=shape.dtype.itemsize, target=target, mask=Mask.of(shape.mask))
     return KernelLaunch(Span("prefill", *span[1:]), config)
 
 

@@ -93,7 +93,8 @@ def test_only_what_queries_see_of_full_blocks_is_copied(mask: Mask) -> None:
     query, out = (torch.zeros(1, 4, dim, device=DEVICE) for dim in dims)
     lengths = (int32([table]), int32([0, 1]), int32([length]))
     given = (query, planes[0], planes[1], *lengths, None, None, None, None, out, None)
-    rest = (1.0, 1.0, mask.constants, 0.0, 1, 160, 0, False, planes[2], planes[3], "int4")
+    constants: Any = list(mask.constants)  # as torch's dispatcher hands them on
+    rest = (1.0, 1.0, constants, 0.0, 1, 160, 0, False, planes[2], planes[3], "int4")
     made = kernel.launch(AttentionInputs(*given, *rest), TILE)
     assert made.key.dtype == torch.float16 and made.k_scale_cache is None
     for at in range(length):

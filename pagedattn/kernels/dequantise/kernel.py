@@ -101,7 +101,7 @@ def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
     constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": powers[0], "BLOCK_DV": powers[1]}
     constants |= {
         "TOKENS": tile,
-        "MASK": inputs.mask,
+        "MASK": tuple(inputs.mask),
         "K_FORMAT": of_key.kernels,
         "V_FORMAT": inputs.format.value.kernels,
     }
