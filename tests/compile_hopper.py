@@ -117,13 +117,13 @@ def main() -> None:
     plain = {"mask": Mask(True), "softcap": False}
     splits_kv: dict[str, Any] = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
-    compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
-    compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
     compile_one("copy-int4-D128-G4-S32", "bf16", 128, 4, 32, False, "copy", **earlier)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
+        compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
+        compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
         compile_one("bf16-D128-G4-packed", "bf16", 128, 4, 0, False, kv_heads=32, **plain)
         compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, mask=Mask(causal=False), softcap=True)
         compile_one("bf16-D192-128-G1-S16", "bf16", 192, 1, 16, False, dim_v=128, kv_heads=128, **plain)

@@ -40,8 +40,8 @@ THREE_PROGRAMS = (
     "turboquant4-D128-G4",
 )
 REGISTERS |= dict.fromkeys(THREE_PROGRAMS, 168)
-# By default each kind of codes: e5m2, int8 beside 4 bit, 4 bit by channel, and turned.
-FEW = {"k8v4-D128-G4", "int4-D128-G4", "turboquant4-D128-G4", "e5m2-D64-G4-T2-window-all"}
+# By default codes of 8 bit, with all features, and of 4 bit, by channel and turned.
+FEW = {"int4-D128-G4", "e5m2-D64-G4-T2-window-all"}
 
 
 @cache

@@ -42,10 +42,10 @@ def compiled() -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-# By default each kernel once, of those over keys in 16 bit the one that splits keys, in which all of the plain one is;
-# under --grid other head dims, masks, soft caps, sinks and packed keys.
+# By default keys in 16 bit, split, in which all of the plain kernel is, whole and in parts of a head dim, codes that
+# are converted, and a copy; under --grid fp8, packed keys, other head dims, masks, soft caps and sinks.
 MORE = {"bf16-D128-G4-S16", "bf16-D128-G5-S32-window", "bf16-D256-G8-S256-window-sinks", "bf16-D256-G8-S16-parts-sinks"}
-MORE |= {"fp16-D64-G1-S64-softcap", "bf16-D128-G4-packed"}
+MORE |= {"fp16-D64-G1-S64-softcap", "bf16-D128-G4-packed", "e4m3-D128-G4-S16", "copy-int8-D128-G4-S16"}
 MORE |= {"e5m2-D64-G4-S16-parts", "e4m3-D256-G8-S256-window-sinks"}
 MORE |= {"bf16-D192-128-G1-S16", "fp16-D72-G8-S64-window-sinks", "bf16-D240-G4-S16-softcap"}
 

@@ -15,15 +15,13 @@ from uninterpreted import output_of
 from pagedattn.runtime.triton_versions import series
 
 # By default each kernel for a GPU of each generation that it is for, each kind of format (codes of 8 bit, packed,
-# turned, e4m3), and decodes by each way of counting sequences; head dims and formats of a kind under --grid.
+# turned, e4m3), and decodes of many sequences; other head dims and formats of a kind under --grid.
 EXPECTED = {
     "attention-sm80-fp16-D64-G8",
     "attention-sm90-int8-D64-16-G2",
     "attention-sm90-turboquant4-D128-G4",
     "decode-sm90-bf16-D128-G4-1024x1",
-    "decode-sm90-bf16-D128-G4-64x1-prior",
     "decode-sm90-int4-D128-G4-64x1",
-    "decode-sm90-turboquant_k3v4-D128-G4-64x1",
     "decode-sm80-fp16-D64-G8-8x4",
     "attention-sm89-bf16-D256-G2",
     "attention-sm120-bf16-D128-G4",
@@ -41,7 +39,6 @@ EXPECTED = {
     "merge_states-sm90-bf16",
     *(f"mla_decode-sm90-bf16-H16-64x1{launch}" for launch in ("", "-merge")),
     *(f"mla_decode-sm80-fp16-H16-8x2{launch}" for launch in ("", "-merge")),
-    "mla_decode-sm90-bf16-fp8_e4m3-H16-64x1",
     "mla_decode-sm90-bf16-fp8_ds_mla-H128-64x1",
     "quantise_queries-sm90-bf16",
     "dequantise-sm90-int4-D128-earlier",
@@ -52,6 +49,9 @@ MORE = {
     "dequantise-sm90-k8v4-D128-earlier",
     "dequantise-sm90-int8-D64-earlier",
     "dequantise-sm90-fp8_e4m3-D256",
+    "mla_decode-sm90-bf16-fp8_e4m3-H16-64x1",
+    "decode-sm90-turboquant_k3v4-D128-G4-64x1",
+    "decode-sm90-bf16-D128-G4-64x1-prior",
     "attention-sm80-bf16-D128-G4",
     "attention-sm90-int8-D128-G4",
     "attention-sm90-int4-D128-G4",

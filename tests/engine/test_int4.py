@@ -101,12 +101,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [[*one.token_ids] for output in outputs for one in output.outputs]
 
 
-def facets(axes: Axes) -> list[object]:
-    """Steps in flight meet preemptions, and graphs."""
-    return [*values(**axes._asdict()), (axes.pool, axes.overlap), (axes.graphs, axes.overlap)]
-
-
-@pytest.mark.cover(by=facets)
+@pytest.mark.cover(by=lambda axes: values(**axes._asdict()))
 @pytest.mark.parametrize("axes", COVER, ids=str)
 def test_pairs_of_axes(axes: Axes, folder: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     if axes.pool == "few open":
