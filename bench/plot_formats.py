@@ -21,7 +21,7 @@ from pagedattn.formats.registry import FORMATS, format_of
 from .ratios import Row
 from .result_file import PALETTE
 
-_LOOK: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
+LOOK: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
 _FA3 = "FA3, fp8_e4m3 queries"
 _COLOURS = {"auto": "#777777", "fp8_e4m3": PALETTE[4], "fp8_e5m2": PALETTE[3], "int8": PALETTE[0], "k8v4": PALETTE[2]}
 _COLOURS |= {_FA3: PALETTE[1]}
@@ -122,7 +122,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         ValueError: rows of neither decodes nor accuracy.
     """
     meta, rows = content["meta"], content["rows"]
-    with rc_context(_LOOK):
+    with rc_context(LOOK):
         if points := decode_points(rows):
             figure, what = decode_figure(points, meta["read_gb_s"]), f"decode on {meta['gpu']}"
         elif curves := loss_curves(rows):
