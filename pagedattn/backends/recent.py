@@ -4,7 +4,7 @@ A query at position p reads its own block (p // S), and of a format with a windo
 as they came, and the blocks before those as they are encoded, but for the first ones of a format that keeps them. That
 depends on nothing but p, so that neither chunks, drafts that are taken back, nor a prefix that is found change a
 result. So a step writes its rows to the second cache, encodes the blocks that they fill or put behind the window, and
-then attends to both, by two calls or three with a mask each, whose states are merged.
+then attends to both, by two calls or three with a mask each, which add to one output or leave states to be merged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RecentMetadata(AttentionMetadata):
         if self.calls is None:
             return f"no cache: {self.dense().describe()}"
         parts = zip(("full blocks", "open blocks", "first blocks"), self.calls, strict=False)
-        return "; ".join([*(f"{name}: {call.describe()}" for name, call in parts), "merged"])
+        return "; ".join(f"{name}: {call.describe()}" for name, call in parts)
 
 
 class RecentBuilder(AttentionMetadataBuilder):
