@@ -240,7 +240,7 @@ FAULTS = (
           "test_latent_ranks.py do_not_divide"),
     Fault("ranks: logits of the first rank's columns", "TransformersModel.logits",
           "logits[:, first:end]", "logits[:, : end - first]",
-          "test_latent_ranks.py tokens_of_one 'fp8'}"),
+          "test_latent_ranks.py tokens_of_one scales"),
     Fault("ranks: scales of the first heads", "_kv_heads",
           "slice(ranks.rank * count, (ranks.rank + 1) * count)", "slice(0, count)",
           "test_latent_ranks.py tokens_of_one scales"),

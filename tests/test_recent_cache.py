@@ -143,7 +143,7 @@ def test_it_is_not_exact_attention_but_near() -> None:
 def row_counts(backend: str, stored: str, chunk: int) -> list[int]:
     """How many rows come at once; decodes by the interpreter, which are slow, before and behind two ends of blocks."""
     if backend == "TRITON" and chunk == 1:
-        return [1] * 100 if stored == STORED[0] or random_work.everything else [58, *[1] * 8, 56, *[1] * 8]
+        return [1] * 100 if random_work.everything else [58, *[1] * 8, 56, *[1] * 8]
     return [min(chunk, LENGTH - begin) for begin in range(0, LENGTH, chunk)]
 
 
@@ -166,7 +166,7 @@ def test_a_window_brings_attention_nearer_to_exact() -> None:
 @pytest.mark.parametrize("stored", (*STORED[:2], STORED[3]))
 def test_chunks_give_the_same_bits_where_that_is_asked_for(stored: str) -> None:
     found = []
-    for chunk in (7, 32, 45, 4096):
+    for chunk in (*((7,) if random_work.everything else ()), 32, 45, 4096):
         sequence, out = Sequences("TRITON", stored, deterministic=True).new(), []
         while sequence.length < LENGTH:
             out.append(sequence.append(min(chunk, LENGTH - sequence.length)))

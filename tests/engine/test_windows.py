@@ -49,7 +49,7 @@ def make(folder: Path, **options: Any) -> LLM:
     return make_int4(folder, **{"kv_cache_dtype": WINDOW, **options})
 
 
-@pytest.mark.cover(by=lambda axes: values(**axes._asdict()))  # pairs are those of test_int4.py
+@pytest.mark.cover(by=lambda axes: values(pool=axes.pool, prefix=axes.prefix, model=axes.model))  # others: test_int4.py
 @pytest.mark.parametrize("axes", COVER, ids=str)
 def test_pairs_of_axes(axes: Axes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if axes.pool == "few open":
@@ -74,7 +74,7 @@ def test_pairs_of_axes(axes: Axes, folder: Path, monkeypatch: pytest.MonkeyPatch
     ("name", "chunk"),
     [(name, chunk) for chunk in (7, 0) for name in (*OTHERS, *FIRST)]
     if everything
-    else [(OTHERS[0], 7), (FIRST[-1], 7), (OTHERS[-1], 0), (FIRST[0], 0)],
+    else [(FIRST[-1], 7), (OTHERS[-1], 0)],
 )
 def test_formats_with_windows(name: str, chunk: int, folder: Path) -> None:
     """Of other block sizes and windows, or with a layer in the model's dtype, cold and hot."""

@@ -99,8 +99,8 @@ def make_llm(folder: Path, **options: Any) -> LLM:
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 SCALES: dict[str, Any] = {**FP8, "kv_scales": "scales.json"}
-IN_16_BIT: list[dict[str, Any]] = [{}, {"latent": False}]  # what the others do, less the format
-OPTIONS = [FP8, SCALES, *(pytest.param(one, marks=pytest.mark.grid) for one in IN_16_BIT)]
+LESS: list[dict[str, Any]] = [FP8, {}, {"latent": False}]  # what these do, less the scales or the format
+OPTIONS = [SCALES, *(pytest.param(one, marks=pytest.mark.grid) for one in LESS)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
