@@ -14,6 +14,7 @@ from pagedattn.kernels.dequantise import kernel
 from pagedattn.kernels.dequantise.plan import MOST_BYTES, copy_turns
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
+from pagedattn.ops.attention_plan import plan_attention
 
 SHAPE = AttentionShape(
     torch.bfloat16, torch.int8, 8, 4, 128, 128, Mask(causal=True).constants, False, True, False, 16, ("int8", "int8")
@@ -128,6 +129,17 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     assert not pays(window, 2000) and pays(window, 8000)
     for changes in ({"codes": (None, None)}, {"block_size": None}, {"paged": False}):
         assert not pays(SHAPE._replace(**changes), 1 << 14), changes
+
+
+def test_open_blocks_of_decodes_and_prompts_are_one_launch_that_adds() -> None:
+    """To what the call over the copy of full blocks leaves, which adds to nothing."""
+    step, native = BatchBounds(1008, 10, 8, 500, 4096, 4096), {"stored_dtype": torch.bfloat16, "codes": (None, None)}
+    for mask, kernels in ((Mask(True, own_block=32), ["prefill"]), (Mask(True), ["decode", "prefill"])):
+        shape = SHAPE._replace(mask=mask.constants, block_size=32, **native)
+        plan = plan_attention(shape, step, torch.device("cpu"))
+        assert [launch.span.kernel for launch in plan.launches] == kernels
+        assert plan.accumulates == (kernels == ["prefill"])
+    assert (plan.launches[0].span.first, plan.launches[-1].span.last) == (0, 10)
 
 
 def test_a_call_is_cut_by_kv_heads() -> None:
