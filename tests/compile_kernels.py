@@ -22,7 +22,7 @@ from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.dequantise import kernel as dequantise
-from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS
+from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, num_warps
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.mla_decode import kernel as mla_decode
 from pagedattn.kernels.mla_decode.plan import mla_decode_config
@@ -209,8 +209,7 @@ def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: 
     constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
     constants |= {} if form.key.kernels.row_scale is not None else {"to_scales": None}
     name = f"dequantise-sm90-{stored}-D{dim}{'-earlier' if earlier else ''}"
-    warps = max(4, tile * dim // 2048)
-    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=warps)
+    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=num_warps(tile, dim))
 
 
 def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..base import RowKernels
 from ..bit_packing.device import load_codes, pack, store_codes
 from ..hadamard.device import rotate_back
-from ..int8.device import row_scale
+from ..int8.device import nearest_even, row_scale
 from ..k8v4.device import encode_rotated
 from ..k8v4.device import load_tile as load_values
 from .format import LARGEST, STEPS
@@ -38,13 +38,6 @@ def write_keys(
 
 
 @triton.jit
-def _nearest(x):
-    """The nearest integers of numbers below 2**22 in magnitude, for which an addition of 1.5 * 2**23 leaves float32 no
-    digits behind the point; of larger ones something as large."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
 def _encode(row, mask):
     """Codes int32 [SLOTS, WIDTH], 0 outside `mask`, steps and least elements float16 [WIDTH].
 
@@ -62,12 +55,12 @@ def _encode(row, mask):
     per_unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     width = tl.div_rn((high - low) * per_unit, tl.full(high.shape, _STEPS, tl.float32))
     step = tl.ceil(width - tl.minimum(width * 0.0625, 0.5)) * unit
-    least = _nearest((low + high - step * _STEPS) * (0.5 * per_unit)) * unit
+    least = nearest_even((low + high - step * _STEPS) * (0.5 * per_unit)) * unit
     least = tl.minimum(tl.maximum(least, -_LARGEST), step * -_STEPS + _LARGEST)
     least = tl.where(least == 0, 0.0, least)
     divisor = tl.where(step == 0, 1.0, step)
     steps = tl.div_rn(row - least[None, :], tl.broadcast_to(divisor[None, :], row.shape))
-    nearest = tl.minimum(tl.maximum(_nearest(steps), 0.0), _STEPS)
+    nearest = tl.minimum(tl.maximum(nearest_even(steps), 0.0), _STEPS)
     code = tl.where(mask & (step != 0)[None, :], nearest, 0.0).to(tl.int32)
     step = tl.where(finite, step.to(tl.float16), tl.full(step.shape, float("nan"), tl.float16))
     return code, step, least.to(tl.float16)

@@ -32,13 +32,14 @@ def encode_rows(rows):
     upwards = ((of_row.to(tl.int32, bitcast=True) + 0xFFFFF) & 0x7FF00000).to(tl.float32, bitcast=True)
     of_row = tl.where(of_row == of_row, upwards, of_row)  # of the largest bits of NaN the sum would be 0
     of_row = tl.where(of_row == 0, 1.0, of_row)
-    code = _nearest_even(tl.div_rn(rows, tl.broadcast_to(of_row[:, None], rows.shape)))
+    code = nearest_even(tl.div_rn(rows, tl.broadcast_to(of_row[:, None], rows.shape)))
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8), of_row
 
 
 @triton.jit
-def _nearest_even(x):
-    """Of a magnitude below 2**22: there an addition of 1.5 * 2**23 leaves float32 no digits behind the point."""
+def nearest_even(x):
+    """Of a magnitude below 2**22: there an addition of 1.5 * 2**23 leaves float32 no digits behind the point. Of larger
+    ones something as large."""
     return (x + 12582912.0) - 12582912.0
 
 

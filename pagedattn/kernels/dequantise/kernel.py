@@ -12,7 +12,7 @@ from ...runtime.launcher import Launcher
 from ..inputs import AttentionInputs
 from ..masking import end_key, first_encoded, stops_early
 from ..planes import scale_rows
-from .plan import FLOAT16_KEYS
+from .plan import FLOAT16_KEYS, num_warps
 
 
 @triton.jit(do_not_specialize=["num_blocks", "columns"])
@@ -107,6 +107,6 @@ def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
     }
     constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     with on_device(key):
-        _launch((tiles, count, heads), arguments, constants, num_warps=max(4, tile * max(powers) // 2048))
+        _launch((tiles, count, heads), arguments, constants, num_warps=num_warps(tile, max(powers)))
     copied = {"key": to_key, "value": to_value, "block_table": to_table, "k_scale_cache": to_scales}
     return inputs._replace(**copied, v_scale_cache=None, kv_cache_dtype="auto")

@@ -20,6 +20,11 @@ def native_shape(shape: AttentionShape) -> AttentionShape:
     return shape._replace(stored_dtype=shape.dtype, codes=(None, None))
 
 
+def num_warps(tile: int, dim: int) -> int:
+    """Of a program that copies `tile` rows of `dim` elements."""
+    return max(4, tile * dim // 2048)
+
+
 def copy_turns(shape: AttentionShape, bounds: BatchBounds) -> int:
     """In how many turns, each of as many KV heads, the prompts of these bounds are attended to over a copy of at most
     MOST_BYTES; 0 where reading the codes is faster, or the keys of one head are too many."""

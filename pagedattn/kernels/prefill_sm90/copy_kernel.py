@@ -14,7 +14,7 @@ from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import AttentionInputs
 from .consumer import Output, consume
-from .kernel import cache_rows, launch_grid, query_rows
+from .kernel import cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
@@ -94,21 +94,10 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries)
     constants |= block_constants(Mask.of(inputs.mask))
-    part, scales = min(key.shape[1], constants["BLOCK_N"] // LOADERS.value), inputs.k_scale_cache
+    pack, part, scales = constants["PACK"], copied_slots(constants), inputs.k_scale_cache
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
-        *(
-            query_rows(query, constants["PACK"]),
-            keys,
-            values,
-            table,
-            out,
-            lse,
-            entries,
-            workspace,
-            inputs.sinks,
-            scales,
-        ),
+        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, scales),
         *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale * LOG2E.value),
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
