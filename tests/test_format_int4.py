@@ -154,6 +154,32 @@ def test_a_step_seals_the_blocks_that_it_fills(path: str, size: int, dim: int, v
     assert torch.equal(cache.slabs, again)
 
 
+@pytest.mark.parametrize(("seqs", "programs"), [(4, 1), (4, 3), (32, 5)])
+def test_programs_find_blocks_among_many_sequences(seqs: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences than a program reads at once, and more blocks than programs."""
+    from pagedattn.kernels.cache_write import block_kernel
+
+    monkeypatch.setattr(block_kernel, "_SEQS", seqs)
+    monkeypatch.setattr(block_kernel, "_PROGRAMS", 2 * programs)
+    device, random = device_of("triton"), torch.Generator().manual_seed(programs)
+    new = torch.tensor([1, 40, 0, 1, 33, 1, 70, 31, 1, 1, 64])
+    lens = torch.tensor([32, 40, 64, 64, 65, 63, 96, 31, 33, 96, 64])
+    key, value = (torch.randn(40, 32, 1, 8, generator=random).to(device) for _ in range(2))
+    blocks = torch.randperm(40, generator=random)[: 3 * len(new)].view(-1, 3)
+    tables = blocks.int().to(device), blocks.flip(0).int().to(device)
+    lengths = torch.cat((new.new_zeros(1), new.cumsum(0))).int().to(device), lens.int().to(device)
+    stored = []
+    for path in ("torch", "triton"):
+        cache = PagedKVCache(1, 40, 32, 1, 8, kv_cache_dtype="int4", recent_blocks=1, device=device)
+        layer = cache.layer(0)
+        planes = {"k_scale_cache": layer.key_scale, "v_scale_cache": layer.value_scale}
+        options: dict[str, Any] = {"max_query_len": 70, "kv_cache_dtype": "int4", "path": path, **planes}
+        ops.seal_blocks(key, value, tables[0], layer.key, layer.value, tables[1], *lengths, **options)
+        stored.append(cache.slabs)
+    assert torch.equal(*stored)
+    assert len(stored[0].flatten(2).any(-1).nonzero()) == int((lens // 32 - (lens - new) // 32).sum())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_tiles_of_keys_are_of_one_block(dtype: torch.dtype) -> None:
     """Whose steps are loaded once for the tile."""

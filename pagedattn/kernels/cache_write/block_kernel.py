@@ -1,4 +1,4 @@
-"""Triton: encode the blocks that a step's tokens filled, one program per block and KV head.
+"""Triton: encode the blocks that a step's tokens filled, each KV head's keys and values by a program of their own.
 
 Formats that encode each row alone store a block's rows as they store a token's heads.
 """
@@ -39,38 +39,62 @@ def _write_block(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_recent", "num_blocks", "max_columns", "s_recent_table", "s_table"])
+@triton.jit
+def _filled_blocks(query_start_loc, seq_lens, seq, num_seqs, max_columns, S: tl.constexpr, RECENT: tl.constexpr):
+    """Of sequences `seq`: the first column that the step fills, and how many it fills."""
+    inside = seq < num_seqs
+    seq_len = tl.load(seq_lens + seq, mask=inside, other=0)
+    start = tl.load(query_start_loc + seq, mask=inside, other=0)
+    new = tl.load(query_start_loc + seq + 1, mask=inside, other=0) - start
+    column = tl.maximum(tl.maximum(seq_len - new, 0) // S - RECENT, 0)
+    return column, tl.maximum(tl.minimum(seq_len // S - RECENT, max_columns) - column, 0)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_recent", "num_blocks", "max_columns", "s_recent_table", "s_table"])
 def _seal_blocks_kernel(
     key, value, key_cache, value_cache, k_scale_cache, v_scale_cache, recent_table, table, query_start_loc, seq_lens,
-    num_recent, num_blocks, max_columns, s_recent_table, s_table, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sck_b, sck_s,
-    sck_h, scv_b, scv_s, scv_h, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, RECENT: tl.constexpr,
+    num_seqs, num_recent, num_blocks, max_columns, s_recent_table, s_table, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sck_b,
+    sck_s, sck_h, scv_b, scv_s, scv_h, SEQS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
+    RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Sequence program_id(0), its program_id(1)th block that was not stored before the step, KV head program_id(2).
-    RECENT full blocks stay as they are."""
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(2).to(tl.int64)
-    seq_len = tl.load(seq_lens + seq)
-    new = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
-    column = tl.maximum(seq_len - new, 0) // S - RECENT + tl.program_id(1)
-    if (column >= 0) & (column < tl.minimum(seq_len // S - RECENT, max_columns)):
-        source = tl.load(recent_table + seq * s_recent_table + column).to(tl.int64)
-        block = tl.load(table + seq * s_table + column).to(tl.int64)
-        if (source >= 0) & (source < num_recent) & (block >= 0) & (block < num_blocks):
-            _write_block(
-                key + source * sk_b + head * sk_h,
-                key_cache + block * sck_b + head * sck_h,
-                k_scale_cache + block * K_SCALE_STRIDES[0] + head * K_SCALE_STRIDES[2],
-                sk_s, sck_s, K_SCALE_STRIDES, K_FORMAT, S, D,
-            )  # fmt: skip
-            _write_block(
-                value + source * sv_b + head * sv_h,
-                value_cache + block * scv_b + head * scv_h,
-                v_scale_cache + block * V_SCALE_STRIDES[0] + head * V_SCALE_STRIDES[2],
-                sv_s, scv_s, V_SCALE_STRIDES, V_FORMAT, S, DV,
-            )  # fmt: skip
+    """Of all blocks that the step fills, in the order of sequences, every num_programs(0)th; KV head program_id(1);
+    keys (program_id(2) 0) or values. RECENT full blocks stay as they are. Few steps of decodes fill more than a few
+    blocks, so that a program for each sequence would have nothing to do."""
+    item = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    before = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        columns, count = _filled_blocks(query_start_loc, seq_lens, seqs, num_seqs, max_columns, S, RECENT)
+        end = before + tl.cumsum(count, 0)
+        before += tl.sum(count, 0)
+        while item < before:
+            mine = (item < end) & (item >= end - count)
+            seq = tl.sum(tl.where(mine, seqs, 0), 0).to(tl.int64)
+            column = tl.sum(tl.where(mine, columns + item - (end - count), 0), 0)
+            source = tl.load(recent_table + seq * s_recent_table + column).to(tl.int64)
+            block = tl.load(table + seq * s_table + column).to(tl.int64)
+            if (source >= 0) & (source < num_recent) & (block >= 0) & (block < num_blocks):
+                if tl.program_id(2) == 0:
+                    _write_block(
+                        key + source * sk_b + head * sk_h,
+                        key_cache + block * sck_b + head * sck_h,
+                        k_scale_cache + block * K_SCALE_STRIDES[0] + head * K_SCALE_STRIDES[2],
+                        sk_s, sck_s, K_SCALE_STRIDES, K_FORMAT, S, D,
+                    )  # fmt: skip
+                else:
+                    _write_block(
+                        value + source * sv_b + head * sv_h,
+                        value_cache + block * scv_b + head * scv_h,
+                        v_scale_cache + block * V_SCALE_STRIDES[0] + head * V_SCALE_STRIDES[2],
+                        sv_s, scv_s, V_SCALE_STRIDES, V_FORMAT, S, DV,
+                    )  # fmt: skip
+            item += tl.num_programs(0)
 
 
+_SEQS = 256  # whose lengths a program reads at once
+_PROGRAMS = 2048  # at most, which is as many as GPUs run at once
 _launch = Launcher(_seal_blocks_kernel, ("key", "value", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache"))
 
 
@@ -93,11 +117,12 @@ def launch(
     arguments = (
         *(key, value, key_cache, value_cache, k_scale_cache, v_scale_cache),
         *(recent_table, block_table, query_start_loc, seq_lens),
-        *(len(key), len(key_cache), min(recent_table.shape[1], block_table.shape[1])),
+        *(len(seq_lens), len(key), len(key_cache), min(recent_table.shape[1], block_table.shape[1])),
         *(recent_table.stride(0), block_table.stride(0)),
         *(*key.stride()[:3], *value.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3]),
     )
     constants = {
+        "SEQS": _SEQS,
         "S": size,
         "D": key.shape[3],
         "DV": value.shape[3],
@@ -108,4 +133,5 @@ def launch(
         "RECENT": form.recent_blocks(size),
     }
     with on_device(key):
-        _launch((len(seq_lens), columns, heads), arguments, constants, num_warps=4)
+        programs = min(len(seq_lens) * columns, max(1, _PROGRAMS // (2 * heads)))
+        _launch((programs, heads, 2), arguments, constants, num_warps=4)
