@@ -368,9 +368,9 @@ def compile_writes() -> None:
         )
     tables = {"recent_table": "*i32", **{name: TYPES[name] for name in ("table", "query_start_loc", "seq_lens")}}
     for name, size, recent in (("int4", 32, 0), ("turboquant_k3v4", 48, 2)):
-        given = {"SEQS": 256, "S": size, "D": 128, "DV": 128, "RECENT": recent, **format_of_kernels(name)}
+        given = {"SEQS": 256, "S": size, "D": 128, "DV": 128, "PARTS": 4, "RECENT": recent, **format_of_kernels(name)}
         types = {**tables, **rows, **dict.fromkeys(("key_cache", "value_cache"), "*u8"), **plane_types(name)}
-        report(f"seal_blocks-sm80-{name}", seal_blocks._seal_blocks_kernel, types, given, 80, num_warps=4)
+        report(f"seal_blocks-sm80-{name}", seal_blocks._seal_blocks_kernel, types, given, 80, num_warps=2)
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

@@ -207,7 +207,7 @@ FAULTS = (
     Fault("a block sealed a token early, triton", "_filled_blocks",
           "tl.minimum(seq_len // S - RECENT, max_columns)", "tl.minimum((seq_len + 1) // S - RECENT, max_columns)",
           "test_format_int4.py seals_the_blocks triton"),
-    Fault("a program's blocks counted anew in later sequences", "_seal_blocks_kernel", "before + tl.cumsum", "tl.cumsum",
+    Fault("blocks counted anew in later sequences", "_seal_blocks_kernel", "before + tl.cumsum", "tl.cumsum",
           "test_format_int4.py among_many"),
     Fault("one block for each program", "_seal_blocks_kernel", "item += tl.num_programs(0)", "item += 1000000",
           "test_format_int4.py among_many"),

@@ -160,7 +160,7 @@ def test_programs_find_blocks_among_many_sequences(seqs: int, programs: int, mon
     from pagedattn.kernels.cache_write import block_kernel
 
     monkeypatch.setattr(block_kernel, "_SEQS", seqs)
-    monkeypatch.setattr(block_kernel, "_PROGRAMS", 2 * programs)
+    monkeypatch.setattr(block_kernel, "_PROGRAMS", 2 * block_kernel._PARTS * programs)
     device, random = device_of("triton"), torch.Generator().manual_seed(programs)
     new = torch.tensor([1, 40, 0, 1, 33, 1, 70, 31, 1, 1, 64])
     lens = torch.tensor([32, 40, 64, 64, 65, 63, 96, 31, 33, 96, 64])

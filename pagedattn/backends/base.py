@@ -13,7 +13,7 @@ from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache
 from ..formats.mla_rows.format import split
 from ..kernels.mla_decode.plan import MLADecodePlan
-from ..ops.attention_plan import LaunchPlan
+from ..ops.launch_plan import LaunchPlan
 from ..spec import AttentionSpec, GraphLevel, Scale
 from ..spec.capabilities import Capabilities, Rejection
 from ..step.bounds import check_bounds

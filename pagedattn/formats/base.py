@@ -57,8 +57,9 @@ class RowKernels(str):
     names, since Triton hands constants to hooks on compilation (vLLM's, profilers') as JSON.
 
     write_row: store one token's rows in their slot. None of formats whose blocks are written whole.
-    write_block(rows, codes, scales, s_rows, s_codes, s_scales, S, D): store S rows of D elements of one KV head, each
-        pointer standing at the head's first slot of a block, slots s_* elements apart. None of other formats.
+    write_block(rows, codes, scales, s_rows, s_codes, s_scales, part, S, D, PARTS): store S rows of D elements of one KV
+        head, each pointer standing at the head's first slot of a block, slots s_* elements apart; of PARTS calls, which
+        run at the same time, the part-th. None of other formats.
     load_tile: a tile of rows, of any dtype that converts to the query's.
     row_scale: what each row of a tile is yet to be multiplied with; kernels apply it to columns of logits and of
         probabilities. None: nothing.

@@ -1,4 +1,4 @@
-"""LaunchPlan: which kernels serve which sequences of a step, made once; the one place that chooses among families.
+"""plan_attention: which kernels serve which sequences of a step; the one place that chooses among families.
 
 Metadata carry the plan of a step and the op executes it. An op that is called without one makes it by the same
 function, from its tensors.
@@ -6,9 +6,7 @@ function, from its tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,128 +17,18 @@ from ..kernels.decode_quantised import plan as quantised
 from ..kernels.decode_quantised.plan import QuantisedDecodeConfig
 from ..kernels.dequantise import plan as dequantise
 from ..kernels.inputs import AttentionInputs
-from ..kernels.prefill.plan import AttentionConfig, attention_config
+from ..kernels.prefill.plan import attention_config
 from ..kernels.prefill_sm90 import plan as sm90
-from ..kernels.prefill_sm90.tile_schedule import fill_tile_schedule, has_splits
 from ..kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
 from ..kernels.tiles import MIN_SPLIT_KEYS
 from ..runtime.target import Target, target_of
 from ..runtime.workspace import COUNTERS, new_workspace
 from ..spec import Mask
+from .launch_plan import KernelLaunch, KeyPass, LaunchPlan, Span
 
 DECODE_TOKENS = 16  # a sequence of at most this number of new tokens is a decode
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
-Family = Literal["decode", "decode_quantised", "prefill", "prefill_sm90"]
-
-
-class Span(NamedTuple):
-    """Sequences first..last of a step, of at most max_query_len new tokens each, which one kernel serves."""
-
-    kernel: Family
-    first: int
-    last: int
-    max_query_len: int
-
-
-class KernelLaunch(NamedTuple):
-    """A launch of a kernel; prefix: the decode launch over a shared prefix that goes before."""
-
-    span: Span
-    config: DecodeConfig | QuantisedDecodeConfig | AttentionConfig | sm90.TileSchedulerParams
-    prefix: DecodeConfig | None = None
-
-
-@dataclass(slots=True, eq=False)
-class LaunchPlan:
-    """The launches of a step, and what they use on the device: calls that share a plan must not run at the same time.
-
-    portable_because: why sequences of many tokens go to the portable prefill kernel; "" where they do not.
-    workspace: int32, counters and partial results, None where no launch splits keys.
-    tile_schedule: int32, of the Hopper prefill kernel; counters in it come back to zero.
-    copy_turns: in how many turns, each of as many KV heads, that kernel attends to a copy of the prompts' keys and
-        values in 16 bits; 0 where it reads the cache.
-    executed: how often calls were made by it, by which a caller sees that its own was.
-    calls: what a layer keeps of a call, to make it again for other layers (`pagedattn.layers.replay`).
-    """
-
-    shape: AttentionShape
-    bounds: BatchBounds
-    launches: tuple[KernelLaunch, ...]
-    portable_because: str
-    max_prefix_len: int = 0  # of a shared prefix that decodes attend to once
-    workspace_size: int = 0  # int32 elements that the launches need
-    workspace: torch.Tensor | None = None
-    tile_schedule: torch.Tensor | None = None
-    copy_turns: int = 0
-    cascade: cascade.CascadeMetadata | None = None
-    executed: int = 0
-    calls: dict[object, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_launches(self) -> int:
-        """Of kernels, by each call."""
-        return sum(1 if launch.prefix is None else 2 for launch in self.launches)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether its kernels add to what outputs hold (`ops.paged_attention(accumulate=True)`)."""
-        return all(launch.span.kernel in ("decode_quantised", "prefill") for launch in self.launches)
-
-    @property
-    def shared_prefix(self) -> tuple[torch.Tensor | None, int]:
-        """What is known of a prefix that decodes attend to once: a tensor (None where nothing is), keys at most."""
-        return (None, 0) if self.cascade is None else (self.cascade.tensor, self.max_prefix_len)
-
-    def serves(self, inputs: AttentionInputs) -> bool:
-        """Whether a call can be made by this plan: one of another shape, or with strides that a kernel cannot follow,
-        takes a plan of its own."""
-        if not self.shape.covers(shape_of(inputs)) or self.bounds.num_seqs != len(inputs.seq_lens):
-            return False
-        kernels = {launch.span.kernel for launch in self.launches}
-        if "decode_quantised" in kernels and not quantised.has_words(inputs):
-            return False
-        why_not = sm90.why_not_queries if self.copy_turns else sm90.why_not_tensors
-        return not ("prefill_sm90" in kernels and why_not(inputs))
-
-    def allocate(self, device: torch.device, block_table: torch.Tensor | None, prefix_len: int = 0) -> None:
-        """Make what `update` fills: the tile schedule, and the metadata of a shared prefix of now `prefix_len` keys."""
-        for span, config, prefix in self.launches:
-            if isinstance(config, sm90.TileSchedulerParams):
-                shape = sm90.schedule_shape(config, self.bounds.part(*span[1:]))
-                self.tile_schedule = torch.empty(shape, dtype=torch.int32, device=device)
-            if prefix is not None and block_table is not None:
-                self.cascade = cascade.CascadeMetadata.of(self.max_prefix_len, prefix_len, span.last, block_table)
-
-    def update(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor | None) -> None:
-        """Fill what depends on the step's lengths, on the device: a CUDA graph may record it."""
-        for span, config, _ in self.launches:
-            if self.tile_schedule is not None and isinstance(config, sm90.TileSchedulerParams):
-                starts, lens = query_start_loc[span.first :], seq_lens[span.first :]
-                fill_tile_schedule(config, self.tile_schedule, starts, lens)
-        if self.cascade is not None and self.shape.block_size is not None and block_table is not None:
-            self.cascade.fill(query_start_loc, seq_lens, block_table, self.shape.block_size)
-
-    def describe(self) -> str:
-        """Which kernels run, by how many programs, and why the portable prefill kernel where it does."""
-        return ", ".join(map(self._describe, self.launches)) or "nothing to do"
-
-    def _describe(self, launch: KernelLaunch) -> str:
-        span, config, prefix = launch
-        text = f"{span.kernel.split('_')[0]} kernel: {span.last - span.first} sequences"
-        if isinstance(config, QuantisedDecodeConfig):
-            return f"{text} (for codes, {config.programs} programs, tiles of {config.tuning.tile} keys)"
-        if not isinstance(config, DecodeConfig):
-            if span.kernel == "prefill":
-                return f"{text} (the portable one: {self.portable_because})"
-            how = ", split-KV" if self.tile_schedule is not None and has_splits(self.tile_schedule) else ""
-            turns = f", in {self.copy_turns} turns" if self.copy_turns > 1 else ""
-            copied = f", keys and values dequantised before{turns}" if self.copy_turns else ""
-            return f"{text} (for Hopper{how}{copied})"
-        if prefix is None or self.cascade is None:
-            return f"{text} ({_tiles(config)})"
-        shared = f"shared prefix of {self.cascade.length} keys attended once ({_tiles(prefix)})"
-        return f"{text} ({_tiles(config)}), {shared}"
 
 
 def plan_attention(
@@ -166,23 +54,43 @@ def plan_attention(
         has_words: whether the kernel for codes can read this cache.
     """
     target, here = target_of(device), hopper.why_not_here(device)
-    turns = dequantise.copy_turns(shape, bounds) if bounds.max_query_len > DECODE_TOKENS else 0
-    if turns and (_why_not_copied(shape, here) or not_copied):
-        turns = 0
+    many = bounds.max_query_len > DECODE_TOKENS
+    copied = many and not (_why_not_copied(shape, here) or not_copied)
+    turns = dequantise.copy_turns(shape, bounds) if copied else 0
     because = "" if turns or only_decodes(shape, bounds) else _why_not_sm90(shape, here) or not_sm90
+    passes = plan_passes(shape, bounds, device) if copied and because else ()
+    because = "" if passes else because
     not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
     of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns > 1 else shape
     params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
-    for span in plan_spans(shape, bounds, params, bool(because), fuse=not (prefix or turns)):
+    for span in plan_spans(shape, bounds, params, bool(because), fuse=not (prefix or turns or passes)):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
             shared = prefix if span.kernel == "decode" else 0
             launch = _launch(span, shape, part, target, params, shared, not_quantised)
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
-    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, copy_turns=turns)
+    size = max(size, *(one.plan.workspace_size for one in passes)) if passes else size
+    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, copy_turns=turns, passes=passes)
+
+
+def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> tuple[KeyPass, ...]:
+    """Of prompts of which a copy has no room for one head: passes over their keys, each by a plan of its own."""
+    tile, size = sm90.keys_per_tile(shape.head_dim), shape.block_size
+    keys = dequantise.keys_per_pass(shape, bounds, tile)
+    if not keys or size is None:
+        return ()
+    prompts = bounds.part(bounds.num_decodes, bounds.num_seqs, bounds.max_query_len)
+    mask, passes = Mask.of(shape.mask), []
+    for first in range(0, dequantise.most_keys(bounds), keys):
+        block = first // size
+        own = mask if mask.from_block is None else mask.replace(from_block=max(mask.from_block - block, 0) or None)
+        rest = prompts._replace(max_seq_len=bounds.max_seq_len - first, max_keys=keys)
+        plan = plan_attention(shape._replace(mask=own.constants), rest, device)
+        passes.append(KeyPass(block, block + keys // size, plan))
+    return tuple(passes)
 
 
 # What is decided by the shape alone is decided once, not in every step.
@@ -315,7 +223,7 @@ def plan_call(
         fits = workspace is not None and workspace.numel() >= size
         plan.workspace = workspace if fits else new_workspace(size, device)
     plan.allocate(device, table, prefix_len)
-    known = True
+    known = not plan.passes
     if plan.tile_schedule is not None:
         if known := tile_schedule is not None and tile_schedule.shape == plan.tile_schedule.shape:
             plan.tile_schedule = tile_schedule
@@ -394,7 +302,3 @@ def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
 def _is_countable(config: DecodeConfig | QuantisedDecodeConfig) -> bool:
     """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
     return config.tiles * (1 + config.tuning.tile_overhead) < 2**31 and config.programs <= COUNTERS
-
-
-def _tiles(config: DecodeConfig) -> str:
-    return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"

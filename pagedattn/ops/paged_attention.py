@@ -14,7 +14,8 @@ from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
 from ..spec import Mask
-from .attention_plan import LaunchPlan, plan_call
+from .attention_plan import plan_call
+from .launch_plan import KeyPass, LaunchPlan
 from .merge_states import merge_attn_states
 
 _CAUSAL = Mask(causal=True)
@@ -161,6 +162,9 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
 
 
 def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Tensor | None) -> None:
+    if plan.passes:
+        _launch_passes(plan, inputs)
+        return
     if not plan.copy_turns:
         family = load(f"kernels.prefill_sm90.{sm90.module_of(plan.shape)}")
         packed = {} if key_starts is None else {"key_starts": key_starts[:-1, None].int()}
@@ -171,6 +175,29 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
     for first in range(0, inputs.key.shape[2], heads):
         # No name for the copy, so that it is freed before the next one is made.
         attend(dequantise(inputs.heads(first, first + heads), tile), plan.tile_schedule, plan.workspace)
+
+
+def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:
+    """Passes are added up in float32, so that each is rounded once, however many there are."""
+    lse = inputs.lse
+    if lse is None:  # rows of other launches stay what they are
+        lse = torch.zeros(inputs.query.shape[:2], dtype=torch.float32, device=inputs.query.device)
+    first, *others = plan.passes
+    _execute_pass(plan, first, inputs._replace(lse=lse))
+    states = torch.stack((inputs.out.float(), torch.empty_like(inputs.out, dtype=torch.float32)))
+    lses, scratch = torch.stack((lse, lse)), torch.empty_like(inputs.out)
+    for one in others:
+        lses[1].fill_(-torch.inf)  # a row that is not attended to has no keys
+        _execute_pass(plan, one, inputs._replace(out=scratch, lse=lses[1]))
+        states[1].copy_(scratch)
+        lses[0].copy_(merge_attn_states(states, lses, out=states[0])[1])
+    inputs.out.copy_(states[0])
+    lse.copy_(lses[0])
+
+
+def _execute_pass(plan: LaunchPlan, one: KeyPass, inputs: AttentionInputs) -> None:
+    one.plan.workspace = plan.workspace
+    execute(one.plan, one.part(inputs))
 
 
 def _fake(*args: object) -> None:

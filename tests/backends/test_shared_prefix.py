@@ -18,7 +18,8 @@ from pagedattn.kernels.decode.cascade import CascadeMetadata
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.shape import bounds_of, shape_of
-from pagedattn.ops.attention_plan import LaunchPlan, decode_config_of
+from pagedattn.ops.attention_plan import decode_config_of
+from pagedattn.ops.launch_plan import LaunchPlan
 from pagedattn.runtime.target import Target, target_of
 from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.case import Case

@@ -18,7 +18,8 @@ from pagedattn.kernels.decode import cascade
 from pagedattn.kernels.decode.plan import DecodeConfig
 from pagedattn.kernels.prefill_sm90 import plan as sm90
 from pagedattn.ops import attention_plan
-from pagedattn.ops.attention_plan import LaunchPlan, Span, plan_call
+from pagedattn.ops.attention_plan import plan_call
+from pagedattn.ops.launch_plan import LaunchPlan, Span
 from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem

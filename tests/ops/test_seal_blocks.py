@@ -19,13 +19,16 @@ from pagedattn.formats.registry import format_of
 def test_a_block_is_encoded_row_by_row(stored: str, size: int, path: str) -> None:
     """By formats that encode each row alone: blocks 1 and 2 of a sequence that its step put behind the window."""
     dims, form = (40, 24), format_of(stored)
-    rows = [torch.randn(6, size, 3, dim, generator=torch.Generator().manual_seed(dim)) for dim in dims]
-    cache = PagedKVCache(1, 5, size, 3, dims[0], head_dim_v=dims[1], kv_cache_dtype=stored, recent_blocks=1)
+    device = torch.device("cuda" if path == "triton" and torch.cuda.is_available() else "cpu")
+    rows = [torch.randn(6, size, 3, dim, generator=torch.Generator().manual_seed(dim)).to(device) for dim in dims]
+    given: dict[str, Any] = {"kv_cache_dtype": stored, "recent_blocks": 1, "device": device}
+    cache = PagedKVCache(1, 5, size, 3, dims[0], head_dim_v=dims[1], **given)
     layer, before = cache.layer(0), -(-int(stored.partition("=")[2]) // size)
     length = (3 + before) * size + 1
     table = torch.tensor([[0, 1, 3, *[4] * before, 9, 9]]).int()
     recent_table = torch.tensor([[-1, 4, 2, *[5] * before, 9, 9]]).int()
-    lengths = (torch.tensor([0, 2 * size]).int(), torch.tensor([length]).int())
+    table, recent_table = table.to(device), recent_table.to(device)
+    lengths = (torch.tensor([0, 2 * size]).int().to(device), torch.tensor([length]).int().to(device))
     planes: dict[str, Any] = {"k_scale_cache": layer.key_scale, "v_scale_cache": layer.value_scale}
     options: dict[str, Any] = {"max_query_len": 3 * size, "kv_cache_dtype": stored, "path": path, **planes}
     key, value = rows

@@ -12,7 +12,8 @@ from ...kernels.mla_decode import plan as mla
 from ...kernels.mla_decode.plan import MLADecodePlan, plan_mla_decode
 from ...kernels.prefill_sm90 import plan as sm90
 from ...kernels.shape import AttentionShape, BatchBounds
-from ...ops.attention_plan import LaunchPlan, decode_query_len, plan_attention
+from ...ops.attention_plan import decode_query_len, plan_attention
+from ...ops.launch_plan import LaunchPlan
 from ...runtime.workspace import new_workspace
 from ...spec import AttentionSpec, GraphLevel
 from ...step.metadata import CommonAttentionMetadata

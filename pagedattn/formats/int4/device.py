@@ -14,18 +14,18 @@ from ..k8v4.device import load_tile as load_values
 from .format import LARGEST, STEPS
 
 _LARGEST, _STEPS = tl.constexpr(LARGEST), tl.constexpr(float(STEPS))
-# Elements of a tile: as many as registers hold, whatever the block size and the head dim are.
-_ELEMENTS = tl.constexpr(8192)
+# Elements of a tile, whatever the block size and the head dim are: a warp has room for them.
+_ELEMENTS = tl.constexpr(1024)
 
 
 @triton.jit
 def write_keys(
-    rows, codes, scales, s_rows, s_codes, s_scales, S: tl.constexpr, D: tl.constexpr
+    rows, codes, scales, s_rows, s_codes, s_scales, part, S: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     SLOTS: tl.constexpr = triton.next_power_of_2(S)
     WIDTH: tl.constexpr = max(2, min(triton.next_power_of_2(D), _ELEMENTS // SLOTS))
     slot = tl.arange(0, SLOTS).to(tl.int64)[:, None]
-    for first in range(0, D, WIDTH):
+    for first in range(part * WIDTH, D, PARTS * WIDTH):
         dim = first + tl.arange(0, WIDTH)
         mask = (slot < S) & (dim < D)[None, :]
         row = tl.load(rows + slot * s_rows + dim[None, :], mask=mask, other=0.0).to(tl.float32)  # [SLOTS, WIDTH]
@@ -68,12 +68,12 @@ def _encode(row, mask):
 
 @triton.jit
 def write_values(
-    rows, codes, scales, s_rows, s_codes, s_scales, S: tl.constexpr, D: tl.constexpr
+    rows, codes, scales, s_rows, s_codes, s_scales, part, S: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     WIDTH: tl.constexpr = max(2, triton.next_power_of_2(D))
     SLOTS: tl.constexpr = max(1, min(triton.next_power_of_2(S), _ELEMENTS // WIDTH))
     dim = tl.arange(0, WIDTH)
-    for first in range(0, S, SLOTS):
+    for first in range(part * SLOTS, S, PARTS * SLOTS):
         slot = first + tl.arange(0, SLOTS).to(tl.int64)
         mask = (slot < S)[:, None] & (dim < D)[None, :]
         row = tl.load(rows + slot[:, None] * s_rows + dim[None, :], mask=mask, other=0.0).to(tl.float32)

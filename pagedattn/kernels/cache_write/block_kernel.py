@@ -1,4 +1,4 @@
-"""Triton: encode the blocks that a step's tokens filled, each KV head's keys and values by a program of their own.
+"""Triton: encode the blocks that a step's tokens filled, a KV head's keys and values by some programs each.
 
 Formats that encode each row alone store a block's rows as they store a token's heads.
 """
@@ -16,23 +16,23 @@ from ...runtime.launcher import Launcher
 
 @triton.constexpr_function
 def _rows_at_once(size, dim):
-    """Of a block of `size`, which they divide: as many as registers hold."""
-    most = max(1, min(32, 8192 // triton.next_power_of_2(dim)))
+    """Of a block of `size`, which they divide: as many as a warp's registers hold."""
+    most = max(1, 1024 // triton.next_power_of_2(dim))
     return next(count for count in range(min(size, most), 0, -1) if size % count == 0)
 
 
 @triton.jit
 def _write_block(
-    rows, codes, scales, s_rows, s_codes, SCALE_STRIDES: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr,
+    rows, codes, scales, s_rows, s_codes, part, SCALE_STRIDES: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """S rows of a KV head; each pointer stands at the head's first slot of a block."""
+    """A part of S rows of a KV head; each pointer stands at the head's first slot of a block."""
     if FORMAT.write_block is not None:
-        FORMAT.write_block(rows, codes, scales, s_rows, s_codes, SCALE_STRIDES[1], S, D)
+        FORMAT.write_block(rows, codes, scales, s_rows, s_codes, SCALE_STRIDES[1], part, S, D, PARTS)
     else:
         ROWS: tl.constexpr = _rows_at_once(S, D)
         ALONG: tl.constexpr = (0, 0, SCALE_STRIDES[1])
-        for first in range(0, S, ROWS):
+        for first in range(part * ROWS, S, PARTS * ROWS):
             FORMAT.write_row(
                 rows + first * s_rows, codes + first * s_codes, scales + first * SCALE_STRIDES[1], None, 1.0,
                 0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, ROWS, D, None,
@@ -56,12 +56,13 @@ def _seal_blocks_kernel(
     num_seqs, num_recent, num_blocks, max_columns, s_recent_table, s_table, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sck_b,
     sck_s, sck_h, scv_b, scv_s, scv_h, SEQS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
-    RECENT: tl.constexpr,
+    PARTS: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
     """Of all blocks that the step fills, in the order of sequences, every num_programs(0)th; KV head program_id(1);
-    keys (program_id(2) 0) or values. RECENT full blocks stay as they are. Few steps of decodes fill more than a few
-    blocks, so that a program for each sequence would have nothing to do."""
+    program_id(2): a part of the keys or of the values. RECENT full blocks stay as they are. Few steps of decodes fill
+    more than a few blocks, so that a program for each sequence would have nothing to do."""
     item = tl.program_id(0)
+    part = tl.program_id(2) % PARTS
     head = tl.program_id(1).to(tl.int64)
     before = 0
     for first in range(0, num_seqs, SEQS):
@@ -76,24 +77,25 @@ def _seal_blocks_kernel(
             source = tl.load(recent_table + seq * s_recent_table + column).to(tl.int64)
             block = tl.load(table + seq * s_table + column).to(tl.int64)
             if (source >= 0) & (source < num_recent) & (block >= 0) & (block < num_blocks):
-                if tl.program_id(2) == 0:
+                if tl.program_id(2) < PARTS:
                     _write_block(
                         key + source * sk_b + head * sk_h,
                         key_cache + block * sck_b + head * sck_h,
                         k_scale_cache + block * K_SCALE_STRIDES[0] + head * K_SCALE_STRIDES[2],
-                        sk_s, sck_s, K_SCALE_STRIDES, K_FORMAT, S, D,
+                        sk_s, sck_s, part, K_SCALE_STRIDES, K_FORMAT, S, D, PARTS,
                     )  # fmt: skip
                 else:
                     _write_block(
                         value + source * sv_b + head * sv_h,
                         value_cache + block * scv_b + head * scv_h,
                         v_scale_cache + block * V_SCALE_STRIDES[0] + head * V_SCALE_STRIDES[2],
-                        sv_s, scv_s, V_SCALE_STRIDES, V_FORMAT, S, DV,
+                        sv_s, scv_s, part, V_SCALE_STRIDES, V_FORMAT, S, DV, PARTS,
                     )  # fmt: skip
             item += tl.num_programs(0)
 
 
 _SEQS = 256  # whose lengths a program reads at once
+_PARTS = 4  # of a head's keys, and of its values: more and smaller programs wait for less
 _PROGRAMS = 2048  # at most, which is as many as GPUs run at once
 _launch = Launcher(_seal_blocks_kernel, ("key", "value", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache"))
 
@@ -130,8 +132,9 @@ def launch(
         "V_FORMAT": form.value.kernels,
         "K_SCALE_STRIDES": plane_strides(k_scale_cache),
         "V_SCALE_STRIDES": plane_strides(v_scale_cache),
+        "PARTS": _PARTS,
         "RECENT": form.recent_blocks(size),
     }
     with on_device(key):
-        programs = min(len(seq_lens) * columns, max(1, _PROGRAMS // (2 * heads)))
-        _launch((programs, heads, 2), arguments, constants, num_warps=4)
+        programs = min(len(seq_lens) * columns, max(1, _PROGRAMS // (2 * _PARTS * heads)))
+        _launch((programs, heads, 2 * _PARTS), arguments, constants, num_warps=2)

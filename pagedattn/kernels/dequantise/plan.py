@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
 
@@ -13,6 +15,7 @@ FLOAT16_KEYS = ("int8", "int4_per_channel")
 # prompts reads, of which fp8 loses less than int8, and of others.
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 512}
 _FEWEST_OTHER_ROWS = 64
+_FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
 
 
 def native_shape(shape: AttentionShape) -> AttentionShape:
@@ -25,19 +28,48 @@ def num_warps(tile: int, dim: int) -> int:
     return max(4, tile * dim // 2048)
 
 
+def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
+    """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
+    if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
+        return False
+    if bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
+        return False
+    # Of few keys that are seen, most of the copy would not be read.
+    seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
+    return 2 * seen >= bounds.max_seq_len
+
+
 def copy_turns(shape: AttentionShape, bounds: BatchBounds) -> int:
     """In how many turns, each of as many KV heads, the prompts of these bounds are attended to over a copy of at most
-    MOST_BYTES; 0 where reading the codes is faster, or the keys of one head are too many."""
-    size, key_codes = shape.block_size, shape.codes[0]
-    if size is None or not shape.paged or key_codes not in ("e4m3", "e5m2", *FLOAT16_KEYS):
+    MOST_BYTES; 0 where that does not pay, or the keys of one head are too many."""
+    size, heads = shape.block_size, shape.num_kv_heads
+    if size is None or not pays(shape, bounds):
         return 0
-    if bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
-        return 0
-    if 2 * Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len) < bounds.max_seq_len:
-        return 0  # most of the copy would not be read
-    keys = min(bounds.max_seq_len, bounds.max_keys or bounds.max_seq_len)
-    rows = (bounds.num_seqs - bounds.num_decodes) * -(-keys // size) * size
-    head_bytes = rows * (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize
-    heads = shape.num_kv_heads
-    turns = (heads // n for n in range(heads, 0, -1) if heads % n == 0 and n * head_bytes <= MOST_BYTES)
+    rows = -(-most_keys(bounds) // size) * size
+    turns = (heads // n for n in _divisors(heads) if rows * _key_bytes(shape, bounds, n) <= MOST_BYTES)
     return next(turns, 0)
+
+
+def keys_per_pass(shape: AttentionShape, bounds: BatchBounds, tile: int) -> int:
+    """Of prompts of which one head is too much: for how many keys of each a copy has room, of as many heads as leave
+    it _FEWEST_KEYS, or of one; whole blocks and tiles. 0 where a copy does not pay."""
+    size, heads = shape.block_size, shape.num_kv_heads
+    if size is None or not pays(shape, bounds):
+        return 0
+    unit = math.lcm(size, tile)
+    most = [MOST_BYTES // _key_bytes(shape, bounds, n) // unit * unit for n in _divisors(heads)]
+    return next((keys for keys in most if keys >= _FEWEST_KEYS), most[-1])
+
+
+def most_keys(bounds: BatchBounds) -> int:
+    """Of a sequence: its length, or what the block table has room for."""
+    return min(bounds.max_seq_len, bounds.max_keys or bounds.max_seq_len)
+
+
+def _divisors(heads: int) -> list[int]:
+    return [n for n in range(heads, 0, -1) if heads % n == 0]
+
+
+def _key_bytes(shape: AttentionShape, bounds: BatchBounds, heads: int) -> int:
+    """In the copy: of one key of each prompt."""
+    return (bounds.num_seqs - bounds.num_decodes) * heads * (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize
