@@ -25,10 +25,11 @@ from .problem import DEVICE, Problem
 from .ratios import TRITON_AUTO, Row
 from .run import Run
 from .table import LATENT, Case
+from .vllm_turboquant import turboquant
 
 _VERSION, _USUAL_BLOCK_SIZE = "PAGEDATTN_FLASH_ATTN", 16
 # How contenders begin that call one of them.
-_LIBRARIES = ("FLASH_ATTN", "FLASH_MLA", "FLASHINFER", "FA3", "FlashMLA", "FlashInfer")
+_LIBRARIES = ("FLASH_ATTN", "FLASH_MLA", "FLASHINFER", "FA3", "FlashMLA", "FlashInfer", "vllm")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Contender:
 
     `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
     PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`, `kv_cache_dtype`: of its caches, whatever the case
-    says (None: the case's). `deterministic`: its layers are.
+    says (None: the case's). `deterministic`: its layers are. `by_name`: it is measured only where it is asked for.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Contender:
     kv_cache_dtype: str | None = None
     deterministic: bool = False
     peer: bool = False
+    by_name: bool = False
 
     def run(self, problem: Problem) -> Run:
         """Ready to plan and attend; whatever it raises is the reason why it cannot take part."""
@@ -162,7 +164,7 @@ def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]
 
 ALL = (
     Contender("TRITON", through_layer, "TRITON"),
-    Contender("TRITON deterministic", through_layer, "TRITON", deterministic=True),
+    Contender("TRITON deterministic", through_layer, "TRITON", deterministic=True, by_name=True),
     Contender("auto", through_layer),
     Contender("FLASH_ATTN (FA3)", through_layer, "FLASH_ATTN", "3"),
     Contender("FLASH_ATTN (FA2)", through_layer, "FLASH_ATTN", "2", block_size=256),
@@ -171,6 +173,7 @@ ALL = (
     Contender("FA3", _peer(fa3), "FLASH_ATTN", "3", peer=True),
     Contender("FlashInfer (wrappers)", _peer(flashinfer_wrappers), "FLASHINFER", peer=True),
     Contender("FlashInfer (persistent)", _peer(flashinfer_persistent), "FLASHINFER", peer=True),
+    Contender("vllm TURBOQUANT", _peer(turboquant), peer=True, by_name=True),
 )
 LATENT_ALL = (
     Contender("TRITON", through_backend, "TRITON"),
@@ -198,8 +201,8 @@ def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
 
     A backend that another package registered is named as it is there, and runs through our layer like ours. `suite`:
     whose they are; None for attention with keys and values.
-    Without a list, all whose library is here: on a GPU without TORCH, which takes seconds, elsewhere TORCH alone.
-    Deterministic ones are there where they are asked for.
+    Without a list, all whose library is here but those `by_name`: on a GPU without TORCH, which takes seconds,
+    elsewhere TORCH alone.
 
     Raises:
         InvalidInputError: a name that no contender has.
@@ -209,7 +212,7 @@ def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
         flash_mla_library.provide()
     if names is None:
         gpu = torch.cuda.is_available()
-        usual = (one for one in listed if (one.name != "TORCH") == gpu and not one.deterministic)
+        usual = (one for one in listed if (one.name != "TORCH") == gpu and not one.by_name)
         return [one for one in usual if one.available()]
     wanted = [name.strip() for name in names.split(",")]
     taken = {name for one in listed for name in _names(one)}
@@ -222,8 +225,8 @@ def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
 
 
 def by_own_kernels(row: Row) -> bool:
-    """Whether what a row measured is this library's or a registered backend's, and not that of FlashAttention or
-    FlashInfer, called directly or through our layer."""
+    """Whether what a row measured is this library's or a registered backend's, and not that of FlashAttention,
+    FlashInfer or vLLM, called directly or through our layer."""
     return not row["backend"].startswith(_LIBRARIES)
 
 

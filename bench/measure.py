@@ -44,7 +44,7 @@ def measure(
         rows.append(row)
         try:
             row |= _checked(run := one.run(problem), problem)
-            reads[one.name] = case.bytes_read(run.kv_cache_dtype)
+            reads[one.name] = _bytes_read(case, run)
             replays[one.name] = capture([partial(run.attend, i) for i in range(problem.layers)], run.step)
         except Exception as error:  # whatever another library raises; the others go on
             row["refused"] = reason(error)
@@ -93,7 +93,7 @@ def _shape(case: Case) -> Row:
 
 def _checked(run: Run, problem: Problem) -> dict[str, Any]:
     run.plan()
-    error = problem.error(run.attend(0), run.block_size, run.kv_cache_dtype, run.tolerance)
+    error = problem.error(run.attend(0), run.block_size, run.kv_cache_dtype, run.tolerance, run.own_cache)
     stored = {} if problem.case.kv_cache_dtype == "auto" else {"cache_kv_dtype": run.kv_cache_dtype}
     return {
         "error": error,
@@ -103,6 +103,12 @@ def _checked(run: Run, problem: Problem) -> dict[str, Any]:
         "plan_us": round(host_us(run.plan), 1),
         "host_us": round(host_us(partial(run.attend, 0)), 1),
     }
+
+
+def _bytes_read(case: Case, run: Run) -> int:
+    if run.own_cache is None:
+        return case.bytes_read(run.kv_cache_dtype)
+    return case.work.keys_read(case.window) * run.own_cache.bytes_per_token
 
 
 def _speed(case: Case, us: float, nbytes: int, ceilings: Mapping[str, float]) -> dict[str, Any]:

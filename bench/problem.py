@@ -14,6 +14,7 @@ from pagedattn.formats.registry import format_of
 from pagedattn.testing import attention_oracle
 from pagedattn.testing.stored import bits
 
+from .run import OwnCache
 from .table import Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,9 +71,10 @@ class Problem:
         block_size: int | None = None,
         kv_cache_dtype: str | None = None,
         tolerance: float = 0.0,
+        own_cache: OwnCache | None = None,
     ) -> float:
         """Relative error of layer 0's output [T, Hq, D] against float64, on rows and heads all over the batch: both
-        attend to the rows that these caches stand for. Of latent attention the output is [T, Hq, L].
+        attend to the rows that these caches, or `own_cache`, stand for. Of latent attention the output is [T, Hq, L].
 
         Raises:
             ArithmeticError: it is more than `tolerance` and than twice that of a naive implementation in the model's
@@ -80,7 +82,8 @@ class Problem:
         """
         key = block_size or self.case.block_size, kv_cache_dtype or self.case.kv_cache_dtype
         if key not in self._samples:
-            self._samples[key] = _samples(self, self.paged(*key))
+            paged = self.paged(*key) if own_cache is None else self.paged(key[0], "auto")
+            self._samples[key] = _samples(self, paged, own_cache)
         if not bool(torch.isfinite(out).all()):
             raise ArithmeticError("outputs that are not finite")
         worst = 0.0
@@ -138,7 +141,7 @@ def _encoded(case: Case, plain: Paged, kv_cache_dtype: str) -> Paged:
     return Paged(caches, plain.common.replace(recent_table=plain.common.block_table if form.whole_blocks else None))
 
 
-def _samples(problem: Problem, paged: Paged) -> list[_Sample]:
+def _samples(problem: Problem, paged: Paged, own_cache: OwnCache | None) -> list[_Sample]:
     """The first and last rows of four sequences, under the first and the last KV head."""
     case = problem.case
     work, last = case.work, len(case.work.seq_lens) - 1
@@ -149,7 +152,7 @@ def _samples(problem: Problem, paged: Paged) -> list[_Sample]:
         for first, end in {(0, min(rows, _ROWS)), (max(0, rows - _ROWS), rows)}:
             keys = work.seq_lens[seq] - rows + end  # what the last of these rows sees
             here = slice(starts[seq] + first, starts[seq] + end)
-            sample = _latent_sample if case.latent else partial(_sample, head=head)
+            sample = _latent_sample if case.latent else partial(_sample, head=head, own_cache=own_cache)
             out.append(sample(problem, paged, seq, keys, here))
     return out
 
@@ -174,17 +177,24 @@ def _latent_sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: sl
     return _Sample(rows, slice(None), attended(torch.float64), attended(case.torch_dtype).double())
 
 
-def _sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, head: int) -> _Sample:
-    case, cache = problem.case, paged.layer(0)
-    group = case.heads // case.kv_heads
-    table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
+def _rows(case: Case, cache: LayerCache, table: torch.Tensor, head: int, keys: int) -> list[torch.Tensor]:
+    """Keys and values, each float64 [keys, 1, D], that the blocks of a table [n] stand for."""
     form = format_of(cache.format or "auto")
-    key, value = (
+    decoded = (
         kind.decode([bits(plane)[table][:, :, [head]].view(plane.dtype) for plane in planes], case.dim, torch.float64)
         for kind, planes in zip((form.key, form.value), cache.sides, strict=True)
     )
+    return [x.flatten(0, 1)[:keys] for x in decoded]
+
+
+def _sample(
+    problem: Problem, paged: Paged, seq: int, keys: int, rows: slice, head: int, own_cache: OwnCache | None
+) -> _Sample:
+    case, cache = problem.case, paged.layer(0)
+    group, form = case.heads // case.kv_heads, format_of(cache.format or "auto")
+    table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
     heads = slice(head * group, (head + 1) * group)
-    stored = [x.flatten(0, 1)[:keys] for x in (key, value)]
+    stored = _rows(case, cache, table, head, keys) if own_cache is None else own_cache.rows(seq, head, keys)
     sinks = None if problem.sinks is None else problem.sinks[heads]
     options = {"scale": case.scale, "mask": case.mask, "softcap": case.softcap or None, "sinks": sinks}
 

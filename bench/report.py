@@ -26,7 +26,12 @@ _COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "%
 _WIDTHS = (9, 6, 7, 6, 6, 6, 7, 11, 9, 9, 8, 8)
 _CASE, _BACKEND = 47, 24
 STDOUT = Path("-")  # as a result file's name: what it would hold is printed at the end
-_DISTRIBUTIONS = {"FA3": "flash-attn-3", "FlashInfer": "flashinfer-python", "FlashMLA": "flash_mla"}
+_DISTRIBUTIONS = {
+    "FA3": "flash-attn-3",
+    "FlashInfer": "flashinfer-python",
+    "FlashMLA": "flash_mla",
+    "vllm TURBOQUANT": "vllm",
+}
 
 
 class ResultFile:
