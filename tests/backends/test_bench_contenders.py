@@ -52,8 +52,9 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("suite", CASES)
 def test_all_are_checked_timed_and_compared(suite: str) -> None:
     told: list[str] = []
-    rows = measure(CASES[suite], ALL, {"copy_gb_s": 4000.0, "matmul_tflops": 700.0}, told.append)
-    assert [row["backend"] for row in rows] == [one.name for one in ALL] == told[:-1]
+    every = [one for one in ALL if one.name != "vllm TURBOQUANT"]  # over formats alone: test_bench_vllm_turboquant.py
+    rows = measure(CASES[suite], every, {"copy_gb_s": 4000.0, "matmul_tflops": 700.0}, told.append)
+    assert [row["backend"] for row in rows] == [one.name for one in every] == told[:-1]
     for row in rows:
         assert set(row) == set(FIELDS) and row["refused"] is None, (row["backend"], row["refused"])
         assert row["us"] > 0 and row["plan_us"] >= 0 and row["host_us"] > 0 and 0 < row["error"] < 1e-3
@@ -66,7 +67,7 @@ def test_all_are_checked_timed_and_compared(suite: str) -> None:
         {"FA3": fa3 / ours["us"], "FlashInfer": best / ours["us"]}, rel=1e-3, abs=1e-4
     )
     assert ours["ratio"] == min(ours["ratios"].values()) and found["FA3"]["ratio"] is None
-    assert {*summarise(rows)} == {one.name for one in ALL if not one.peer}
+    assert {*summarise(rows)} == {one.name for one in every if not one.peer}
     assert "FA2" in found["FLASH_ATTN (FA2)"]["kernel"] and "FA3" in found["FLASH_ATTN (FA3)"]["kernel"]
     schedules = [call["schedule"] for call in CALLS if call["call"] == "fa3 paged"]
     assert schedules and all(schedule is not None for schedule in schedules)
