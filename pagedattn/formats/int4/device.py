@@ -14,7 +14,7 @@ from ..k8v4.device import load_tile as load_values
 from .format import LARGEST, STEPS
 
 _LARGEST, _STEPS = tl.constexpr(LARGEST), tl.constexpr(float(STEPS))
-# Elements of a tile, whatever the block size and the head dim are: a warp has room for them.
+# Elements of a tile, whatever the block size and the head dim are: few, as programs encode parts side by side.
 _ELEMENTS = tl.constexpr(1024)
 
 

@@ -16,17 +16,20 @@ from ...runtime.launcher import Launcher
 
 @triton.constexpr_function
 def _rows_at_once(size, dim):
-    """Of a block of `size`, which they divide: as many as a warp's registers hold."""
+    """Of a block of `size`, which they divide: 1,024 elements at most, as programs encode parts side by side."""
     most = max(1, 1024 // triton.next_power_of_2(dim))
     return next(count for count in range(min(size, most), 0, -1) if size % count == 0)
 
 
 @triton.jit
 def _write_block(
-    rows, codes, scales, s_rows, s_codes, part, SCALE_STRIDES: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr, PARTS: tl.constexpr,
+    rows, codes, scales, source, block, head, part, s_b, s_rows, s_h, sc_b, s_codes, sc_h,
+    SCALE_STRIDES: tl.constexpr, FORMAT: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A part of S rows of a KV head; each pointer stands at the head's first slot of a block."""
+    """A part of the S rows that a KV head has in block `source` of the second cache, to `block` of the first one."""
+    rows += source * s_b + head * s_h
+    codes += block * sc_b + head * sc_h
+    scales += block * SCALE_STRIDES[0] + head * SCALE_STRIDES[2]
     if FORMAT.write_block is not None:
         FORMAT.write_block(rows, codes, scales, s_rows, s_codes, SCALE_STRIDES[1], part, S, D, PARTS)
     else:
@@ -79,17 +82,13 @@ def _seal_blocks_kernel(
             if (source >= 0) & (source < num_recent) & (block >= 0) & (block < num_blocks):
                 if tl.program_id(2) < PARTS:
                     _write_block(
-                        key + source * sk_b + head * sk_h,
-                        key_cache + block * sck_b + head * sck_h,
-                        k_scale_cache + block * K_SCALE_STRIDES[0] + head * K_SCALE_STRIDES[2],
-                        sk_s, sck_s, part, K_SCALE_STRIDES, K_FORMAT, S, D, PARTS,
+                        key, key_cache, k_scale_cache, source, block, head, part, sk_b, sk_s, sk_h, sck_b, sck_s, sck_h,
+                        K_SCALE_STRIDES, K_FORMAT, S, D, PARTS,
                     )  # fmt: skip
                 else:
                     _write_block(
-                        value + source * sv_b + head * sv_h,
-                        value_cache + block * scv_b + head * scv_h,
-                        v_scale_cache + block * V_SCALE_STRIDES[0] + head * V_SCALE_STRIDES[2],
-                        sv_s, scv_s, part, V_SCALE_STRIDES, V_FORMAT, S, DV, PARTS,
+                        value, value_cache, v_scale_cache, source, block, head, part, sv_b, sv_s, sv_h, scv_b, scv_s,
+                        scv_h, V_SCALE_STRIDES, V_FORMAT, S, DV, PARTS,
                     )  # fmt: skip
             item += tl.num_programs(0)
 
