@@ -177,7 +177,7 @@ def _latent_sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: sl
     return _Sample(rows, slice(None), attended(torch.float64), attended(case.torch_dtype).double())
 
 
-def _rows(case: Case, cache: LayerCache, table: torch.Tensor, head: int, keys: int) -> list[torch.Tensor]:
+def stored_rows(case: Case, cache: LayerCache, table: torch.Tensor, head: int, keys: int) -> list[torch.Tensor]:
     """Keys and values, each float64 [keys, 1, D], that the blocks of a table [n] stand for."""
     form = format_of(cache.format or "auto")
     decoded = (
@@ -194,7 +194,7 @@ def _sample(
     group, form = case.heads // case.kv_heads, format_of(cache.format or "auto")
     table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
     heads = slice(head * group, (head + 1) * group)
-    stored = _rows(case, cache, table, head, keys) if own_cache is None else own_cache.rows(seq, head, keys)
+    stored = stored_rows(case, cache, table, head, keys) if own_cache is None else own_cache.rows(seq, head, keys)
     sinks = None if problem.sinks is None else problem.sinks[heads]
     options = {"scale": case.scale, "mask": case.mask, "softcap": case.softcap or None, "sinks": sinks}
 

@@ -11,7 +11,7 @@ from pagedattn import LayerCache
 from pagedattn.errors import UnsupportedError
 from pagedattn.formats.hadamard.rotation import hadamard
 
-from .problem import DEVICE, Paged, Problem
+from .problem import DEVICE, Paged, Problem, stored_rows
 from .run import OwnCache, Run
 from .table import Case
 
@@ -173,18 +173,17 @@ def _library() -> _Library:
 
 def _check_rows(stored: _Stored, plain: Paged, case: Case) -> None:
     """Rows of the last sequence and head, as they are stored, beside those that they were."""
-    seq, head, layout, cache = len(case.work.seq_lens) - 1, case.kv_heads - 1, stored.layout, plain.layer(0)
+    seq, head, layout = len(case.work.seq_lens) - 1, case.kv_heads - 1, stored.layout
     keys = case.work.seq_lens[seq]
     blocks = plain.common.block_table[seq, : -(-keys // case.block_size)].long()
     sides = zip(
         ("keys", "values"),
         (layout.key_mse_bits, layout.effective_value_quant_bits),
         stored.rows(seq, head, keys),
-        (cache.key, cache.value),
+        stored_rows(case, plain.layer(0), blocks, head, keys),
         strict=True,
     )
-    for name, bits, found, given in sides:
-        want = given[blocks][:, :, [head]].flatten(0, 1)[:keys].double()
+    for name, bits, found, want in sides:
         error = float((found - want).norm() / want.norm())
         if not error <= _MOST_ERROR[bits]:
             raise ArithmeticError(f"stored {name} differ from the rows by {error:.0%} of these")

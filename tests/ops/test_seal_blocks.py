@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covers import beside
+from test_format_int4 import device_of
 
 from pagedattn import PagedKVCache, ops
 from pagedattn.formats.registry import format_of
@@ -19,7 +20,7 @@ from pagedattn.formats.registry import format_of
 def test_a_block_is_encoded_row_by_row(stored: str, size: int, path: str) -> None:
     """By formats that encode each row alone: blocks 1 and 2 of a sequence that its step put behind the window."""
     dims, form = (40, 24), format_of(stored)
-    device = torch.device("cuda" if path == "triton" and torch.cuda.is_available() else "cpu")
+    device = device_of(path)
     rows = [torch.randn(6, size, 3, dim, generator=torch.Generator().manual_seed(dim)).to(device) for dim in dims]
     given: dict[str, Any] = {"kv_cache_dtype": stored, "recent_blocks": 1, "device": device}
     cache = PagedKVCache(1, 5, size, 3, dims[0], head_dim_v=dims[1], **given)
