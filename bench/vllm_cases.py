@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from .vllm_models import FETCHED
@@ -35,6 +36,11 @@ class Case:
     def connector(self) -> str | None:
         """The KV connector, through which a second generation must load what the first one stored."""
         return self.options.get("kv_transfer_config", {}).get("kv_connector")
+
+    @property
+    def over_ray(self) -> bool:
+        """Its workers are Ray's, which must be installed."""
+        return self.options.get("distributed_executor_backend") == "ray"
 
     @property
     def gpus(self) -> int:
@@ -97,12 +103,20 @@ SERVER = [
     Case("server", "vllm serve", "tiny-qwen3", served=True),
     Case("server", "data parallel, two nodes on one GPU", "tiny-qwen3", ranks=2, served=True, one_gpu=True),
 ]
+_RAY = {"distributed_executor_backend": "ray"}
+# Each engine starts a Ray of its own, in place of joining its peer's; a variable of ours goes to the workers.
+_OWN_RAY = {"RAY_ADDRESS": "local", "PAGEDATTN_BACKEND": "TRITON"}
+RAY = [
+    Case("ray", "eager", "tiny-qwen3", _EAGER | _RAY, _OWN_RAY),
+    Case("ray", "graphs", "tiny-qwen3", _RAY, _OWN_RAY),
+]
 _LONG = {"load_format": "dummy", "max_model_len": 8192, "skip_tokenizer_init": True}
 SPEED = [Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1))]
 _TP, _PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 TWO_GPUS = [
     Case("two-gpus", "tensor parallel", "tiny-qwen3", _TP),
     Case("two-gpus", "pipeline parallel", "tiny-qwen3", _PP),
+    Case("two-gpus", "tensor parallel, Ray", "tiny-qwen3", _TP | _RAY, _OWN_RAY),
     Case("two-gpus", "tensor parallel, connector", "tiny-qwen3", _OFFLOADING | _TP),
     # `LLM` takes a process for each rank, and serves models with experts alone so: ranks of others share nothing.
     Case("two-gpus", "data parallel, eager", "tiny-gpt-oss", _EAGER, ranks=2),
@@ -110,13 +124,13 @@ TWO_GPUS = [
     Case("two-gpus", "data parallel, vllm serve", "tiny-qwen3", ranks=2, served=True),
     Case("two-gpus", "tensor parallel, random weights", "llama-8b", _LONG | _TP, requests=(256, 1)),
 ]
-CASES = [*TOKENS, *LATENT, *CONNECTORS, *SERVER, *SPEED, *TWO_GPUS]
+CASES = [*TOKENS, *LATENT, *CONNECTORS, *RAY, *SERVER, *SPEED, *TWO_GPUS]
 SUITES = [*dict.fromkeys(case.suite for case in CASES)]
 ALL = "all"  # suites that the GPUs allow
 
 
 def chosen(suites: Sequence[str], words: Sequence[str], gpus: int) -> list[Case]:
-    """Cases of the suites, `ALL` among them, whose name holds one of the words, if there are any.
+    """Cases of the suites, whose name holds one of the words, if there are any; of `ALL` those that are possible here.
 
     Raises:
         ValueError: a suite by name needs more GPUs than there are.
@@ -126,4 +140,6 @@ def chosen(suites: Sequence[str], words: Sequence[str], gpus: int) -> list[Case]
     for case in named:
         if case.gpus > gpus:
             raise ValueError(f"--suite {case.suite} must need at most {gpus} GPUs, the number here, got {case.gpus}")
-    return [case for case in cases if case in named or (ALL in suites and case.gpus <= gpus)]
+    ray = find_spec("ray") is not None
+    possible = [case for case in cases if case.gpus <= gpus and (ray or not case.over_ray)]
+    return [case for case in cases if case in named or (ALL in suites and case in possible)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pagedattn.bench import vllm_compare, vllm_server
+from pagedattn.bench import vllm_cases, vllm_compare, vllm_server
 from pagedattn.bench.vllm_cases import ALL, CASES, Case, chosen
 from pagedattn.bench.vllm_models import EXAMPLE, recipe
 from pagedattn.bench.vllm_process import Engines
@@ -147,9 +147,13 @@ def test_a_file_keeps_rows_of_other_cases_that_still_exist(tmp_path: Path, monke
     assert found[1]["requests"] == 3 and "gpu" in found[1] and found[1]["commit"] and "commit" not in found[0]
 
 
-def test_all_is_what_the_gpus_allow_and_a_suite_by_name_must_be_possible() -> None:
+def test_all_is_what_is_possible_here_and_a_suite_by_name_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_cases, "find_spec", lambda name: None)
     assert {case.suite for case in chosen([ALL], [], 1)} == {"tokens", "latent", "connectors", "server", "speed"}
-    assert chosen([ALL], [], 2) == CASES and chosen([ALL], [], 0) == []
+    assert chosen([ALL], [], 2) == [case for case in CASES if not case.over_ray] and chosen([ALL], [], 0) == []
+    assert {case.suite for case in chosen(["ray"], [], 1)} == {"ray"}
+    monkeypatch.setattr(vllm_cases, "find_spec", lambda name: name)
+    assert chosen([ALL], [], 2) == CASES
     assert [case.name for case in chosen(["connectors"], ["files"], 1)] == [
         "files, first runner",
         "files, second runner",
