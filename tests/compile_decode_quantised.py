@@ -18,7 +18,8 @@ from assembler import Compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagedattn.kernels.decode_quantised.kernel import _decode_kernel, constants_of
-from pagedattn.kernels.decode_quantised.plan import quantised_decode_config
+from pagedattn.kernels.decode_quantised.many_rows_kernel import many_rows_kernel
+from pagedattn.kernels.decode_quantised.plan import FEW_ROWS, quantised_decode_config
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.runtime.target import Target
 
@@ -59,7 +60,8 @@ def compile_one(
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
     absent = {"lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})
-    names = _decode_kernel.arg_names
+    kernel = _decode_kernel if config.rows <= FEW_ROWS else many_rows_kernel
+    names = kernel.arg_names
     types = _TYPES | dict.fromkeys(("query", "out", "sinks"), "*bf16")
     if per_channel:
         types |= {"k_scale_cache": "*i32"}
@@ -68,7 +70,7 @@ def compile_one(
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in _STRIDES]
     source = GluonASTSource(
-        _decode_kernel,
+        kernel,
         signature,
         {(names.index(one),): value for one, value in constants.items()},
         {(at,): [["tt.divisibility", 16]] for at in aligned},
@@ -99,7 +101,7 @@ def key_loop(sass: str) -> list[str]:
                 for x in lines[labels[back[1]] : at]
             ]
             names = [one[1] for one in body if one]
-            if any(one.startswith("HMMA") for one in names):
+            if any(one.startswith(("HMMA", "HGMMA")) for one in names):
                 found.append(names)
     return min(found, key=len)
 
@@ -110,7 +112,12 @@ def main() -> None:
     compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, given=("lse_out",), accumulate=True, **int4)
     turboquant: dict[str, Any] = {"keys": "turboquant4", "values": "turboquant4", "size": 32}
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), every)
+    compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
     if "--grid" in sys.argv:
+        compile_one("int8-D128-G4-T8", torch.int8, 128, 4, 64, 8)
+        compile_one("e4m3-D128-G8-T5-all", torch.float8_e4m3fn, 128, 8, 1, 5, (1, 100), every)
+        compile_one("int4-D128-G4-T16", torch.uint8, 128, 4, 64, 16, given=("lse_out",), accumulate=True, **int4)
+        compile_one("turboquant4-D128-G8-T4", torch.uint8, 128, 8, 64, 4, **turboquant)
         compile_one("turboquant4-D128-G4", torch.uint8, 128, 4, 64, **turboquant)
         compile_one("k8v4-D128-G4", torch.int8, 128, 4, 64, values="rotated_int4")
         compile_one("int8-D128-G4", torch.int8, 128, 4, 64)

@@ -10,6 +10,8 @@ key_tiles = gluon.jit(even_split.key_tiles.fn)
 first_tile_of = gluon.jit(even_split.first_tile_of.fn)
 program_of = gluon.jit(even_split.program_of.fn)
 visible = gluon.jit(masking.visible.fn)
+least_key = gluon.jit(masking.first_key.fn)
+end_key = gluon.jit(masking.end_key.fn)
 
 
 @gluon.constexpr_function

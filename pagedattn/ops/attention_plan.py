@@ -54,18 +54,22 @@ def plan_attention(
         has_words: whether the kernel for codes can read this cache.
     """
     target, here = target_of(device), hopper.why_not_here(device)
+    not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
     many = bounds.max_query_len > DECODE_TOKENS
-    copied = many and not (_why_not_copied(shape, here) or not_copied)
+    because = "" if only_decodes(shape, bounds) else _why_not_sm90(shape, here) or not_sm90
+    # Where prompts would need a copy of their keys, which takes longer than converting them for each query block.
+    by_codes = many and bool(because) and not quantised.why_not(shape, bounds.max_query_len, not_quantised)
+    copied = many and not (by_codes or _why_not_copied(shape, here) or not_copied)
     turns = dequantise.copy_turns(shape, bounds) if copied else 0
-    because = "" if turns or only_decodes(shape, bounds) else _why_not_sm90(shape, here) or not_sm90
+    because = "" if turns else because
     passes = plan_passes(shape, bounds, device) if copied and because else ()
     because = "" if passes else because
-    not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
     of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns > 1 else shape
     params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
     prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
-    for span in plan_spans(shape, bounds, params, bool(because), fuse=not (prefix or turns or passes)):
+    fuse = not (prefix or turns or passes)
+    for span in plan_spans(shape, bounds, params, bool(because), fuse, by_codes):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
             shared = prefix if span.kernel == "decode" else 0
@@ -104,13 +108,19 @@ def _why_not_copied(shape: AttentionShape, here: str) -> str:
 
 
 def plan_spans(
-    shape: AttentionShape, bounds: BatchBounds, params: sm90.TileSchedulerParams, portable: bool, fuse: bool = True
+    shape: AttentionShape,
+    bounds: BatchBounds,
+    params: sm90.TileSchedulerParams,
+    portable: bool,
+    fuse: bool = True,
+    by_codes: bool = False,
 ) -> list[Span]:
     """Which sequences a step's decode and prefill launches serve; some may be empty.
 
     Args:
         portable: whether only the portable prefill kernel can serve.
         fuse: whether one launch may serve decodes and prompts; decodes with a shared prefix have one of their own.
+        by_codes: whether the decode kernel for codes is to serve the prompts.
     """
     count, decodes, longest = bounds.num_seqs, bounds.num_decodes, bounds.max_query_len
     if only_decodes(shape, bounds):
@@ -120,11 +130,13 @@ def plan_spans(
     if shape.deterministic or not shape.paged:
         return [everything]
     if longest <= DECODE_TOKENS:
-        fused = fuse and not portable and handles_short_queries(params, bounds)
+        # Of codes what the decode kernel would convert for more than a warp's rows is as fast as rows that are padded.
+        fewest = sm90.TILE_ROWS // 4 if shape.codes[0] is None else quantised.FEW_ROWS + 1
+        fused = fuse and not portable and handles_short_queries(params, bounds, fewest)
         return [everything if fused else Span("decode", 0, count, longest)]
     if Mask.of(shape.mask).own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
         return [everything]
-    rest = "decode" if fuse and portable and prefers_split_kv(params, bounds) else prefill
+    rest = "decode" if by_codes or (fuse and portable and prefers_split_kv(params, bounds)) else prefill
     return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]
 
 
@@ -142,13 +154,15 @@ def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -
     return bounds.num_decodes > 0 and whole and bounds.max_seq_len <= most
 
 
-def handles_short_queries(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
+def handles_short_queries(
+    params: sm90.TileSchedulerParams, bounds: BatchBounds, fewest: int = sm90.TILE_ROWS // 4
+) -> bool:
     """Whether sequences of a few new tokens each go to the Hopper prefill kernel, not to the one for decodes: where
-    their rows fill half of what a tile's product computes, and either keys are split, or no SM is left with much longer
-    ones than others."""
+    they have the `fewest` rows, which fill half of what a tile's product computes, and either keys are split, or no SM
+    is left with much longer ones than others."""
     group, tiles = params.group, bounds.num_seqs * params.num_kv_heads
     rows = bounds.max_query_len * group
-    if bounds.max_query_len <= 1 or rows < sm90.TILE_ROWS // 4 or sm90.heads_per_tile(group) != group:
+    if bounds.max_query_len <= 1 or rows < fewest or sm90.heads_per_tile(group) != group:
         return False
     even = tiles >= params.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_TILE * tiles // params.num_sms
     # As many tokens as there can be: how many padding rows a query has must not decide.

@@ -10,6 +10,7 @@ import torch
 from backends.test_hopper import HERE
 
 from pagedattn.backends.registry import get_backend
+from pagedattn.ops import attention_plan
 from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.spec import AttentionType
 from pagedattn.testing.case import Case
@@ -26,12 +27,14 @@ KINDS = {
     "e4m3, scales of heads, HND": Case(**BF16 | E4M3, kv_scale="head", layout="HND"),
     "e4m3, 256, eight heads a group": Case(**BF16 | E4M3 | {"heads": (8, 1), "head_dim": 256}, kv_scale="tensor"),
     "e4m3, three heads a group, blocks of 48": Case(**BF16 | E4M3 | {"heads": (9, 3)}, block_size=48, kv_scale="float"),
+    "e5m2, window, soft cap, ALiBi": Case(**BF16 | E5M2, softcap=9.0, alibi=True, sliding_window=70),
     "e5m2, 64, soft cap, ALiBi": Case(**BF16 | E5M2 | {"head_dim": 64}, softcap=9.0, alibi=True),
     "int8": Case(**BF16 | INT8),
     "int8, fp16, window, sinks": Case(**BF16 | INT8 | {"dtype": torch.float16}, sliding_window=70, sinks=0.5),
     "int8, 64, values of 128, 16 heads a group, HND": Case(
         **BF16 | INT8 | {"heads": (16, 1), "head_dim": 64}, head_dim_v=128, layout="HND", block_size=32
     ),
+    "int8, 24 heads a group": Case(**BF16 | INT8 | {"heads": (24, 1)}),
     "int8, queries beyond float16": Case(**BF16 | INT8, magnitude=3e5, scale=1e-12),
     "int8, small values": Case(**BF16 | INT8, magnitude=1e-6, scale=1e11),
     "k8v4": Case(**BF16 | K8V4),
@@ -99,6 +102,23 @@ def test_several_tokens(kind: str, launches: list[Any]) -> None:
         launches.clear()
         check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
         assert launches, f"{kind}, {queries}: another kernel served"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [name for name, case in KINDS.items() if case.head_dim == 128 and not case.head_dim_v and case.heads[0] < 16],
+)
+def test_many_rows(kind: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 17 rows of tokens and heads of a group on."""
+    monkeypatch.setattr(attention_plan, "handles_short_queries", lambda *_: False)
+    case = KINDS[kind]
+    group = case.heads[0] // case.heads[1]
+    for queries, keys in (((8, 2, 0, 1, 5), (63, 40, 0, 64, 1000)), ((16, 9), (7000, 16)), ((7, 16, 3), (65, 130, 3))):
+        launches.clear()
+        several = case.but(query_lens=queries, seq_lens=keys)
+        check(get_backend("TRITON"), make_problem(several, DEVICE), f"{kind}, {several.id}")
+        assert launches, f"{kind}, {queries}: another kernel served"
+        assert max(queries) * group > 16 and launches[-1].rows == 64
 
 
 def test_cross_attention(launches: list[Any]) -> None:

@@ -18,6 +18,7 @@ from pagedattn.testing.problem import make_problem
 
 CPU = torch.device("cpu")
 CODES = ("int8", "int8")
+K8V4 = ("int8", "rotated_int4")
 SHAPE = AttentionShape(torch.bfloat16, torch.int8, 8, 4, 128, 128, (1, 0), False, True, False, 16, CODES)
 H200 = Target(132, 232448, True)
 
@@ -57,7 +58,7 @@ def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple
 
 
 def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
-    assert kernels(SHAPE, decodes(tokens=5)) == ["decode"]
+    assert kernels(SHAPE._replace(head_dim=64, head_dim_v=64, codes=K8V4), decodes(tokens=5)) == ["decode"]
     assert kernels(SHAPE, decodes(), has_words=False) == ["decode"]
     assert kernels(SHAPE, decodes(), prefix_len=4000, max_prefix_len=4000) == ["decode"], "a prefix that all share"
     assert kernels(SHAPE._replace(deterministic=True), decodes()) == ["prefill_sm90"]
@@ -68,12 +69,41 @@ def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
         {"head_dim_v": 80},
         {"block_size": 8},
         {"block_size": None},
-        {"group": 17},
+        {"group": 65},
+        {"group": 17, "head_dim": 64, "head_dim_v": 64},
         {"group": 9, "head_dim": 256},
         {"codes": ("int8", None)},  # bytes of another meaning
     ):
         shape = SHAPE._replace(**other)
         assert why_not(shape, 1, "") and kernels(shape, decodes()) == ["decode"], other
+
+
+def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_reads_the_codes() -> None:
+    shape = SHAPE._replace(codes=K8V4)
+    for tokens in (5, 16):
+        assert kernels(shape, decodes(tokens=tokens)) == ["decode_quantised"]
+        assert kernels(SHAPE, decodes(tokens=tokens)) == ["prefill_sm90"]
+    config = quantised_decode_config(shape, decodes(64, tokens=16), H200)
+    assert (config.rows, config.tuning.tile, config.programs) == (64, 64, 2 * 132)
+    assert config.tiles == 64 * 8 * 4096 // 64 and config.state == 64 * (128 + 2)
+    twice = quantised_decode_config(shape, decodes(64, tokens=17), H200)
+    assert twice.tiles == 2 * config.tiles, "two blocks of queries"
+    alone = quantised_decode_config(shape, decodes(1, 1 << 17, 16), H200)
+    assert alone.programs == 16 * 8, "no more states of an item than one program adds up"
+    assert quantised_decode_config(shape._replace(group=3), decodes(tokens=16), H200).rows == 64
+
+
+def test_prompts_of_few_rows_are_served_without_a_copy() -> None:
+    def prompts(tokens: int) -> BatchBounds:
+        return BatchBounds(2 * tokens + 3, 5, 3, tokens, 4096, 4096)
+
+    shape = SHAPE._replace(codes=K8V4)
+    assert kernels(shape, prompts(64)) == ["decode_quantised", "decode_quantised"]
+    plan = plan_attention(shape, prompts(65), CPU)
+    assert [launch.span.kernel for launch in plan.launches] == ["decode_quantised", "prefill_sm90"] and plan.copy_turns
+    assert kernels(SHAPE, prompts(64)) == ["decode_quantised", "prefill_sm90"], "which reads such codes"
+    assert kernels(shape._replace(deterministic=True), prompts(64)) == ["prefill"]
+    assert "decode_quantised" not in kernels(shape, prompts(64), has_words=False)
 
 
 @pytest.mark.parametrize("here", ["no Hopper GPU", "kernels are interpreted"])

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..gluon_device import LN2, LOG2E
+from ..gluon_device import LOG2E
 from ..gluon_even_split import end_of_keys, key_tiles, tiles_before, tiles_of
 from ..gluon_names import thread_barrier
 from ..inputs import VARYING, AttentionInputs
@@ -28,51 +28,11 @@ from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
 from .key_loop import attend
-from .operands import in_order, is_4_bit
-from .plan import QuantisedDecodeConfig
-from .queries import load_queries
-from .rotation import rotate_back
-from .split_kv import publish_and_reduce
-
-
-@gluon.jit
-def _rows(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Query token in the sequence, query head, and whether there is one, of an item's rows."""
-    q_row = q_block * BLOCK_Q + row // GROUP
-    exists = (row < BLOCK_Q * GROUP) & (q_row < q_len)
-    return q_row, (kv_head * GROUP + row % GROUP).to(gl.int64), exists
-
-
-@gluon.jit
-def _finish(
-    acc, m_i, l_i, out, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, ROTATED: gl.constexpr, ACCUMULATE: gl.constexpr,
-):  # fmt: skip
-    """Write the output and LSE of an item's rows; ACCUMULATE: with the states that are there taken up."""
-    R: gl.constexpr = acc.shape[0]
-    DV: gl.constexpr = acc.shape[1]
-    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    q_row, head, exists = _rows(gl.arange(0, R, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
-    token = (q_start + q_row).to(gl.int64)
-    dim = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
-    acc = acc * gl.expand_dims(out_scale / gl.where(l_i == 0, 1.0, l_i), 1)
-    if ROTATED:
-        acc = rotate_back(acc)
-    to = out + gl.expand_dims(token * so_t + head * so_h, 1) + gl.expand_dims(dim, 0)
-    if ACCUMULATE:
-        there = gl.load(lse_out + token * sl_t + head, mask=exists, other=-float("inf")) * LOG2E
-        mine = gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i))
-        m_i = gl.maximum(there, mine)
-        shift = gl.where(m_i == -float("inf"), 0.0, m_i)
-        there, mine = gl.exp2(there - shift), gl.exp2(mine - shift)
-        l_i = there + mine
-        before = gl.load(to, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
-        total = gl.where(l_i == 0, 1.0, l_i)
-        acc = acc * gl.expand_dims(mine / total, 1) + before * gl.expand_dims(there / total, 1)
-    gl.store(to, acc.to(out.dtype.element_ty), mask=gl.expand_dims(exists, 1))
-    if lse_out is not None:
-        lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
-        gl.store(lse_out + token * sl_t + head, lse, mask=exists)
+from .many_rows_kernel import many_rows_kernel
+from .operands import in_order
+from .outputs import write_item
+from .plan import FEW_ROWS, QuantisedDecodeConfig
+from .queries import load_queries, rows_of
 
 
 @gluon.jit
@@ -178,12 +138,12 @@ def _decode_kernel(
             else:
                 at = gl.maximum(at, origin)
                 stop = gl.minimum(close, end)
-                q_row, head, exists = _rows(offs_q, q_len, q_block, kv_head, GROUP, BLOCK_Q)
+                q_row, head, exists = rows_of(offs_q, q_len, q_block, kv_head, GROUP, BLOCK_Q)
                 to_row = (q_start + q_row).to(gl.int64) * sq_t + head * sq_h
                 q, q_rest, up = load_queries(query, to_row, exists, D, R, W, K_CODES, QUERY)
                 up = gl.convert_layout(up, STATES)
 
-                q_row, head, exists = _rows(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
+                q_row, head, exists = rows_of(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
                 slope = 0.0
                 if alibi_slopes is not None:
                     slope = gl.load(alibi_slopes + head, mask=exists, other=0.0).to(gl.float32)
@@ -214,22 +174,16 @@ def _decode_kernel(
                 scale = out_scale
                 if v_scale is not None:
                     scale *= gl.load(v_scale + kv_head * s_vscale)
-                begins = origin == at
-                complete = begins & (stop == close)
-                if not complete:
-                    complete, all_acc, all_m, all_l = publish_and_reduce(
-                        all_acc, all_m, all_l, workspace, kv_head, program, begins, origin // share,
-                        (close - 1) // share, KV_HEADS, GROUP * BLOCK_Q,
-                    )  # fmt: skip
-                if complete:
-                    _finish(
-                        all_acc, all_m, all_l, out, lse_out, q_start, q_len, q_block, kv_head, scale, so_t, so_h, sl_t,
-                        GROUP, BLOCK_Q, is_4_bit(V_CODES), ACCUMULATE,
-                    )  # fmt: skip
+                write_item(
+                    all_acc, all_m, all_l, out, lse_out, workspace, kv_head, program, q_start, q_len, q_block,
+                    origin == at, stop == close, origin // share, (close - 1) // share, scale, so_t, so_h, sl_t,
+                    KV_HEADS, GROUP, BLOCK_Q, V_CODES, ACCUMULATE,
+                )  # fmt: skip
                 at = stop
 
 
 _launch = Launcher(_decode_kernel, VARYING)
+_launch_many_rows = Launcher(many_rows_kernel, VARYING)
 
 
 def constants_of(
@@ -285,5 +239,6 @@ def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: to
     constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1), "ACCUMULATE": inputs.accumulate}
     constants |= {"K_STRIDES": plane_strides(k_scales), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
+    run = _launch if config.rows <= FEW_ROWS else _launch_many_rows
     with on_device(query):
-        _launch((config.programs,), arguments, constants, **options)
+        run((config.programs,), arguments, constants, **options)

@@ -16,13 +16,13 @@ from .operands_4bit import channel_words, level_tables, products, step_products
 
 
 @gluon.jit
-def _first_key(start, low, end, warp, KEYS: gl.constexpr):
+def first_key(start, low, end, warp, KEYS: gl.constexpr):
     """The first of the keys of a warp at start + KEYS * warp, or of those nearest to them in low..end."""
     return gl.minimum(gl.maximum(start + warp * KEYS, low // KEYS * KEYS), (end - 1) // KEYS * KEYS)
 
 
 @gluon.jit
-def _load_rows(
+def load_rows(
     codes, at, block, row, word, low, end, s_block, S: gl.constexpr, SLOT: gl.constexpr, NEAREST: gl.constexpr
 ):
     """Words of a warp's keys from `at` on, which lie in one block, or of the nearest of them in low..end."""
@@ -31,7 +31,7 @@ def _load_rows(
 
 
 @gluon.jit
-def _load_scales(
+def load_scales(
     scales, at, block, row, kv_head, low, end, STRIDES: gl.constexpr, S: gl.constexpr, NEAREST: gl.constexpr
 ):
     """Those of the same rows, of a plane with these strides by block, slot and head: [W, KEYS, 1]."""
@@ -40,7 +40,7 @@ def _load_scales(
 
 
 @gluon.jit
-def _load_channels(scales, block, kv_head, channel, COUNT: gl.constexpr, STRIDES: gl.constexpr):
+def load_channels(scales, block, kv_head, channel, COUNT: gl.constexpr, STRIDES: gl.constexpr):
     """Steps and least elements of the channels of warps' blocks, COUNT words of each: [W, COUNT]."""
     at = scales + gl.expand_dims(block * STRIDES[0] + kv_head * STRIDES[2], 1) + gl.expand_dims(channel, 0)
     return gl.load(at), gl.load(at + COUNT)
@@ -100,25 +100,25 @@ def attend(
     warp = gl.arange(0, W, along(0, MMA))
     row = gl.arange(0, KEYS, along(1, MMA))
 
-    at = _first_key(begin, low, end, warp, KEYS)
+    at = first_key(begin, low, end, warp, KEYS)
     block = gl.load(table + at // S)
-    next_at = _first_key(begin + TILE, low, end, warp, KEYS)
+    next_at = first_key(begin + TILE, low, end, warp, KEYS)
     next_block = gl.load(table + next_at // S)
     known = block.to(gl.uint32) < num_blocks.to(gl.uint32)  # negative ids are large ones
     block = gl.where(known, block, 0).to(gl.int64)
     k_at, k_block = gl.convert_layout(at, K_WARPS), gl.convert_layout(block, K_WARPS)
-    k = _load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, S, K_SLOT, NEAREST)
+    k = load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, S, K_SLOT, NEAREST)
     v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
-    even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
-    odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
+    even = load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
+    odd = load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
     if PER_CHANNEL:
         channel = gl.arange(0, D // 2, gl.SliceLayout(0, CHANNELS))
         c_block = gl.convert_layout(block, gl.SliceLayout(1, CHANNELS))
-        steps, least = _load_channels(k_scales, c_block, kv_head, channel, D // 2, K_STRIDES)
+        steps, least = load_channels(k_scales, c_block, kv_head, channel, D // 2, K_STRIDES)
     elif K_STRIDES is not None:
-        key_scale = _load_scales(k_scales, at, block, row, kv_head, low, end, K_STRIDES, S, NEAREST)
+        key_scale = load_scales(k_scales, at, block, row, kv_head, low, end, K_STRIDES, S, NEAREST)
     if V_STRIDES is not None:
-        value_scale = _load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S, NEAREST)
+        value_scale = load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S, NEAREST)
     nothing = gl.zeros([W, KEYS, R], gl.float32, MMA)
     k_tables, v_tables = level_tables(k, in_3d(k_block, 0)), level_tables(even, in_3d(v_block, 0))
     if key_offset(K_CODES) != 0:
@@ -133,7 +133,7 @@ def attend(
         at = next_at
         known = next_block.to(gl.uint32) < num_blocks.to(gl.uint32)
         block = gl.where(known, next_block, 0).to(gl.int64)
-        next_at = _first_key(start + 2 * TILE, low, end, warp, KEYS)
+        next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
         next_block = gl.load(table + next_at // S)
 
         codes = key_operand(k, k_tables, K_CODES, MMA)
@@ -145,14 +145,14 @@ def attend(
         else:
             s = mma_v2(codes, q, nothing)
         k_at, k_block = gl.convert_layout(at, K_WARPS), gl.convert_layout(block, K_WARPS)
-        k = _load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, S, K_SLOT, NEAREST)
+        k = load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, S, K_SLOT, NEAREST)
         scale = gl.expand_dims(row_scale, 1)
         if PER_CHANNEL:
             c_block = gl.convert_layout(block, gl.SliceLayout(1, CHANNELS))
-            steps, least = _load_channels(k_scales, c_block, kv_head, channel, D // 2, K_STRIDES)
+            steps, least = load_channels(k_scales, c_block, kv_head, channel, D // 2, K_STRIDES)
         elif K_STRIDES is not None:
             s *= key_scale
-            key_scale = _load_scales(k_scales, at, block, row, kv_head, low, end, K_STRIDES, S, NEAREST)
+            key_scale = load_scales(k_scales, at, block, row, kv_head, low, end, K_STRIDES, S, NEAREST)
         if SOFTCAP:
             s = (softcap * LOG2E) * tanh(s * (scale / softcap))
         else:
@@ -168,7 +168,7 @@ def attend(
         if V_STRIDES is not None:
             value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
             weight = gl.where(keep, s + approximate("lg2", value_scale), -float("inf"))
-            value_scale = _load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S, NEAREST)
+            value_scale = load_scales(v_scales, at, block, row, kv_head, low, end, V_STRIDES, S, NEAREST)
         m_new = gl.maximum(m_i, gl.max(weight, 1))
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
         p = gl.exp2(s - gl.expand_dims(shift, 1))
@@ -180,6 +180,6 @@ def attend(
         v = value_operand(even, odd, v_tables, V_CODES, MMA)
         acc = mma_v2(v, gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2)), acc * alpha)
         v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
-        even = _load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
-        odd = _load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
+        even = load_rows(value, v_at, v_block, v_row, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
+        odd = load_rows(value, v_at, v_block, v_row + 1, v_word, low, end, sv_b, S, V_SLOT, NEAREST)
     return acc, m_i, l_i

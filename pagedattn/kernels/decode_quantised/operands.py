@@ -84,7 +84,18 @@ def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _keys_of_8_bits(words, CODES: gl.constexpr, MMA: gl.constexpr):
+def elements(words, tables, CODES: gl.constexpr):
+    """float16 of codes plus `key_offset` [.., 2, 2], of 4 bits [.., 2, 2, 2], by the bits of their places in words from
+    the lowest on. tables: `operands_4bit.level_tables(words)`."""
+    if is_4_bit(CODES):
+        x = operands_4bit.elements(words, tables, CODES)
+    else:
+        x = _elements_of_8_bits(words, CODES)
+    return x
+
+
+@gluon.jit
+def _elements_of_8_bits(words, CODES: gl.constexpr):
     if CODES == "e4m3":
         a, b, c, d = gluon_e4m3.elements(words)
     elif CODES == "e5m2":  # the upper byte of a float16
@@ -110,10 +121,15 @@ def _keys_of_8_bits(words, CODES: gl.constexpr, MMA: gl.constexpr):
             True,
             1,
         )
+    return gl.join(gl.join(a, b), gl.join(c, d))
+
+
+@gluon.jit
+def _keys_of_8_bits(words, CODES: gl.constexpr, MMA: gl.constexpr):
     W: gl.constexpr = words.shape[0]
     KEYS: gl.constexpr = words.shape[1]
     D: gl.constexpr = words.shape[2] * 4
-    x = gl.join(gl.join(a, b), gl.join(c, d))
+    x = _elements_of_8_bits(words, CODES)
     x = x.reshape([W, KEYS, D // 64, 2, 2, 2, 2, 2, 2]).permute((0, 1, 2, 5, 6, 8, 3, 4, 7)).reshape([W, KEYS, D])
     return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 

@@ -77,19 +77,26 @@ def _key_steps():
 
 
 @gluon.jit
-def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, keys, D] plus an offset, elements in the order of `in_key_order`. tables: `level_tables(words)`."""
+def elements(words, tables, CODES: gl.constexpr):
+    """float16 of codes plus an offset [.., 2, 2, 2], by the bits of their places in words from the lowest on. tables:
+    `level_tables(words)`."""
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,"
-    if CODES == "int4_per_channel":
+    if CODES != "turboquant4":
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_key_steps(), OUT + "r", [words], EIGHT, True, 1)
     else:
         given = [words, tables[0], tables[1]]
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_key_levels(), OUT + "r,r,r", given, EIGHT, True, 1)
+    return gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+
+
+@gluon.jit
+def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
+    """float16 [W, keys, D] plus an offset, elements in the order of `in_key_order`. tables: `level_tables(words)`."""
     W: gl.constexpr = words.shape[0]
     KEYS: gl.constexpr = words.shape[1]
     D: gl.constexpr = words.shape[2] * 8
     RUN: gl.constexpr = run_of(words.shape[2])
-    x = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
+    x = elements(words, tables, CODES)
     # [.., row's part, thread, word, then of a code's place in it the lowest bit, the middle one and the upper one]
     x = x.reshape([W, KEYS, D // (32 * RUN), 4, RUN, 2, 2, 2]).permute((0, 1, 2, 4, 6, 7, 3, 5)).reshape([W, KEYS, D])
     return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)

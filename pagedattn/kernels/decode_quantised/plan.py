@@ -18,7 +18,11 @@ _4_BITS = (("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4"))
 _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"), *_4_BITS)
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
-_MOST_ROWS = 16  # of a query block: tokens times heads of a group
+FEW_ROWS = 16  # of a query block, tokens times heads of a group, that products of a warp's own keys are made with
+MANY_ROWS = 64  # that products of a program's keys are made with
+MOST_ROWS = 256  # from which on copying keys takes less time than converting them for each query block
+GROUP = 16  # partial states that one program adds up
+_MANY_DIM = 128
 
 
 class QuantisedDecodeTuning(NamedTuple):
@@ -36,6 +40,9 @@ class QuantisedDecodeTuning(NamedTuple):
     def tile(self) -> int:
         """Keys."""
         return self.warps * self.keys
+
+
+_MANY = QuantisedDecodeTuning(4, 2, 255, 2)  # of query blocks of MANY_ROWS
 
 
 class QuantisedDecodeConfig(NamedTuple):
@@ -69,10 +76,11 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
         return f"blocks of {shape.block_size} tokens, served: multiples of {KEYS_PER_WARP}"
     if unserved := Mask.of(shape.mask).unserved(_MASKS):
         return f"masks with {', '.join(unserved)}"
-    most = min(_MOST_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
+    most = min(FEW_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
     rows = max_query_len * shape.group
-    if rows > most:
-        return f"{rows} rows of tokens and heads of a group, served: {most}"
+    many = shape.head_dim == shape.head_dim_v == _MANY_DIM and shape.group <= MANY_ROWS
+    if rows > (MOST_ROWS if many else most):
+        return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of {_MANY_DIM} {MOST_ROWS}"
     return ""
 
 
@@ -93,12 +101,16 @@ def quantised_decode_config(
     shape: AttentionShape, bounds: BatchBounds, target: Target, tuning: QuantisedDecodeTuning | None = None
 ) -> QuantisedDecodeConfig:
     """The configuration of a launch over sequences of these bounds; `tuning` is taken as it is."""
-    rows = 8 if bounds.max_query_len * shape.group <= 8 else _MOST_ROWS
-    items = bounds.num_seqs * shape.num_kv_heads
+    needed = bounds.max_query_len * shape.group
+    rows = 8 if needed <= 8 else FEW_ROWS if needed <= FEW_ROWS else MANY_ROWS
+    items = bounds.num_seqs * shape.num_kv_heads * -(-bounds.max_query_len // (rows // shape.group))
     state, twice = rows * max(shape.head_dim, shape.head_dim_v), _has_double_tiles(shape)
-    tuning = tuning or _tuning(items, bounds.max_seq_len, state, twice, target)
+    if tuning is None:
+        tuning = _MANY if rows == MANY_ROWS else _tuning(items, bounds.max_seq_len, state, twice, target)
     tiles = items * max(1, -(-bounds.max_seq_len // tuning.tile))
     programs = min(target.num_sms * tuning.per_sm, tiles, COUNTERS)
+    if rows == MANY_ROWS:  # of whose states a second level takes longer than fewer programs
+        programs = min(programs, GROUP * items)
     programs = max(1, programs // shape.num_kv_heads) * shape.num_kv_heads  # each head has as many as every other
     return QuantisedDecodeConfig(rows, programs, tiles, rows * (shape.head_dim_v + 2), tuning)
 

@@ -16,6 +16,14 @@ from .rotation import rotate
 
 
 @gluon.jit
+def rows_of(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Query token in the sequence, query head, and whether there is one, of an item's rows."""
+    q_row = q_block * BLOCK_Q + row // GROUP
+    exists = (row < BLOCK_Q * GROUP) & (q_row < q_len)
+    return q_row, (kv_head * GROUP + row % GROUP).to(gl.int64), exists
+
+
+@gluon.jit
 def load_queries(
     query, row_at, exists, D: gl.constexpr, R: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr
 ):

@@ -10,10 +10,11 @@ from triton.experimental.gluon import language as gl
 from ...runtime.workspace import COUNTERS as _COUNTERS
 from ..gluon_device import is_last
 from ..gluon_names import thread_barrier
+from .plan import GROUP as _GROUP
 
 COUNTERS = gl.constexpr(_COUNTERS)
-GROUP = gl.constexpr(16)  # states that one program adds up
-AT_ONCE = gl.constexpr(8)  # unrolled, so that their loads are in flight together
+GROUP = gl.constexpr(_GROUP)
+_IN_FLIGHT = gl.constexpr(8 * 16 * 128)  # elements of states whose loads are in flight together
 
 
 @gluon.jit
@@ -45,6 +46,7 @@ def _reduce_splits(
     `begins`: whether the item starts in the first of them."""
     R: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
+    AT_ONCE: gl.constexpr = min(max(_IN_FLIGHT // (R * DV), 1), 8)  # unrolled
     row = gl.arange(0, R, m_i.type.layout)
     dim = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
     place = 2 * R + gl.expand_dims(row * DV, 1) + gl.expand_dims(dim, 0)

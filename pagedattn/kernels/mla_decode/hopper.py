@@ -25,10 +25,11 @@ from triton.language.extra.cuda import gdc_wait
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
+from ..gluon_items import Step
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
 from .hopper_groups import STAGES, WARPS, Results, Rooms, follow, lead
-from .hopper_items import KEYS, LATENT, ROPE, Shape, Step
+from .hopper_items import KEYS, LATENT, ROPE, Shape
 from .kernel import merge
 from .plan import MLADecodeConfig
 

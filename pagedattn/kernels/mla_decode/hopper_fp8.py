@@ -17,13 +17,14 @@ from ...formats.mla_rows.deepseek import ROPE_AT, SCALES_AT
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
+from ..gluon_items import Step
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
 from .hopper import constants_of, row_descriptor, tile_layout
 from .hopper_fp8_groups import attend
 from .hopper_fp8_operands import KEYS, WARPS
 from .hopper_fp8_rooms import GROUPS, LOAD, STAGES, CodeRooms, CodeShape
-from .hopper_items import LATENT, ROPE, Step
+from .hopper_items import LATENT, ROPE
 from .kernel import merge
 from .plan import MLADecodeConfig
 

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from ..gluon_even_split import window_mask
 from ..gluon_names import reinterpret
 from .hopper_fp8_operands import KEYS, WARPS
 from .hopper_items import LATENT, ROPE
@@ -32,6 +33,7 @@ class CodeShape:
     CHUNK: gl.constexpr
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
+    MASK: gl.constexpr
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
     GROUPED: gl.constexpr
@@ -47,6 +49,7 @@ class CodeShape:
         self.PARTS = gl.constexpr(PARTS)
         self.PAGE, self.COPY = gl.constexpr(PAGE), gl.constexpr(min(PAGE, LOAD.value))
         self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
+        self.MASK = gl.constexpr(window_mask(WINDOW))
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
         self.DTYPE, self.GROUPED = gl.constexpr(DTYPE), gl.constexpr(GROUPED)
         self.ROPE_BYTES = gl.constexpr(ROPE.value * (2 if GROUPED else 1))

@@ -1,0 +1,135 @@
+"""Gluon: codes for many rows of queries: a tile's go from memory to registers, and to shared memory as float16, once
+for all rows."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_device import SMALLEST_SCALE, approximate, bits
+from .axes import along, in_3d
+from .key_loop import load_rows, load_scales
+from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
+from .operands import codes_of_word, elements, key_offset
+from .operands_4bit import STEP_OFFSET, level_tables
+
+
+@gluon.constexpr_function
+def _row_layout(words, codes):
+    """Layout of rows [WARPS, KEYS_OF_WARP, words * codes] of which a thread has 16 bytes of codes, four words, at a
+    time. Eight threads that follow each other have eight rows: with the swizzle of 128 bytes they use all banks."""
+    parts = [[0, 0, 4 * codes << i] for i in range(bits(words // 4))]
+    lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], *parts[:2], [0, 8, 0]][:5]
+    registers = [[0, 0, 1 << i] for i in range(bits(codes) + 2)] + parts[2:] + [[0, 8, 0]] * (len(parts) > 1)
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 16, words * codes])
+
+
+@gluon.jit
+def _plus(x, NUMBER: gl.constexpr):
+    y = gl.full_like(x, NUMBER)
+    return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, True, 2)
+
+
+@gluon.jit
+def _times_plus(x, factor, y):
+    return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, y], gl.float16, True, 2)
+
+
+@gluon.jit
+def _numbers(words, tables, CODES: gl.constexpr):
+    """float16 [WARPS, KEYS_OF_WARP, D] of words of rows: what the codes stand for, of those in steps the codes."""
+    PER_WORD: gl.constexpr = codes_of_word(CODES)
+    WORDS: gl.constexpr = words.shape[2]
+    x = elements(words, tables, CODES)
+    if PER_WORD == 8:
+        x = x.permute((0, 1, 2, 5, 4, 3))
+    else:
+        x = x.permute((0, 1, 2, 4, 3))
+    LAYOUT: gl.constexpr = _row_layout(WORDS, PER_WORD)
+    x = gl.convert_layout(x.reshape([WARPS, KEYS_OF_WARP, PER_WORD * WORDS]), LAYOUT, assert_trivial=True)
+    if CODES == "int4_per_channel":
+        x = _plus(x, -STEP_OFFSET)
+    elif CODES == "rotated_int4":  # 2 c - 15
+        x = _times_plus(x, gl.full_like(x, 2.0), gl.full_like(x, -2.0 * STEP_OFFSET - 15.0))
+    elif key_offset(CODES) != 0:
+        x = _plus(x, -key_offset(CODES))
+    return x
+
+
+@gluon.jit
+def _load_channels(k_scales, block, kv_head, shape):
+    """Steps and least elements of the channels of each warp's block, [WARPS, D / 2] words of two: as float16 they would
+    take a register each."""
+    OF_BLOCK: gl.constexpr = gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4))
+    WORDS: gl.constexpr = shape.D // 2
+    of_block = gl.convert_layout(block, gl.SliceLayout(1, OF_BLOCK)) * shape.K_STRIDES[0] + kv_head * shape.K_STRIDES[2]
+    at = gl.expand_dims(of_block, 1) + gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, OF_BLOCK)), 0)
+    return gl.load(k_scales + at), gl.load(k_scales + at + WORDS)
+
+
+@gluon.jit
+def _of_channels(words, x):
+    """Words of two channels' numbers as often as there are rows in x."""
+    a, b = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], (gl.float16, gl.float16), True, 1)
+    numbers = gl.join(a, b).reshape([WARPS, x.shape[2]])
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+    every, _ = gl.broadcast(gl.expand_dims(numbers, 1), x)
+    return every
+
+
+@gluon.jit
+def _load_rows(codes, at, block, low, end, s_block, SLOT: gl.constexpr, WORDS: gl.constexpr, shape):
+    LAYOUT: gl.constexpr = _row_layout(WORDS, 1)
+    row = gl.arange(0, KEYS_OF_WARP, along(1, LAYOUT))
+    word = in_3d(gl.arange(0, WORDS, along(2, LAYOUT)), 2)
+    at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
+    return load_rows(codes, at, block, row, word, low, end, s_block, shape.S, SLOT, shape.NEAREST)
+
+
+@gluon.jit
+def load_tile(codes, at, block, row, kv_head, low, end, shape):
+    """Words of a tile's keys and values, and tuples of what keys and values are multiplied by. codes: a head's keys and
+    values and the planes of scales, then strides of blocks of both."""
+    key, value, k_scales, v_scales, sk_b, sv_b = codes
+    k = _load_rows(key, at, block, low, end, sk_b, shape.K_SLOT, shape.K_WORDS, shape)
+    v = _load_rows(value, at, block, low, end, sv_b, shape.V_SLOT, shape.V_WORDS, shape)
+    of_keys = ()
+    of_values = ()
+    if shape.PER_CHANNEL:
+        of_keys = _load_channels(k_scales, block, kv_head, shape)
+    elif shape.K_STRIDES is not None:
+        of_keys = (load_scales(k_scales, at, block, row, kv_head, low, end, shape.K_STRIDES, shape.S, shape.NEAREST),)
+    if shape.V_STRIDES is not None:
+        of_values = (load_scales(v_scales, at, block, row, kv_head, low, end, shape.V_STRIDES, shape.S, shape.NEAREST),)
+    return k, v, of_keys, of_values
+
+
+@gluon.jit
+def store_tile(k, v, of_keys, of_values, k_tables, v_tables, seen, rooms, shape):
+    """What `load_tile` gave, as numbers in the place of the tile before. seen: which keys, [WARPS, KEYS_OF_WARP, 1]; of
+    others scales may be anything. Tables: `tables_of` the words."""
+    rooms.values().store(_numbers(v, v_tables, shape.V_CODES).reshape([KEYS, shape.D]))
+    x = _numbers(k, k_tables, shape.K_CODES)
+    if shape.PER_CHANNEL:
+        x = _times_plus(x, _of_channels(of_keys[0], x), _of_channels(of_keys[1], x))
+    rooms.keys().store(x.reshape([KEYS, shape.D]))
+    log = gl.where(seen, 0.0, -float("inf"))
+    if shape.K_SCALED:
+        rooms.scales.store(gl.where(seen, of_keys[0], 0.0).reshape([KEYS]))
+    if shape.V_STRIDES is not None:
+        factor = gl.where(of_values[0] < SMALLEST_SCALE, SMALLEST_SCALE, of_values[0])
+        log += gl.where(seen, approximate("lg2", factor), 0.0)
+        rooms.inverses.store(gl.where(seen, approximate("rcp", factor), 0.0).reshape([KEYS]))
+    rooms.logs.store(log.reshape([KEYS]))
+
+
+@gluon.jit
+def known_blocks(block, num_blocks):
+    """Ids of blocks, 0 in place of those outside the cache, and which are inside: negative ids are large ones."""
+    known = block.to(gl.uint32) < num_blocks.to(gl.uint32)
+    return gl.where(known, block, 0).to(gl.int64), known
+
+
+@gluon.jit
+def tables_of(words, block):
+    """`level_tables` of words like these."""
+    LAYOUT: gl.constexpr = words.type.layout
+    return level_tables(words, in_3d(gl.convert_layout(block, along(0, LAYOUT)), 0))

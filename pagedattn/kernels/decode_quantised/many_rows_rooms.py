@@ -1,0 +1,137 @@
+"""Gluon: what the kernel for many rows is compiled for, and its shared memory."""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from ..gluon_names import reinterpret
+from ..masking import sees_first_keys
+from .operands import codes_of_word, may_be_nan
+
+WARPS = gl.constexpr(4)
+KEYS = gl.constexpr(64)  # of a tile
+KEYS_OF_WARP = gl.constexpr(16)  # that lie in one block
+
+
+@gluon.constexpr_function
+def room_layout(shape):
+    """Of 16-bit elements [.., n] in shared memory."""
+    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
+
+
+@aggregate
+class Shape:
+    """What the kernel is compiled for: query blocks of R rows, G heads of each token, HEADS of the cache.
+
+    S slots of a block; D elements of keys and of values; *_CODES, *_STRIDES and *_SLOT as of `kernel._decode_kernel`.
+    LOGITS [R, KEYS] and OUTPUT [R, D] are the layouts of products, MINE that of outputs when they are written. ROTATED:
+    queries are, so that float16 rounds them. PER_CHANNEL, K_SCALED: what keys are multiplied by.
+    """
+
+    R: gl.constexpr
+    G: gl.constexpr
+    HEADS: gl.constexpr
+    S: gl.constexpr
+    D: gl.constexpr
+    OVERHEAD: gl.constexpr
+    CHUNK: gl.constexpr
+    MASK: gl.constexpr
+    SOFTCAP: gl.constexpr
+    K_CODES: gl.constexpr
+    V_CODES: gl.constexpr
+    K_STRIDES: gl.constexpr
+    V_STRIDES: gl.constexpr
+    K_SLOT: gl.constexpr
+    V_SLOT: gl.constexpr
+    BLOCK_Q: gl.constexpr
+    KEYS: gl.constexpr
+    LOGITS: gl.constexpr
+    OUTPUT: gl.constexpr
+    MINE: gl.constexpr
+    K_WORDS: gl.constexpr
+    V_WORDS: gl.constexpr
+    NEAREST: gl.constexpr
+    ROTATED: gl.constexpr
+    PER_CHANNEL: gl.constexpr
+    K_SCALED: gl.constexpr
+    SINK: gl.constexpr
+    ACCUMULATE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, R, G, HEADS, S, D, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE):
+        # What is in a tuple comes as a constexpr, of None too.
+        CODES, STRIDES, SLOTS = ([getattr(x, "value", x) for x in one] for one in (CODES, STRIDES, SLOTS))
+        self.R, self.G, self.HEADS, self.S, self.D = (gl.constexpr(x) for x in (R, G, HEADS, S, D))
+        self.OVERHEAD, self.CHUNK, self.MASK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK), gl.constexpr(MASK)
+        self.SOFTCAP, self.BLOCK_Q, self.KEYS = gl.constexpr(SOFTCAP), gl.constexpr(R // G), KEYS
+        self.K_CODES, self.V_CODES = (gl.constexpr(x) for x in CODES)
+        self.K_STRIDES, self.V_STRIDES = (gl.constexpr(x) for x in STRIDES)
+        self.K_SLOT, self.V_SLOT = (gl.constexpr(x) for x in SLOTS)
+        self.LOGITS, self.OUTPUT = (
+            gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])) for n in (KEYS.value, D)
+        )
+        self.MINE = gl.constexpr(gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0]))
+        self.K_WORDS, self.V_WORDS = (gl.constexpr(D // codes_of_word(codes)) for codes in CODES)
+        self.SINK, self.ACCUMULATE = gl.constexpr(0.0 if STRIDES[1] is None else 7.0), gl.constexpr(ACCUMULATE)
+        self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
+        self.ROTATED = gl.constexpr(CODES[0] == "turboquant4")
+        self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
+        self.K_SCALED = gl.constexpr(STRIDES[0] is not None and CODES[0] != "int4_per_channel")
+
+
+@aggregate
+class Rooms:
+    """Shared memory: queries, of rotated ones what float16 rounds off them; a tile's keys and values; and of its keys,
+    [KEYS], their `scales`, `logs`, the log2 of what values are yet to be multiplied by (-inf of unseen keys), and
+    `inverses` of that."""
+
+    q: gl.shared_memory_descriptor
+    q_rest: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    logs: gl.shared_memory_descriptor
+    inverses: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, q_rest, tile, scales, logs, inverses):
+        self.q, self.q_rest, self.tile, self.scales = q, q_rest, tile, scales
+        self.logs, self.inverses = logs, inverses
+
+    @gluon.jit
+    def keys(self):
+        return self.tile.index(0)
+
+    @gluon.jit
+    def values(self):
+        return self.tile.index(1)
+
+    @gluon.jit
+    def exchange(self, shape):
+        """The place of a tile, for outputs [R, D]."""
+        return reinterpret(self.tile, gl.float32, [shape.R, shape.D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+
+
+@gluon.jit
+def make_rooms(shape):
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    REST: gl.constexpr = shape.R if shape.ROTATED else 8  # of other queries there is nothing to be kept
+    return Rooms(
+        gl.allocate_shared_memory(gl.float16, [shape.R, shape.D], room_layout([shape.R, shape.D])),
+        gl.allocate_shared_memory(gl.float16, [REST, shape.D], room_layout([REST, shape.D])),
+        gl.allocate_shared_memory(gl.float16, [2, KEYS, shape.D], room_layout([KEYS, shape.D])),
+        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+    )
+
+
+@gluon.jit
+def keys_of(item, at, stop, shape):
+    """The first key and the end of an item's tiles at..stop; none where a sequence is longer than its table and has its
+    window outside."""
+    begin, past = item.key_range(at, stop)
+    if not sees_first_keys(shape.MASK):
+        past = gl.where(item.low < past, past, begin)
+    return begin, past
