@@ -19,6 +19,12 @@ def bits(count):
     return count.bit_length() - 1
 
 
+@gluon.constexpr_function
+def tile_layout(shape):
+    """Of 16-bit elements [.., n] in shared memory, as `wgmma` and TMA take them."""
+    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
+
+
 @gluon.jit
 def tanh(x):
     """tanh through exp2."""

@@ -29,7 +29,7 @@ from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
 from .key_loop import attend
 from .many_rows_kernel import many_rows_kernel
-from .operands import in_order
+from .operands import in_order, sink_exponent
 from .outputs import write_item
 from .plan import FEW_ROWS, QuantisedDecodeConfig
 from .queries import load_queries, rows_of
@@ -72,9 +72,7 @@ def _decode_kernel(
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     STATES: gl.constexpr = gl.SliceLayout(1, MMA)  # [W, R]
     MINE: gl.constexpr = gl.BlockedLayout([1, DV // 32], [1, 32], [W, 1], [1, 0])
-    # A sink is a key whose value is nothing. Where values have scales, the running maximum is that of what codes are
-    # multiplied by: a sink is counted as if a value of 1 were a code of 2**SINK, near to where those of others are.
-    SINK: gl.constexpr = 0.0 if V_STRIDES is None else 7.0
+    SINK: gl.constexpr = sink_exponent(V_STRIDES)
     TILE: gl.constexpr = W * KEYS
     BLOCK_Q: gl.constexpr = R // GROUP
     kv_head = gl.program_id(0) % KV_HEADS

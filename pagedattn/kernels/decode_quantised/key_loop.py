@@ -22,6 +22,13 @@ def first_key(start, low, end, warp, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def known_blocks(block, num_blocks):
+    """Ids of blocks, 0 in place of those outside the cache, and which are inside: negative ids are large ones."""
+    known = block.to(gl.uint32) < num_blocks.to(gl.uint32)
+    return gl.where(known, block, 0).to(gl.int64), known
+
+
+@gluon.jit
 def load_rows(
     codes, at, block, row, word, low, end, s_block, S: gl.constexpr, SLOT: gl.constexpr, NEAREST: gl.constexpr
 ):
@@ -104,8 +111,7 @@ def attend(
     block = gl.load(table + at // S)
     next_at = first_key(begin + TILE, low, end, warp, KEYS)
     next_block = gl.load(table + next_at // S)
-    known = block.to(gl.uint32) < num_blocks.to(gl.uint32)  # negative ids are large ones
-    block = gl.where(known, block, 0).to(gl.int64)
+    block, known = known_blocks(block, num_blocks)
     k_at, k_block = gl.convert_layout(at, K_WARPS), gl.convert_layout(block, K_WARPS)
     k = load_rows(key, k_at, k_block, k_row, k_word, low, end, sk_b, S, K_SLOT, NEAREST)
     v_at, v_block = gl.convert_layout(at, V_WARPS), gl.convert_layout(block, V_WARPS)
@@ -131,8 +137,7 @@ def attend(
         n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
         keep = in_3d(known, 0) & (n >= low) & (n < end)
         at = next_at
-        known = next_block.to(gl.uint32) < num_blocks.to(gl.uint32)
-        block = gl.where(known, next_block, 0).to(gl.int64)
+        block, known = known_blocks(next_block, num_blocks)
         next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
         next_block = gl.load(table + next_at // S)
 

@@ -5,16 +5,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..gluon_device import LOG2E, powers_of_two, tanh
+from ..gluon_device import LOG2E, tanh
 from ..gluon_even_split import end_key, least_key, program_of, visible
 from ..gluon_names import thread_barrier
 from .axes import along, in_3d
-from .key_loop import first_key
-from .many_rows_convert import known_blocks, load_tile, store_tile, tables_of
+from .key_loop import first_key, known_blocks
+from .many_rows_convert import load_tile, store_tile, tables_of
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS, keys_of
 from .outputs import write_item
-from .queries import rows_of
-from .rotation import rotate
+from .queries import in_range, rows_of
 
 
 @gluon.constexpr_function
@@ -43,14 +42,10 @@ def _load_queries(query, sq_t, sq_h, item, kv_head, rooms, shape):
     start = query + gl.expand_dims((item.q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
     dim = gl.expand_dims(gl.arange(0, shape.D, gl.SliceLayout(0, shape.MINE)), 0)
     x = gl.load(start + dim, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
-    if shape.ROTATED:
-        x = rotate(x)
-    down, up = powers_of_two(gl.max(gl.abs(x), 1), 14, 15)
-    x *= gl.expand_dims(down, 1)
-    q = x.to(gl.float16)
+    q, rest, up = in_range(x, shape.ROTATED, 14)
     rooms.q.store(q)
     if shape.ROTATED:
-        rooms.q_rest.store((x - q.to(gl.float32)).to(gl.float16))
+        rooms.q_rest.store(rest)
     fence_async_shared()
     thread_barrier()
     return gl.convert_layout(up, gl.SliceLayout(1, shape.LOGITS))
@@ -144,8 +139,8 @@ def attend_items(
     SUMS: gl.constexpr = _sum_layout(shape.R)
     ROWS: gl.constexpr = gl.SliceLayout(1, shape.LOGITS)
     OF_MINE: gl.constexpr = gl.SliceLayout(1, shape.MINE)
-    kv_head, program = gl.program_id(0) % shape.HEADS, gl.program_id(0) // shape.HEADS
-    programs = gl.num_programs(0) // shape.HEADS
+    kv_head, program = gl.program_id(0) % shape.KV_HEADS, gl.program_id(0) // shape.KV_HEADS
+    programs = gl.num_programs(0) // shape.KV_HEADS
     if k_scale is not None:  # stored keys times their scale: the same as their logits times it
         qk_scale *= gl.load(k_scale + kv_head * s_kscale)
     if v_scale is not None:
@@ -193,7 +188,7 @@ def attend_items(
             write_item(
                 mine, m_i, l_i, out, lse_out, workspace, kv_head, program, item.q_start, item.q_len, item.q_block,
                 item.origin == at, stop == item.close, program_of(item.origin, programs, total),
-                program_of(item.close - 1, programs, total), out_scale, so_t, so_h, sl_t, shape.HEADS, shape.G,
+                program_of(item.close - 1, programs, total), out_scale, so_t, so_h, sl_t, shape.KV_HEADS, shape.G,
                 shape.BLOCK_Q, shape.V_CODES, shape.ACCUMULATE,
             )  # fmt: skip
         at = stop

@@ -6,10 +6,10 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon_device import SMALLEST_SCALE, approximate, bits
 from .axes import along, in_3d
-from .key_loop import load_rows, load_scales
+from .key_loop import load_channels, load_rows, load_scales
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
-from .operands_4bit import STEP_OFFSET, level_tables
+from .operands_4bit import STEP_OFFSET, channels, level_tables
 
 
 @gluon.constexpr_function
@@ -59,18 +59,15 @@ def _load_channels(k_scales, block, kv_head, shape):
     """Steps and least elements of the channels of each warp's block, [WARPS, D / 2] words of two: as float16 they would
     take a register each."""
     OF_BLOCK: gl.constexpr = gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4))
-    WORDS: gl.constexpr = shape.D // 2
-    of_block = gl.convert_layout(block, gl.SliceLayout(1, OF_BLOCK)) * shape.K_STRIDES[0] + kv_head * shape.K_STRIDES[2]
-    at = gl.expand_dims(of_block, 1) + gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, OF_BLOCK)), 0)
-    return gl.load(k_scales + at), gl.load(k_scales + at + WORDS)
+    channel = gl.arange(0, shape.D // 2, gl.SliceLayout(0, OF_BLOCK))
+    block = gl.convert_layout(block, gl.SliceLayout(1, OF_BLOCK))
+    return load_channels(k_scales, block, kv_head, channel, shape.D // 2, shape.K_STRIDES)
 
 
 @gluon.jit
 def _of_channels(words, x):
     """Words of two channels' numbers as often as there are rows in x."""
-    a, b = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], (gl.float16, gl.float16), True, 1)
-    numbers = gl.join(a, b).reshape([WARPS, x.shape[2]])
-    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+    numbers = gl.convert_layout(channels(words), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
     every, _ = gl.broadcast(gl.expand_dims(numbers, 1), x)
     return every
 
@@ -119,13 +116,6 @@ def store_tile(k, v, of_keys, of_values, k_tables, v_tables, seen, rooms, shape)
         log += gl.where(seen, approximate("lg2", factor), 0.0)
         rooms.inverses.store(gl.where(seen, approximate("rcp", factor), 0.0).reshape([KEYS]))
     rooms.logs.store(log.reshape([KEYS]))
-
-
-@gluon.jit
-def known_blocks(block, num_blocks):
-    """Ids of blocks, 0 in place of those outside the cache, and which are inside: negative ids are large ones."""
-    known = block.to(gl.uint32) < num_blocks.to(gl.uint32)
-    return gl.where(known, block, 0).to(gl.int64), known
 
 
 @gluon.jit

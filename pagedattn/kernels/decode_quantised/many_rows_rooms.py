@@ -6,24 +6,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from ..gluon_device import tile_layout
 from ..gluon_names import reinterpret
 from ..masking import sees_first_keys
-from .operands import codes_of_word, may_be_nan
+from .operands import codes_of_word, may_be_nan, sink_exponent
 
 WARPS = gl.constexpr(4)
 KEYS = gl.constexpr(64)  # of a tile
 KEYS_OF_WARP = gl.constexpr(16)  # that lie in one block
 
 
-@gluon.constexpr_function
-def room_layout(shape):
-    """Of 16-bit elements [.., n] in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
-
-
 @aggregate
 class Shape:
-    """What the kernel is compiled for: query blocks of R rows, G heads of each token, HEADS of the cache.
+    """What the kernel is compiled for: query blocks of R rows, G heads of each token, of KV_HEADS of the cache.
 
     S slots of a block; D elements of keys and of values; *_CODES, *_STRIDES and *_SLOT as of `kernel._decode_kernel`.
     LOGITS [R, KEYS] and OUTPUT [R, D] are the layouts of products, MINE that of outputs when they are written. ROTATED:
@@ -32,7 +27,7 @@ class Shape:
 
     R: gl.constexpr
     G: gl.constexpr
-    HEADS: gl.constexpr
+    KV_HEADS: gl.constexpr
     S: gl.constexpr
     D: gl.constexpr
     OVERHEAD: gl.constexpr
@@ -60,10 +55,10 @@ class Shape:
     ACCUMULATE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, R, G, HEADS, S, D, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE):
+    def __init__(self, R, G, KV_HEADS, S, D, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE):
         # What is in a tuple comes as a constexpr, of None too.
         CODES, STRIDES, SLOTS = ([getattr(x, "value", x) for x in one] for one in (CODES, STRIDES, SLOTS))
-        self.R, self.G, self.HEADS, self.S, self.D = (gl.constexpr(x) for x in (R, G, HEADS, S, D))
+        self.R, self.G, self.KV_HEADS, self.S, self.D = (gl.constexpr(x) for x in (R, G, KV_HEADS, S, D))
         self.OVERHEAD, self.CHUNK, self.MASK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK), gl.constexpr(MASK)
         self.SOFTCAP, self.BLOCK_Q, self.KEYS = gl.constexpr(SOFTCAP), gl.constexpr(R // G), KEYS
         self.K_CODES, self.V_CODES = (gl.constexpr(x) for x in CODES)
@@ -74,7 +69,7 @@ class Shape:
         )
         self.MINE = gl.constexpr(gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0]))
         self.K_WORDS, self.V_WORDS = (gl.constexpr(D // codes_of_word(codes)) for codes in CODES)
-        self.SINK, self.ACCUMULATE = gl.constexpr(0.0 if STRIDES[1] is None else 7.0), gl.constexpr(ACCUMULATE)
+        self.SINK, self.ACCUMULATE = gl.constexpr(sink_exponent(STRIDES[1])), gl.constexpr(ACCUMULATE)
         self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
         self.ROTATED = gl.constexpr(CODES[0] == "turboquant4")
         self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
@@ -118,9 +113,9 @@ def make_rooms(shape):
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     REST: gl.constexpr = shape.R if shape.ROTATED else 8  # of other queries there is nothing to be kept
     return Rooms(
-        gl.allocate_shared_memory(gl.float16, [shape.R, shape.D], room_layout([shape.R, shape.D])),
-        gl.allocate_shared_memory(gl.float16, [REST, shape.D], room_layout([REST, shape.D])),
-        gl.allocate_shared_memory(gl.float16, [2, KEYS, shape.D], room_layout([KEYS, shape.D])),
+        gl.allocate_shared_memory(gl.float16, [shape.R, shape.D], tile_layout([shape.R, shape.D])),
+        gl.allocate_shared_memory(gl.float16, [REST, shape.D], tile_layout([REST, shape.D])),
+        gl.allocate_shared_memory(gl.float16, [2, KEYS, shape.D], tile_layout([KEYS, shape.D])),
         gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
         gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),

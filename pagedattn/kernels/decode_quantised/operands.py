@@ -42,6 +42,14 @@ def may_be_nan(codes):
 
 
 @gluon.constexpr_function
+def sink_exponent(scale_strides):
+    """A sink is a key whose value is nothing. Where values have scales, of a plane with these strides, the running
+    maximum is that of what codes are multiplied by: a sink is counted as if a value of 1 were a code of two to this
+    power, near to where those of others are."""
+    return 0.0 if scale_strides is None else 7.0
+
+
+@gluon.constexpr_function
 def _run(words):
     """Words of a value row that a thread has side by side."""
     return min(4, words // 8)

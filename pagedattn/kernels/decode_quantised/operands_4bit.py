@@ -130,10 +130,10 @@ def _row_pairs(warps, count):
 
 
 @gluon.jit
-def _channels(words):
-    """Words [W, D / 2] as float16 [W, D] in the order of `key_operand`."""
+def channels(words):
+    """Words [W, D / 2] of two numbers as float16 [W, D]."""
     a, b = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], (gl.float16, gl.float16), True, 1)
-    return in_key_order(gl.join(a, b).reshape([words.shape[0], words.shape[1] * 2]))
+    return gl.join(a, b).reshape([words.shape[0], words.shape[1] * 2])
 
 
 @gluon.jit
@@ -147,7 +147,7 @@ def _channel_products(q, words, MMA: gl.constexpr):
     D: gl.constexpr = q.shape[1]
     R: gl.constexpr = q.shape[2]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    x = _channels(words).reshape([W, D // 32, 2, 16]).permute((0, 2, 1, 3)).reshape([W, 2, D // 2])
+    x = in_key_order(channels(words)).reshape([W, D // 32, 2, 16]).permute((0, 2, 1, 3)).reshape([W, 2, D // 2])
     x = gl.convert_layout(x, gl.SliceLayout(2, _row_pairs(W, D // 2)), assert_trivial=True)
     x, _ = gl.broadcast(gl.expand_dims(x, 2), gl.zeros([W, 2, 8, D // 2], gl.float16, _row_pairs(W, D // 2)))
     rows = gl.convert_layout(x.reshape([W, 16, D // 2]), OPERAND, assert_trivial=True)
@@ -188,7 +188,7 @@ def step_products(q, steps, least, KEYS: gl.constexpr, MMA: gl.constexpr):
     base = _channel_products(q, least, MMA) - STEP_OFFSET * _channel_products(q, steps, MMA)
     for _ in gl.static_range(bits(KEYS // 8)):
         base = _twice(base)
-    of_dims = gl.convert_layout(_channels(steps), gl.SliceLayout(2, q.type.layout), assert_trivial=True)
+    of_dims = gl.convert_layout(in_key_order(channels(steps)), gl.SliceLayout(2, q.type.layout), assert_trivial=True)
     scaled = q * gl.expand_dims(of_dims, 2)
     of_rows, _ = gl.broadcast(gl.expand_dims(of_dims, 2), q)
     return scaled, gl.fma(q, of_rows, -scaled), gl.convert_layout(base, MMA, assert_trivial=True)

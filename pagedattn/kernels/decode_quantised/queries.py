@@ -52,16 +52,23 @@ def _rows_in_order(
     at, there = gl.convert_layout(row_at, ROWS), gl.convert_layout(exists, ROWS)
     dim = gl.arange(0, D, gl.SliceLayout(0, MINE))
     x = gl.load(query + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=gl.expand_dims(there, 1), other=0.0)
-    x = x.to(gl.float32)
-    if K_CODES == "turboquant4":
-        x = rotate(x)
     EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
+    q, rest, up = in_range(x.to(gl.float32), K_CODES == "turboquant4", EXPONENT)
+    rest = _for_each_warp(rest, W, QUERY)
+    up = gl.expand_dims(gl.convert_layout(up, along(2, QUERY)), 0)
+    return _for_each_warp(q, W, QUERY), rest, up + gl.zeros([W, R], gl.float32, gl.SliceLayout(1, QUERY))
+
+
+@gluon.jit
+def in_range(x, ROTATED: gl.constexpr, EXPONENT: gl.constexpr):
+    """Rows [R, D] of float32, rotated where keys are, times a power of two each that brings the largest element to
+    2**EXPONENT or up to twice that: as float16, what that rounds off them, and the inverses of the powers [R]."""
+    if ROTATED:
+        x = rotate(x)
     down, up = powers_of_two(gl.max(gl.abs(x), 1), EXPONENT, EXPONENT + 1)
     x *= gl.expand_dims(down, 1)
     q = x.to(gl.float16)
-    rest = _for_each_warp((x - q.to(gl.float32)).to(gl.float16), W, QUERY)
-    up = gl.expand_dims(gl.convert_layout(up, along(2, QUERY)), 0)
-    return _for_each_warp(q, W, QUERY), rest, up + gl.zeros([W, R], gl.float32, gl.SliceLayout(1, QUERY))
+    return q, (x - q.to(gl.float32)).to(gl.float16), up
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..gluon_device import LOG2E
+from ..gluon_device import LOG2E, tile_layout
 from ..gluon_items import Step
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
@@ -32,12 +32,6 @@ from .hopper_groups import STAGES, WARPS, Results, Rooms, follow, lead
 from .hopper_items import KEYS, LATENT, ROPE, Shape
 from .kernel import merge
 from .plan import MLADecodeConfig
-
-
-@gluon.constexpr_function
-def tile_layout(shape):
-    """Of 16-bit elements [.., n] in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
 
 
 @gluon.jit

@@ -16,11 +16,11 @@ from triton.language.extra.cuda import gdc_wait
 from ...formats.mla_rows.deepseek import ROPE_AT, SCALES_AT
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..gluon_device import LOG2E
+from ..gluon_device import LOG2E, tile_layout
 from ..gluon_items import Step
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
-from .hopper import constants_of, row_descriptor, tile_layout
+from .hopper import constants_of, row_descriptor
 from .hopper_fp8_groups import attend
 from .hopper_fp8_operands import KEYS, WARPS
 from .hopper_fp8_rooms import GROUPS, LOAD, STAGES, CodeRooms, CodeShape

@@ -20,10 +20,10 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
 from ...spec import Mask
-from ..gluon_device import LOG2E
+from ..gluon_device import LOG2E, tile_layout
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
-from .pipeline import Channels, make_ring, part_layout
+from .pipeline import Channels, make_ring
 from .plan import FIELDS, head_parts, heads_per_tile, heads_together, in_blocks, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
@@ -162,7 +162,7 @@ def copied_slots(constants: dict[str, Any]) -> int:
 def query_rows(query: torch.Tensor, pack: int, width: int = 0) -> TensorDescriptor:
     """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and `width` elements, 0 is all."""
     block = [64 // pack, pack, width or query.shape[2]]
-    layout = part_layout(block) if width else _QUERY
+    layout = tile_layout(block) if width else _QUERY
     return TensorDescriptor(query, list(query.shape), list(query.stride()), block, layout)
 
 

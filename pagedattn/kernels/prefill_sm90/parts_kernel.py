@@ -10,11 +10,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..gluon_device import LOG2E
+from ..gluon_device import LOG2E, tile_layout
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
 from .kernel import copied_slots, launch_grid, query_rows, rows_of
-from .pipeline import Channels, make_ring, part_layout
+from .pipeline import Channels, make_ring
 from .plan import head_parts, in_blocks
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
@@ -44,8 +44,8 @@ def _prefill_kernel(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1, 1, [ROWS // PACK, PACK, MORE]),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1, 1, [ROWS // PACK, PACK, MORE]),
-        make_ring(DTYPE, TILE, part_layout(TILE), STAGES, CONSUMERS, LOADERS, [BLOCK_N, 1, 1, MORE]),
-        make_ring(DTYPE, TILE, part_layout(TILE), STAGES, CONSUMERS, LOADERS, OF_VALUE),
+        make_ring(DTYPE, TILE, tile_layout(TILE), STAGES, CONSUMERS, LOADERS, [BLOCK_N, 1, 1, MORE]),
+        make_ring(DTYPE, TILE, tile_layout(TILE), STAGES, CONSUMERS, LOADERS, OF_VALUE),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
     fence_async_shared()
@@ -100,4 +100,4 @@ def _block_rows(cache: torch.Tensor, part: int, width: int) -> TensorDescriptor:
     0 is read."""
     shape, strides = ([of[at] for at in (1, 0, 2, 3)] for of in (cache.shape, cache.stride()))
     block = [part, 1, 1, width]
-    return TensorDescriptor(cache, shape, strides, block, part_layout(block))
+    return TensorDescriptor(cache, shape, strides, block, tile_layout(block))

@@ -7,11 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-
-@gluon.constexpr_function
-def part_layout(shape):
-    """Of a part of a tile of 16 bits in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * shape[-1]), element_bitwidth=16, rank=len(shape))
+from ..gluon_device import tile_layout
 
 
 @gluon.jit
@@ -85,7 +81,7 @@ def make_ring(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     more = ()
     if MORE is not None:
-        more = (gl.allocate_shared_memory(DTYPE, [STAGES] + MORE, part_layout(MORE)),)  # noqa: RUF005
+        more = (gl.allocate_shared_memory(DTYPE, [STAGES] + MORE, tile_layout(MORE)),)  # noqa: RUF005
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES] + SHAPE, LAYOUT)  # noqa: RUF005 - no stars in a kernel
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
