@@ -27,7 +27,7 @@ KV_HEADS = 8
 _TORCH_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _ROWS = ("query", "key", "value", "out")
 _STRIDES = ("sq_t", "sq_h", "sk_b", "sk_h", "sv_b", "sv_h", "so_t", "so_h")
-_FLOATS = ("lse_out", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
+_FLOATS = ("lse_out", "prior", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _TYPES = dict.fromkeys(("key", "value", "table", "query_start_loc", "seq_lens", "workspace"), "*i32")
 _TYPES |= dict.fromkeys(_FLOATS, "*fp32") | dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32")
 
@@ -58,7 +58,7 @@ def compile_one(
     words = [dim * KV_HEADS * bits_of(one) // 32 for one in shape.codes]
     constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True)) | {"ACCUMULATE": accumulate}
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
-    absent = {"lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
+    absent = {"prior", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})
     kernel = _decode_kernel if config.rows <= FEW_ROWS else many_rows_kernel
     names = kernel.arg_names
@@ -112,7 +112,8 @@ def main() -> None:
     compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, given=("lse_out",), accumulate=True, **int4)
     turboquant: dict[str, Any] = {"keys": "turboquant4", "values": "turboquant4", "size": 32}
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), every)
-    compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
+    prior = ("lse_out", "prior")
+    compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, given=prior, values="rotated_int4", accumulate=True)
     if "--grid" in sys.argv:
         compile_one("int8-D128-G4-T8", torch.int8, 128, 4, 64, 8)
         compile_one("e4m3-D128-G8-T5-all", torch.float8_e4m3fn, 128, 8, 1, 5, (1, 100), every)

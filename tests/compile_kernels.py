@@ -63,7 +63,6 @@ BEFORE = {
     "turboquant2": (0, 16, 4, 0, 1),
 }
 _SCALES = {torch.float32: "*fp32", torch.float16: "*fp16"}
-PRIOR = ("initial_state", "initial_lse")
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _EFFECT = r"\s(st\.global|cp\.async|atom|red)\b"  # what must not come before a wait
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
@@ -104,7 +103,7 @@ def decode_case(
     tokens: int,
     num_seqs: int,
     stored: str = "auto",
-    initial_state: bool = False,
+    accumulate: bool = False,
 ) -> None:
     shape = {
         "group": group,
@@ -115,17 +114,18 @@ def decode_case(
     }
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
     tile_keys = FORMATS[stored].key.tile_keys
-    config = decode_config(**shape, **step, target=TARGETS[arch], short=initial_state, tile_keys=tile_keys)
+    config = decode_config(**shape, **step, target=TARGETS[arch], short=accumulate, tile_keys=tile_keys)
     tuning = config.tuning
     types = {**TYPES, **plane_types(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
     types |= _codes(stored, kind)
-    types |= dict.fromkeys(PRIOR if initial_state else (), "*fp32")
+    types |= {"prior": "*fp32"} if accumulate else {}
     constants = {
         **ABSENT,
-        **dict.fromkeys(() if initial_state else PRIOR),
+        **({} if accumulate else {"prior": None}),
         **_shape(dim, group, dim),
         **format_of_kernels(stored),
         "ROTATE_OUT": FORMATS[stored].value.kernels.rotate,
+        "ACCUMULATE": accumulate,
         "lse_out": None,
         "KV_HEADS": 8,
         "G": config.heads,
@@ -147,7 +147,7 @@ def decode_case(
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
-    what, after = kind if stored == "auto" else stored, "-prior" if initial_state else ""
+    what, after = kind if stored == "auto" else stored, "-accumulate" if accumulate else ""
     name = f"decode-sm{arch}-{what}-D{dim}-G{group}-{num_seqs}x{tokens}{after}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
@@ -310,7 +310,7 @@ def compile_more() -> None:
     dequantise_case("fp8_e4m3", "bf16", 16, 256)
     mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
-    decode_case(90, "bf16", 128, 4, 1, 64, initial_state=True)
+    decode_case(90, "bf16", 128, 4, 1, 64, accumulate=True)
     attention_case(80, "bf16", 128, 4, 0, False)
     attention_case(90, "bf16", 128, 4, 0, False, "int8")
     attention_case(90, "bf16", 128, 4, 0, False, "int4")
@@ -335,7 +335,7 @@ def compile_more() -> None:
     attention_case(90, "bf16", 128, 4, 0, False)
     decode_case(90, "bf16", 128, 4, 1, 64)
     decode_case(90, "bf16", 128, 4, 16, 64)
-    decode_case(90, "bf16", 128, 4, 16, 64, initial_state=True)
+    decode_case(90, "bf16", 128, 4, 16, 64, accumulate=True)
     decode_case(90, "bf16", 128, 1, 1, 64)
     decode_case(90, "bf16", 256, 8, 1, 64)
 

@@ -25,7 +25,7 @@ from pagedattn.runtime.launcher import Launch, Launcher, Replay
 FUNCTION, CHAINED, ARGUMENTS = 4, 6, 13  # positions in a launch's line
 WRITTEN, READ = (
     [ARGUMENTS + kernel._decode_kernel.arg_names.index(name) for name in names]
-    for names in (("out", "lse_out"), ("initial_state", "initial_lse"))
+    for names in (("out", "lse_out"), ("prior", "lse_out"))
 )
 launched = fake_gpu.launched
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
@@ -299,7 +299,7 @@ def wrong() -> dict[str, list[str]]:
 
 
 def lines_of(call: Callable[[], object], once: bool = False) -> list[list[Any]]:
-    """What a call launches; `once` without the address of the states that one launch leaves to the next."""
+    """What a call launches; `once` without the addresses of what one launch leaves to the next."""
     launched.clear()
     call()
     lines = [list(line) for line in launched]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from mutant_anchor import Fault
 
 GROWN = "test_growth.py both_are_served"
+PREFIX = "test_decode_quantised_plan.py by_the_kernel_that_serves"
 
 FAULTS = (
     Fault("a rotated output left rotated, decode", "_finish", "if ROTATE is not None:", "if ROTATE is None:", GROWN),
-    Fault("a shared prefix's state rotated back too early", "decode:launch",
-          "None if is_state else inputs.format.value.kernels.rotate", "inputs.format.value.kernels.rotate", GROWN),
     Fault("a rotated output left rotated, prefill", "_paged_attention_kernel",
           "acc = V_FORMAT.rotate(acc, DV, BLOCK_DV)",
           "pass", GROWN),
@@ -81,8 +80,15 @@ FAULTS = (
           "* -(-bounds.max_query_len // (rows // shape.group))", "", "test_decode_quantised_plan.py more_rows"),
     Fault("many rows: heads of 64", "decode_quantised:why_not",
           "shape.head_dim == shape.head_dim_v == _MANY_DIM and", "", "test_decode_quantised_plan.py does_not_serve"),
-    Fault("many rows: prompts of more than a copy takes", "decode_quantised:why_not", "MOST_ROWS if many else most",
+    Fault("many rows: prompts of more than a copy takes", "decode_quantised:why_not", "most_rows if many else most",
           "1 << 30 if many else most", "test_decode_quantised_plan.py without_a_copy"),
+    Fault("a prefix's rows wait for another kernel", "plan_prefix", "most_rows=_ANY_ROWS", "", PREFIX),
+    Fault("a prefix over int8 rounded three times", "has_prompts_work", ' and "int8" not in shape.codes', "", PREFIX),
+    Fault("a prefix of few rows by the kernel for prompts", "has_prompts_work", "count > fewest and ", "", PREFIX),
+    Fault("a short prefix by the kernel for prompts", "has_prompts_work",
+          "work >= _PREFIX_KEYS_PER_SM * target.num_sms", "True", PREFIX),
+    Fault("a prompt behind a prefix that decodes share", "execute", " and first == 0", "",
+          "test_shared_prefix.py [decodes of a mixed step]"),
     Fault("codes of another meaning read as int8", "decode_quantised:why_not", "shape.codes not in _CODES",
           "shape.stored_dtype.itemsize != 1", "test_decode_quantised_plan.py does_not_serve"),
     Fault("codes of odd strides read as words", "LaunchPlan.serves",
@@ -245,11 +251,8 @@ FAULTS = (
           "test_launch.py few_keys"),
     Fault("open blocks overwrite full ones", "recent:_add_up", "impl.accumulate(other", "impl.forward(other",
           "test_recent_accumulate.py to_others"),
-    Fault("outputs without their weight, prefill", "_paged_attention_kernel",
-          "acc * weight[:, None] + state * of_state[:, None]", "acc * weight[:, None] + state",
+    Fault("outputs without their weight", "write_rows", "acc * (weight / total)[:, None]", "acc",
           "test_accumulate.py union triton"),
-    Fault("rows of no key lose what they had, prefill", "_paged_attention_kernel", "mask_m = mask_m & (l_i != 0)",
-          "pass", "test_accumulate.py union triton"),
     Fault("blocks sealed after they are read", "Attention._call", "self._impl.seal(call.kv_cache, built)", "pass",
           "test_recent_cache.py chunks_of_any_size"),
     Fault("slots of the first cache in the second", "RecentBuilder.device_update",

@@ -14,9 +14,15 @@ from ..runtime.op_registry import expect, refuse
 
 # What differs from layer to layer of a step, by the names of the kernels' parameters.
 VARYING = (
-    *("query", "key", "value", "out", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale"),
+    *("query", "key", "value", "out", "sinks", "alibi_slopes", "k_scale", "v_scale"),
     *("qk_scale", "out_scale", "k_scale_cache", "v_scale_cache", "scales", "halves"),
 )
+
+
+def outputs_kept(inputs: AttentionInputs) -> tuple[str, ...]:
+    """Parameters that stay what they are when a launch is made again for another layer: outputs that are no layer's,
+    but for another launch to add to."""
+    return ("out",) if inputs.out.dtype != inputs.query.dtype else ()
 
 
 class AttentionInputs(NamedTuple):

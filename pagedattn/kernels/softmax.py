@@ -51,6 +51,32 @@ def scaled_logits(
     return s
 
 
+@triton.jit
+def write_rows(
+    acc, m_i, l_i, o_ptrs, there_ptrs, lse_out, lse_place, mask_m, mask_v, PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Write outputs [M, Dv] and, where there is a place for it, the LSE of their softmax [M].
+
+    ACCUMULATE: `there_ptrs` and the place of the LSE hold attention of the rows over other keys, to which this is
+    added. Where there is no key here, that is what is written.
+    """
+    lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
+    if ACCUMULATE:
+        before = tl.load(lse_out + lse_place, mask=mask_m, other=-float("inf"))
+        there = tl.load(there_ptrs, mask=mask_m[:, None] & mask_v, other=0.0).to(tl.float32)
+        peak = tl.maximum(lse, before)
+        shift = tl.where(peak == -float("inf"), 0.0, peak)
+        weight, of_there = tl.exp(lse - shift), tl.exp(before - shift)
+        total = weight + of_there
+        lse = tl.where(total == 0, -float("inf"), shift + tl.log(total))
+        total = tl.where(total == 0, 1.0, total)
+        acc = acc * (weight / total)[:, None] + there * (of_there / total)[:, None]
+    tl.store(o_ptrs, acc.to(o_ptrs.dtype.element_ty), mask=mask_m[:, None] & mask_v)
+    if lse_out is not None:
+        tl.store(lse_out + lse_place, lse, mask=mask_m)
+
+
 def features(inputs: AttentionInputs) -> dict[str, Any]:
     """Constants of both attention kernels: what a call's heads are, how it masks, and how its cache stores."""
     query, kv_heads, dim_v, form = inputs.query, inputs.key.shape[-2], inputs.out.shape[2], inputs.format

@@ -53,13 +53,13 @@ class Recorded(NamedTuple):
         q, k, v, o = query.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr(), out.data_ptr()
         ks, vs = _second_planes(cache)
         if sinks is None and slopes is None and k_scale is None and v_scale is None:
-            values = (q, k, v, o, None, None, None, None, None, self.scale, 1.0, ks, vs)
+            values = (q, k, v, o, None, None, None, None, self.scale, 1.0, ks, vs)
             return out if self.attend(q | k | v | o | ks | vs, values) else None
         if not (_is_valid(k_scale) and _is_valid(v_scale)):
             return None
         sink, slope = (0 if x is None else x.data_ptr() for x in (sinks, slopes))
         (k_address, k_number), (v_address, v_number) = _scale_values(k_scale), _scale_values(v_scale)
-        values = (q, k, v, o, None, sink, slope, k_address, v_address, self.scale * k_number, v_number, ks, vs)
+        values = (q, k, v, o, sink, slope, k_address, v_address, self.scale * k_number, v_number, ks, vs)
         return out if self.attend(q | k | v | o | sink | slope | k_address | v_address | ks | vs, values) else None
 
 

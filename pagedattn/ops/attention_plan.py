@@ -27,7 +27,9 @@ from ..spec import Mask
 from .launch_plan import KernelLaunch, KeyPass, LaunchPlan, Span
 
 DECODE_TOKENS = 16  # a sequence of at most this number of new tokens is a decode
+_ANY_ROWS = 1 << 31
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
+_PREFIX_KEYS_PER_SM = 1024  # of a query block
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
 
 
@@ -66,18 +68,35 @@ def plan_attention(
     because = "" if passes else because
     of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns > 1 else shape
     params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
-    prefix = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
+    length = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
-    fuse = not (prefix or turns or passes)
+    fuse = not (length or turns or passes)
     for span in plan_spans(shape, bounds, params, bool(because), fuse, by_codes):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
-            shared = prefix if span.kernel == "decode" else 0
-            launch = _launch(span, shape, part, target, params, shared, not_quantised)
+            launch = _launch(span, shape, part, target, params, not_quantised, is_rest=bool(length and span.first == 0))
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
+    prefix = None
+    if length:
+        rows = _prefix_bounds(bounds.part(*launches[0].span[1:]), length)
+        prefix = plan_prefix(shape, rows, target, _why_not_sm90(shape, here) or not_sm90, not_quantised)
+        size = max(size, prefix.workspace_size)
     size = max(size, *(one.plan.workspace_size for one in passes)) if passes else size
-    return LaunchPlan(shape, bounds, tuple(launches), because, prefix, size, copy_turns=turns, passes=passes)
+    return LaunchPlan(shape, bounds, tuple(launches), because, size, copy_turns=turns, passes=passes, prefix=prefix)
+
+
+def plan_prefix(
+    shape: AttentionShape, rows: BatchBounds, target: Target, not_sm90: str, not_quantised: str
+) -> LaunchPlan:
+    """Of one call over a prefix, whose `rows` are those of one sequence and see all of it. It is never copied: the copy
+    of a captured step would have to be as long as its longest prefix."""
+    whole = shape._replace(mask=Mask.of(shape.mask).replace(causal=False).constants)
+    params = sm90.params_of(whole, rows.max_keys, target.num_sms)
+    by_prompts = not not_sm90 and has_prompts_work(shape, rows, target)
+    span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
+    launch = _launch(span, whole, rows, target, params, not_quantised, most_rows=_ANY_ROWS)
+    return LaunchPlan(whole, rows, (launch,), "", _workspace_size(launch, rows))
 
 
 def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> tuple[KeyPass, ...]:
@@ -179,6 +198,15 @@ def prefers_split_kv(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> b
     return blocks <= params.num_sms and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
 
 
+def has_prompts_work(shape: AttentionShape, rows: BatchBounds, target: Target) -> bool:
+    """Whether the rows over a shared prefix are work for the Hopper prefill kernel: of less, what it takes before its
+    first keys and after its last ones is more than what it gains. Not over int8, whose values it rounds to 16 bits:
+    outputs that are rounded before they are added to would be off by three roundings."""
+    count, fewest = rows.max_query_len * shape.group, quantised.FEW_ROWS if shape.codes[0] else DECODE_ROWS
+    work = shape.num_kv_heads * -(-count // DECODE_ROWS) * rows.max_seq_len
+    return count > fewest and work >= _PREFIX_KEYS_PER_SM * target.num_sms and "int8" not in shape.codes
+
+
 def decode_query_len(max_query_len: int) -> int:
     """New tokens at most of those sequences of a step that the decode kernel serves apart from prompts."""
     return max_query_len if max_query_len <= DECODE_TOKENS else 1
@@ -241,9 +269,10 @@ def plan_call(
     if plan.tile_schedule is not None:
         if known := tile_schedule is not None and tile_schedule.shape == plan.tile_schedule.shape:
             plan.tile_schedule = tile_schedule
-    if plan.cascade is not None:
+    if plan.cascade is not None and plan.prefix is not None:
         if shared is not None and shared.shape == plan.cascade.tensor.shape:
             plan.cascade.tensor = shared
+            plan.prefix.update(*plan.cascade.of_prefix, None)
         else:
             known = False
     if not known:
@@ -283,21 +312,22 @@ def _launch(
     bounds: BatchBounds,
     target: Target,
     params: sm90.TileSchedulerParams,
-    prefix_len: int,
     not_quantised: str,
+    is_rest: bool = False,
+    most_rows: int = quantised.MOST_ROWS,
 ) -> KernelLaunch:
-    """The configuration of a span's launch; what is too large for a decode kernel goes to the portable one."""
+    """The configuration of a span's launch; what is too large for a decode kernel goes to the portable one. is_rest:
+    of what follows a shared prefix, few keys as a rule."""
     if span.kernel == "prefill_sm90":
         return KernelLaunch(span, params)
     if span.kernel == "decode":
-        if not prefix_len and not quantised.why_not(shape, bounds.max_query_len, not_quantised):
+        if not quantised.why_not(shape, bounds.max_query_len, not_quantised, most_rows):
             config = quantised.quantised_decode_config(shape, bounds, target)
             if _is_countable(config):
                 return KernelLaunch(Span("decode_quantised", *span[1:]), config)
-        config = decode_config_of(shape, bounds, target, short=bool(prefix_len))
-        first = decode_config_of(shape, _prefix_bounds(bounds, prefix_len), target) if prefix_len else None
-        if _is_countable(config) and (first is None or _is_countable(first)):
-            return KernelLaunch(span, config, first)
+        config = decode_config_of(shape, bounds, target, short=is_rest)
+        if _is_countable(config):
+            return KernelLaunch(span, config)
     heads = {"group": shape.group, "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v}
     stored = {"packed_keys": shape.stored_dtype == torch.uint8, "tile_keys": shape.tile_keys}
     config = attention_config(**heads, **stored, itemsize=shape.dtype.itemsize, target=target, mask=Mask.of(shape.mask))
@@ -305,9 +335,9 @@ def _launch(
 
 
 def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
-    config, prefix = launch.config, launch.prefix
+    config = launch.config
     if isinstance(config, DecodeConfig | QuantisedDecodeConfig):
-        return config.workspace if prefix is None else max(config.workspace, prefix.workspace)
+        return config.workspace
     if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, bounds):
         return config.workspace
     return 0

@@ -30,11 +30,10 @@ class Span(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """A launch of a kernel; prefix: the decode launch over a shared prefix that goes before."""
+    """A launch of a kernel."""
 
     span: Span
     config: DecodeConfig | QuantisedDecodeConfig | AttentionConfig | sm90.TileSchedulerParams
-    prefix: DecodeConfig | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +46,8 @@ class LaunchPlan:
     copy_turns: in how many turns, each of as many KV heads, that kernel attends to a copy of the prompts' keys and
         values in 16 bits; 0 where it reads the cache.
     passes: over the keys of prompts of which a copy has no room for one head; each has a copy of its own.
+    prefix: the launch over a prefix that the first launch's sequences share, which goes before and is added to; None
+        where each attends to all of its keys alone.
     executed: how often calls were made by it, by which a caller sees that its own was.
     calls: what a layer keeps of a call, to make it again for other layers (`pagedattn.layers.replay`).
     """
@@ -55,12 +56,12 @@ class LaunchPlan:
     bounds: BatchBounds
     launches: tuple[KernelLaunch, ...]
     portable_because: str
-    max_prefix_len: int = 0  # of a shared prefix that decodes attend to once
     workspace_size: int = 0  # int32 elements that the launches need
     workspace: torch.Tensor | None = None
     tile_schedule: torch.Tensor | None = None
     copy_turns: int = 0
     passes: tuple[KeyPass, ...] = ()
+    prefix: LaunchPlan | None = None
     cascade: cascade.CascadeMetadata | None = None
     executed: int = 0
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
@@ -68,24 +69,33 @@ class LaunchPlan:
     @property
     def num_launches(self) -> int:
         """Of kernels, by each call."""
-        return sum(1 if launch.prefix is None else 2 for launch in self.launches)
+        return len(self.launches) + (0 if self.prefix is None else self.prefix.num_launches)
+
+    @property
+    def prefix_dtype(self) -> torch.dtype:
+        """Of what the launch over a shared prefix leaves: float32 where both kernels can, so that it is not rounded."""
+        launches = self.launches[:1] + (() if self.prefix is None else self.prefix.launches)
+        by_decode = all(launch.span.kernel in ("decode", "decode_quantised") for launch in launches)
+        return torch.float32 if by_decode else self.shape.dtype
 
     @property
     def accumulates(self) -> bool:
         """Whether its kernels add to what outputs hold (`ops.paged_attention(accumulate=True)`)."""
-        return all(launch.span.kernel in ("decode_quantised", "prefill") for launch in self.launches)
+        kernels = ("decode", "decode_quantised", "prefill")
+        return self.prefix is None and all(launch.span.kernel in kernels for launch in self.launches)
 
     @property
     def shared_prefix(self) -> tuple[torch.Tensor | None, int]:
         """What is known of a prefix that decodes attend to once: a tensor (None where nothing is), keys at most."""
-        return (None, 0) if self.cascade is None else (self.cascade.tensor, self.max_prefix_len)
+        return (None, 0) if self.cascade is None else (self.cascade.tensor, self.cascade.max_length)
 
     def serves(self, inputs: AttentionInputs) -> bool:
         """Whether a call can be made by this plan: one of another shape, or with strides that a kernel cannot follow,
         takes a plan of its own."""
         if not self.shape.covers(shape_of(inputs)) or self.bounds.num_seqs != len(inputs.seq_lens):
             return False
-        kernels = {launch.span.kernel for launch in self.launches}
+        launches = self.launches + (() if self.prefix is None else self.prefix.launches)
+        kernels = {launch.span.kernel for launch in launches}
         if "decode_quantised" in kernels and not quantised.has_words(inputs):
             return False
         why_not = sm90.why_not_queries if self.copy_turns or self.passes else sm90.why_not_tensors
@@ -93,18 +103,20 @@ class LaunchPlan:
 
     def allocate(self, device: torch.device, block_table: torch.Tensor | None, prefix_len: int = 0) -> None:
         """Make what `update` fills: the tile schedule, and the metadata of a shared prefix of now `prefix_len` keys."""
-        for span, config, prefix in self.launches:
+        for span, config in self.launches:
             if isinstance(config, sm90.TileSchedulerParams) and not self.passes:
                 shape = sm90.schedule_shape(config, self.bounds.part(*span[1:]))
                 self.tile_schedule = torch.empty(shape, dtype=torch.int32, device=device)
-            if prefix is not None and block_table is not None:
-                self.cascade = cascade.CascadeMetadata.of(self.max_prefix_len, prefix_len, span.last, block_table)
         for one in self.passes:
             one.allocate(device)
+        if self.prefix is not None and block_table is not None:
+            longest, count = self.prefix.bounds.max_seq_len, self.launches[0].span.last
+            self.cascade = cascade.CascadeMetadata.of(longest, prefix_len, count, block_table)
+            self.prefix.allocate(device, None)
 
     def update(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor | None) -> None:
         """Fill what depends on the step's lengths, on the device: a CUDA graph may record it."""
-        for span, config, _ in self.launches:
+        for span, config in self.launches:
             if not isinstance(config, sm90.TileSchedulerParams):
                 continue
             starts, lens = query_start_loc[span.first :], seq_lens[span.first :]
@@ -114,28 +126,36 @@ class LaunchPlan:
                 one.update(starts, lens)
         if self.cascade is not None and self.shape.block_size is not None and block_table is not None:
             self.cascade.fill(query_start_loc, seq_lens, block_table, self.shape.block_size)
+            if self.prefix is not None:
+                self.prefix.update(*self.cascade.of_prefix, None)
 
     def describe(self) -> str:
         """Which kernels run, by how many programs, and why the portable prefill kernel where it does."""
-        return ", ".join(map(self._describe, self.launches)) or "nothing to do"
+        first, *rest = map(self._describe, self.launches or (None,))
+        if self.prefix is not None and self.cascade is not None:
+            how = self.prefix._how(self.prefix.launches[0])
+            first += f", shared prefix of {self.cascade.length} keys attended once ({how})"
+        return ", ".join((first, *rest))
 
-    def _describe(self, launch: KernelLaunch) -> str:
-        span, config, prefix = launch
-        text = f"{span.kernel.split('_')[0]} kernel: {span.last - span.first} sequences"
+    def _describe(self, launch: KernelLaunch | None) -> str:
+        if launch is None:
+            return "nothing to do"
+        family, count = launch.span.kernel.split("_")[0], launch.span.last - launch.span.first
+        return f"{family} kernel: {count} sequences ({self._how(launch)})"
+
+    def _how(self, launch: KernelLaunch) -> str:
+        config = launch.config
         if isinstance(config, QuantisedDecodeConfig):
-            return f"{text} (for codes, {config.programs} programs, tiles of {config.tuning.tile} keys)"
-        if not isinstance(config, DecodeConfig):
-            if span.kernel == "prefill":
-                return f"{text} (the portable one: {self.portable_because})"
-            how = ", split-KV" if self.tile_schedule is not None and has_splits(self.tile_schedule) else ""
-            turns = f", in {self.copy_turns} turns" if self.copy_turns > 1 else ""
-            turns = f", in {len(self.passes)} passes over their keys" if self.passes else turns
-            copied = f", keys and values dequantised before{turns}" if self.copy_turns or self.passes else ""
-            return f"{text} (for Hopper{how}{copied})"
-        if prefix is None or self.cascade is None:
-            return f"{text} ({_tiles(config)})"
-        shared = f"shared prefix of {self.cascade.length} keys attended once ({_tiles(prefix)})"
-        return f"{text} ({_tiles(config)}), {shared}"
+            return f"for codes, {config.programs} programs, tiles of {config.tuning.tile} keys"
+        if isinstance(config, DecodeConfig):
+            return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"
+        if launch.span.kernel == "prefill":
+            return f"the portable one: {self.portable_because}"
+        how = ", split-KV" if self.tile_schedule is not None and has_splits(self.tile_schedule) else ""
+        turns = f", in {self.copy_turns} turns" if self.copy_turns > 1 else ""
+        turns = f", in {len(self.passes)} passes over their keys" if self.passes else turns
+        copied = f", keys and values dequantised before{turns}" if self.copy_turns or self.passes else ""
+        return f"for Hopper{how}{copied}"
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +189,3 @@ class KeyPass:
         plan, sinks = self.plan, None if self.first else inputs.sinks
         own = {"block_table": table[:, self.first : self.last], "seq_lens": lens, "sinks": sinks}
         return inputs._replace(**own, mask=plan.shape.mask, max_seq_len=plan.bounds.max_seq_len)
-
-
-def _tiles(config: DecodeConfig) -> str:
-    return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"

@@ -144,21 +144,21 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     plan.executed += 1
     packed = inputs.block_table is None
     key_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0)) if packed else None
-    for (kernel, first, last, longest), config, prefix in plan.launches:
+    for (kernel, first, last, longest), config in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
+        prior = None
+        if plan.prefix is not None and plan.cascade is not None and first == 0:
+            prefix, part = plan.cascade.divide(part, plan.prefix_dtype)
+            plan.prefix.workspace = plan.workspace
+            execute(plan.prefix, prefix)
+            prior = None if prefix.out is part.out else prefix.out
         if kernel == "prefill_sm90":
             _launch_sm90(plan, part, key_starts)
-            continue
-        family = load(f"kernels.{kernel}.kernel")
-        if kernel == "prefill":
-            family.launch(config, part, key_starts)
-        elif prefix is None or plan.cascade is None:
-            family.launch(config, part, plan.workspace)
+        elif kernel == "prefill":
+            load("kernels.prefill.kernel").launch(config, part, key_starts)
         else:
-            shared, own = plan.cascade.divide(part)
-            family.launch(prefix, shared, plan.workspace, is_state=True)
-            family.launch(config, own, plan.workspace, (shared.out, shared.lse))
+            load(f"kernels.{kernel}.kernel").launch(config, part, plan.workspace, prior)
 
 
 def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Tensor | None) -> None:

@@ -73,13 +73,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Sequences, most keys, and a initial_state, of each decode launch."""
+    """Sequences, most keys, and whether it adds to what is there, of each decode launch."""
     module, seen = import_module("pagedattn.kernels.decode.kernel"), []
     launch = module.launch
 
-    def seeing(config: Any, inputs: Any, room: Any, initial_state: Any = None, **options: Any) -> Any:
-        seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(initial_state is not None)))
-        made = launch(config, inputs, room, initial_state, **options)
+    def seeing(config: Any, inputs: Any, room: Any, prior: Any) -> Any:
+        seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(inputs.accumulate)))
+        made = launch(config, inputs, room, prior)
+        assert (prior is not None) == (inputs.accumulate and inputs.query.dtype != torch.float32)
         assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
         return made
 
@@ -217,10 +218,12 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         target = target_of(torch.device("cpu"))
         configs = [
             decode_config_of(shape_of(one), bounds_of(one), target, short=index > 0)
-            for index, one in enumerate(shared.divide(inputs))
+            for index, one in enumerate(shared.divide(inputs, torch.float32))
         ]
         (launch,) = plan.launches
-        assert (launch.prefix, launch.config) == tuple(configs), "planned otherwise than what is launched"
+        assert plan.prefix is not None
+        planned = (plan.prefix.launches[0].config, launch.config)
+        assert planned == tuple(configs), "planned otherwise than what is launched"
         assert plan.workspace is not None
         assert max(config.workspace for config in configs) == plan.workspace.numel()
 

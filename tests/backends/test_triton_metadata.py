@@ -104,7 +104,7 @@ def test_what_a_plan_needs_is_there(
         prefilled = sum(span.last - span.first for span in spans if span.kernel == "prefill_sm90")
         assert (plan.tile_schedule is not None) == (prefilled > 0)
         assert not prefilled or {sequence for *_, sequence in listed(plan)} <= {*range(prefilled)}
-        assert (plan.cascade is not None) == any(launch.prefix is not None for launch in plan.launches)
+        assert (plan.cascade is not None) == (plan.prefix is not None)
         assert plan.workspace_size <= (0 if plan.workspace is None else plan.workspace.numel())
 
 

@@ -60,7 +60,6 @@ def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple
 def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
     assert kernels(SHAPE._replace(head_dim=64, head_dim_v=64, codes=K8V4), decodes(tokens=5)) == ["decode"]
     assert kernels(SHAPE, decodes(), has_words=False) == ["decode"]
-    assert kernels(SHAPE, decodes(), prefix_len=4000, max_prefix_len=4000) == ["decode"], "a prefix that all share"
     assert kernels(SHAPE._replace(deterministic=True), decodes()) == ["prefill_sm90"]
     assert kernels(SHAPE._replace(deterministic=True, alibi=True), decodes()) == ["prefill"]
     for other in (
@@ -91,6 +90,34 @@ def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_reads_the_co
     alone = quantised_decode_config(shape, decodes(1, 1 << 17, 16), H200)
     assert alone.programs == 16 * 8, "no more states of an item than one program adds up"
     assert quantised_decode_config(shape._replace(group=3), decodes(tokens=16), H200).rows == 64
+
+
+def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_rows() -> None:
+    def prefix_of(shape: AttentionShape, bounds: BatchBounds) -> tuple[list[str], str, int]:
+        plan = plan_attention(shape, bounds, CPU, prefix_len=4000, max_prefix_len=4000)
+        assert plan.prefix is not None and plan.num_launches == 1 + len(plan.launches) and not plan.accumulates
+        ((span, config),) = plan.prefix.launches
+        assert (span.first, span.last) == (0, 1) and plan.workspace_size >= plan.prefix.workspace_size
+        return [one.span.kernel for one in plan.launches], span.kernel, getattr(config, "rows", span.max_query_len)
+
+    by_codes, narrow = ["decode_quantised"], {"head_dim": 64, "head_dim_v": 64}
+    fp8 = SHAPE._replace(codes=("e4m3", "e4m3"), stored_dtype=torch.float8_e4m3fn)
+    assert prefix_of(fp8, decodes(80)) == (by_codes, "prefill_sm90", 80)
+    assert prefix_of(fp8, decodes(20)) == (by_codes, "decode_quantised", 64)
+    assert prefix_of(fp8, decodes(4)) == (by_codes, "decode_quantised", 16)
+    for codes in (CODES, K8V4):
+        assert prefix_of(SHAPE._replace(codes=codes), decodes(1024)) == (by_codes, "decode_quantised", 64)
+    assert prefix_of(SHAPE._replace(codes=K8V4, **narrow), decodes(64)) == (by_codes, "decode", 64)
+    native = SHAPE._replace(codes=(None, None), stored_dtype=torch.bfloat16)
+    assert prefix_of(native, decodes(80)) == (["decode"], "prefill_sm90", 80)
+    assert prefix_of(native, decodes(20)) == (["decode"], "decode", 64)
+    one_block = {"num_kv_heads": 64}  # of 64 rows, whose work is as much
+    assert prefix_of(fp8._replace(**one_block), decodes(16)) == (by_codes, "prefill_sm90", 16)
+    assert prefix_of(native._replace(**one_block), decodes(16)) == (["decode"], "decode", 64)
+    mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
+    assert prefix_of(SHAPE, mixed) == (["decode_quantised", "prefill_sm90"], "decode_quantised", 16)
+    short = BatchBounds(43, 4, 3, 40, 4096, 4096)  # whose prompt is served by the same family
+    assert prefix_of(SHAPE._replace(codes=K8V4), short) == (["decode_quantised"] * 2, "decode_quantised", 16)
 
 
 def test_prompts_of_few_rows_are_served_without_a_copy() -> None:

@@ -1,10 +1,9 @@
 """A prefix whose blocks all sequences share, attended once: the arithmetic of it, and the two calls it is made of.
 
 B decodes over a system prompt of L keys read it B times where each attends alone. Here all their rows are packed as the
-rows of one sequence of L keys, which every row sees (one launch of the decode kernel, not causal, its keys shared out
-over the device), and each sequence then attends to the keys of its own (the usual launch, over the rest of the block
-table), starting from the state that the first launch left of its rows. That state is an output and its log-sum-exp in
-float32; taking it up costs no launch and no rounding. Source: Hydragen (2024), FlashInfer's cascade attention (2024).
+rows of one sequence of L keys, which every row sees (one launch, not causal, its keys shared out over the device), and
+each sequence then attends to the keys of its own (the usual launch, over the rest of the block table), which adds to
+the outputs and the LSE that the first launch left. Source: Hydragen (2024), FlashInfer's cascade attention (2024).
 
 What is read, for 64 decodes of 8k + 1k keys, 32 heads over 8 KV heads of 128, bfloat16 (4 KB a key, 4.3 TB/s):
 alone 64 * 9k * 4 KB = 2.4 GB, 560 us; shared (8k + 64 * 1k) * 4 KB = 302 MB, 70 us, beside 2 * 1 MB of states. The
@@ -81,6 +80,11 @@ class CascadeMetadata:
         end = _HEAD + self.num_seqs
         return self.tensor[_HEAD:end], self.tensor[end:].view(self.num_seqs, -1)
 
+    @property
+    def of_prefix(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`query_start_loc` [2] and `seq_lens` [1] of the call over the prefix."""
+        return self.tensor[:2], self.tensor[2:_HEAD]
+
     def fill(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, block_size: int
     ) -> None:
@@ -96,22 +100,23 @@ class CascadeMetadata:
         torch.index_select(block_table[:count], 1, source.clamp(max=width - 1), out=table)
         table.masked_fill_(source >= width, -1)
 
-    def divide(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
-        """A call of these sequences as two: over the first keys, which writes float32 states, and over the rest, which
-        begins from there."""
-        lens, table = self.rest
-        state = inputs.out.new_empty(inputs.out.shape, dtype=torch.float32)
+    def divide(self, inputs: AttentionInputs, dtype: torch.dtype) -> tuple[AttentionInputs, AttentionInputs]:
+        """A call of these sequences as two: over the first keys, which writes outputs of this dtype, and over the rest,
+        which is added to it."""
+        (lens, table), (starts, length), lse = self.rest, self.of_prefix, inputs.lse
+        if lse is None:
+            lse = inputs.out.new_empty(inputs.out.shape[:2], dtype=torch.float32)
+        out = inputs.out if dtype == inputs.out.dtype else inputs.out.new_empty(inputs.out.shape, dtype=dtype)
         prefix = inputs._replace(
+            out=out,
             block_table=None if inputs.block_table is None else inputs.block_table[:1],
-            query_start_loc=self.tensor[:2],
-            seq_lens=self.tensor[2:_HEAD],
-            v_scale=None,
-            out_scale=1.0,
-            out=state,
-            lse=state.new_empty(state.shape[:2]),
+            query_start_loc=starts,
+            seq_lens=length,
             mask=Mask.of(inputs.mask).replace(causal=False).constants,
+            lse=lse,
+            num_decodes=0,
             max_query_len=inputs.max_query_len * self.num_seqs,
             max_seq_len=self.max_length,
         )
-        # A step that uses these launches again may share less than this one.
-        return prefix, inputs._replace(block_table=table, seq_lens=lens, sinks=None)  # the prefix's state has the sinks
+        # A step that uses these launches again may share less than this one; sinks join the prefix's sums.
+        return prefix, inputs._replace(block_table=table, seq_lens=lens, sinks=None, lse=lse, accumulate=True)

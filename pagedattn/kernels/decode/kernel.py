@@ -7,8 +7,8 @@ they read the same blocks at the same time, which DRAM serves faster. An item th
 the workspace, and the program that finishes last adds them up (no program waits). Source: stream-K (PPoPP 2023),
 LeanAttention (2024).
 
-A row may come with an `initial_state`, its attention over other keys: the program that has an item's first tile starts
-from that state, so that merging the two costs no launch.
+Outputs and LSE may hold attention of the rows over other keys (`accumulate`), outputs also elsewhere, in float32
+(`prior`): the program that has all of an item adds its own to them, so that merging the two costs no launch.
 
 Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin..close` the item's,
 TILE_OVERHEAD empty ones in front of them for what an item costs by itself; a program handles tiles at..end.
@@ -24,11 +24,11 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from ..masking import is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..products import products, rotated_queries
-from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
+from ..softmax import LOG2E, features, log_base, scaled_logits, write_rows
 from .plan import DecodeConfig
 from .split_kv import publish_and_reduce
 
@@ -103,9 +103,9 @@ def _attend(
 
 @triton.jit
 def _finish(
-    acc, m_i, l_i, offs_m, out, lse_out, q_start, q_len, q_block, kv_head, in_group, out_scale, so_t, so_h, sl_t,
-    GROUP: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, ROTATE: tl.constexpr,
+    acc, m_i, l_i, offs_m, out, prior, lse_out, q_start, q_len, q_block, kv_head, in_group, out_scale, so_t, so_h, sl_t,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, BLOCK_Q: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Write the output and LSE of an item's rows offs_m."""
     q_row, head, mask_m = _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP, G, BLOCK_Q)
@@ -115,10 +115,13 @@ def _finish(
     if ROTATE is not None:
         acc = ROTATE(acc, DV, BLOCK_DV)
     o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
-    tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
-    if lse_out is not None:
-        lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
-        tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
+    there_ptrs = o_ptrs
+    if prior is not None:
+        there_ptrs = prior + (token * (KV_HEADS * GROUP) + head)[:, None] * DV + dim_v[None, :]
+    write_rows(
+        acc, m_i, l_i, o_ptrs, there_ptrs, lse_out, token * sl_t + head, mask_m, (dim_v < DV)[None, :], PRECISION,
+        ACCUMULATE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -140,7 +143,7 @@ def _rows(offs_m, q_len, q_block, kv_head, in_group, GROUP: tl.constexpr, G: tl.
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    initial_state, initial_lse, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
+    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap,
     sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale,
     k_scale_cache, v_scale_cache,
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -149,7 +152,7 @@ def _decode_kernel(
     MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
-    ROTATE_OUT: tl.constexpr,
+    ROTATE_OUT: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -242,14 +245,6 @@ def _decode_kernel(
                     m_i = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * log_base(PRECISION)
                     l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            if initial_state is not None:  # an output and its LSE are a state whose sum is 1
-                if at == origin:
-                    dim_v = tl.arange(0, BLOCK_DV)
-                    known = token * (KV_HEADS * GROUP) + head
-                    m_i = tl.load(initial_lse + known, mask=mask_m, other=-float("inf")) * log_base(PRECISION)
-                    l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
-                    known_v = mask_m[:, None] & (dim_v < DV)[None, :]
-                    acc = tl.load(initial_state + known[:, None] * DV + dim_v[None, :], mask=known_v, other=0.0)
             from_key = (first_tile + at - origin) * BLOCK_N
             to_key = tl.minimum((first_tile + stop - origin) * BLOCK_N, end_of_keys(seq_len, max_keys, MASK))
             if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
@@ -269,8 +264,8 @@ def _decode_kernel(
             begins = origin == at
             if begins & (stop == close):
                 _finish(
-                    acc, m_i, l_i, offs_m, out, lse_out, q_start, q_len, q_block, kv_head, in_group, scale, so_t, so_h,
-                    sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION, ROTATE_OUT,
+                    acc, m_i, l_i, offs_m, out, prior, lse_out, q_start, q_len, q_block, kv_head, in_group, scale, so_t,
+                    so_h, sl_t, KV_HEADS, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION, ROTATE_OUT, ACCUMULATE,
                 )  # fmt: skip
             else:
                 complete, all_acc, all_m, all_l = publish_and_reduce(
@@ -279,30 +274,22 @@ def _decode_kernel(
                 )  # fmt: skip
                 if complete:
                     _finish(
-                        all_acc, all_m, all_l, tl.arange(0, ROWS), out, lse_out, q_start, q_len, q_block, kv_head,
-                        in_group, scale, so_t, so_h, sl_t, GROUP, G, BLOCK_Q, DV, BLOCK_DV, PRECISION, ROTATE_OUT,
+                        all_acc, all_m, all_l, tl.arange(0, ROWS), out, prior, lse_out, q_start, q_len, q_block,
+                        kv_head, in_group, scale, so_t, so_h, sl_t, KV_HEADS, GROUP, G, BLOCK_Q, DV, BLOCK_DV,
+                        PRECISION, ROTATE_OUT, ACCUMULATE,
                     )  # fmt: skip
             at = stop
 
 
 _launch = Launcher(_decode_kernel, VARYING)
-# What a launch that leaves a state does not take from a layer.
-_STATE = ("out", "lse_out", "v_scale", "out_scale")
 
 
 def launch(
-    config: DecodeConfig,
-    inputs: AttentionInputs,
-    workspace: torch.Tensor,
-    initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
-    is_state: bool = False,
+    config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor, prior: torch.Tensor | None = None
 ) -> None:
     """One launch.
 
-    `initial_state`: attention of the same rows over other keys, by a call with `is_state`: output [T, Hq, Dv] and LSE
-    [T, Hq], float32 and contiguous. Sinks are its own, and none of this call.
-    `is_state`: the output is to be in the unit and rotation of the stored values. When the launch is made again for
-    another layer, it goes where it went.
+    `prior`: float32 [T, Hq, Dv], contiguous, the outputs that are added to, where `inputs.out` does not hold them.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -311,8 +298,7 @@ def launch(
     chunk = 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
-        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
-        *(initial_state or (None, None)),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, prior),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
         *key.stride()[:3],
@@ -339,10 +325,11 @@ def launch(
         "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
         "PDL": config.supports_pdl,
-        "ROTATE_OUT": None if is_state else inputs.format.value.kernels.rotate,
+        "ROTATE_OUT": inputs.format.value.kernels.rotate,
+        "ACCUMULATE": inputs.accumulate,
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "maxnreg": tuning.max_registers}
     if config.supports_pdl:  # else it is not named: the interpreter does not know it
         options["launch_pdl"] = True
     with on_device(query):
-        _launch((config.programs,), arguments, constants, _STATE if is_state else (), **options)
+        _launch((config.programs,), arguments, constants, outputs_kept(inputs), **options)

@@ -23,7 +23,7 @@ from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..gluon_even_split import end_of_keys, key_tiles, tiles_before, tiles_of
 from ..gluon_names import thread_barrier
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
@@ -60,7 +60,7 @@ def _together(acc, m_i, l_i, exchange, V_CODES: gl.constexpr, MINE: gl.constexpr
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
+    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
     so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
@@ -173,7 +173,7 @@ def _decode_kernel(
                 if v_scale is not None:
                     scale *= gl.load(v_scale + kv_head * s_vscale)
                 write_item(
-                    all_acc, all_m, all_l, out, lse_out, workspace, kv_head, program, q_start, q_len, q_block,
+                    all_acc, all_m, all_l, out, prior, lse_out, workspace, kv_head, program, q_start, q_len, q_block,
                     origin == at, stop == close, origin // share, (close - 1) // share, scale, so_t, so_h, sl_t,
                     KV_HEADS, GROUP, BLOCK_Q, V_CODES, ACCUMULATE,
                 )  # fmt: skip
@@ -209,9 +209,12 @@ def constants_of(
     }
 
 
-def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> None:
+def launch(
+    config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor, prior: torch.Tensor | None = None
+) -> None:
     """One launch.
 
+    `prior`: as of `../decode/kernel.launch`.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -224,7 +227,7 @@ def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: to
     num_seqs = len(inputs.seq_lens)
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
-        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, prior),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
         *(key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
@@ -239,4 +242,4 @@ def launch(config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: to
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
     run = _launch if config.rows <= FEW_ROWS else _launch_many_rows
     with on_device(query):
-        run((config.programs,), arguments, constants, **options)
+        run((config.programs,), arguments, constants, outputs_kept(inputs), **options)

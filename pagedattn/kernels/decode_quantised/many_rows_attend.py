@@ -132,8 +132,8 @@ def _attend_tiles(
 
 @gluon.jit
 def attend_items(
-    query, out, lse_out, sinks, alibi_slopes, k_scale, v_scale, workspace, qk_scale, out_scale, softcap, sq_t, sq_h,
-    so_t, so_h, sl_t, s_kscale, s_vscale, codes, table, s_table, num_blocks, rooms, step, shape,
+    query, out, prior, lse_out, sinks, alibi_slopes, k_scale, v_scale, workspace, qk_scale, out_scale, softcap, sq_t,
+    sq_h, so_t, so_h, sl_t, s_kscale, s_vscale, codes, table, s_table, num_blocks, rooms, step, shape,
 ):  # fmt: skip
     """The program's items. codes: as `load_tile` takes them."""
     SUMS: gl.constexpr = _sum_layout(shape.R)
@@ -186,8 +186,8 @@ def attend_items(
                 thread_barrier()  # the next item's keys are not stored before
             m_i, l_i = gl.convert_layout(m_i, OF_MINE), gl.convert_layout(gl.sum(l_i, 1), OF_MINE)
             write_item(
-                mine, m_i, l_i, out, lse_out, workspace, kv_head, program, item.q_start, item.q_len, item.q_block,
-                item.origin == at, stop == item.close, program_of(item.origin, programs, total),
+                mine, m_i, l_i, out, prior, lse_out, workspace, kv_head, program, item.q_start, item.q_len,
+                item.q_block, item.origin == at, stop == item.close, program_of(item.origin, programs, total),
                 program_of(item.close - 1, programs, total), out_scale, so_t, so_h, sl_t, shape.KV_HEADS, shape.G,
                 shape.BLOCK_Q, shape.V_CODES, shape.ACCUMULATE,
             )  # fmt: skip

@@ -21,7 +21,7 @@ from .many_rows_rooms import Shape, make_rooms
 )
 def many_rows_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
+    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
     so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
@@ -38,6 +38,7 @@ def many_rows_kernel(
     kv_head = (gl.program_id(0) % KV_HEADS).to(gl.int64)
     codes = key + kv_head * sk_h, value + kv_head * sv_h, k_scale_cache, v_scale_cache, sk_b, sv_b
     attend_items(
-        query, out, lse_out, sinks, alibi_slopes, k_scale, v_scale, workspace, qk_scale, out_scale, softcap, sq_t, sq_h,
-        so_t, so_h, sl_t, s_kscale, s_vscale, codes, table, s_table, num_blocks, make_rooms(shape), step, shape,
+        query, out, prior, lse_out, sinks, alibi_slopes, k_scale, v_scale, workspace, qk_scale, out_scale, softcap,
+        sq_t, sq_h, so_t, so_h, sl_t, s_kscale, s_vscale, codes, table, s_table, num_blocks, make_rooms(shape), step,
+        shape,
     )  # fmt: skip

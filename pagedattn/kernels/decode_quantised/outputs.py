@@ -12,8 +12,8 @@ from .split_kv import publish_and_reduce
 
 @gluon.jit
 def _finish(
-    acc, m_i, l_i, out, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, ROTATED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    acc, m_i, l_i, out, prior, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, ROTATED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Write the output and LSE of an item's rows; ACCUMULATE: with the states that are there taken up."""
     R: gl.constexpr = acc.shape[0]
@@ -33,7 +33,10 @@ def _finish(
         shift = gl.where(m_i == -float("inf"), 0.0, m_i)
         there, mine = gl.exp2(there - shift), gl.exp2(mine - shift)
         l_i = there + mine
-        before = gl.load(to, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
+        of_there = to
+        if prior is not None:
+            of_there = prior + gl.expand_dims(token * (KV_HEADS * GROUP) + head, 1) * DV + gl.expand_dims(dim, 0)
+        before = gl.load(of_there, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
         total = gl.where(l_i == 0, 1.0, l_i)
         acc = acc * gl.expand_dims(mine / total, 1) + before * gl.expand_dims(there / total, 1)
     gl.store(to, acc.to(out.dtype.element_ty), mask=gl.expand_dims(exists, 1))
@@ -44,7 +47,7 @@ def _finish(
 
 @gluon.jit
 def write_item(
-    acc, m_i, l_i, out, lse_out, workspace, kv_head, program, q_start, q_len, q_block, begins, ends, first, last,
+    acc, m_i, l_i, out, prior, lse_out, workspace, kv_head, program, q_start, q_len, q_block, begins, ends, first, last,
     out_scale, so_t, so_h, sl_t, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
     V_CODES: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
@@ -57,6 +60,6 @@ def write_item(
         )
     if complete:
         _finish(
-            acc, m_i, l_i, out, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t, GROUP, BLOCK_Q,
-            is_4_bit(V_CODES), ACCUMULATE,
+            acc, m_i, l_i, out, prior, lse_out, q_start, q_len, q_block, kv_head, out_scale, so_t, so_h, sl_t, KV_HEADS,
+            GROUP, BLOCK_Q, is_4_bit(V_CODES), ACCUMULATE,
         )  # fmt: skip

@@ -63,9 +63,9 @@ class QuantisedDecodeConfig(NamedTuple):
         return 3 * COUNTERS + 2 * self.programs * self.state
 
 
-def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
+def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int = MOST_ROWS) -> str:
     """Why decodes of so many tokens go to the kernel for every cache, where `here` is what speaks against the GPU; ""
-    where they are served."""
+    where they are served. most_rows: beyond which another kernel is to be preferred."""
     if here:
         return here
     if shape.codes not in _CODES or shape.dtype.itemsize != 2:
@@ -79,8 +79,8 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str) -> str:
     most = min(FEW_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
     rows = max_query_len * shape.group
     many = shape.head_dim == shape.head_dim_v == _MANY_DIM and shape.group <= MANY_ROWS
-    if rows > (MOST_ROWS if many else most):
-        return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of {_MANY_DIM} {MOST_ROWS}"
+    if rows > (most_rows if many else most):
+        return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of {_MANY_DIM} {most_rows}"
     return ""
 
 

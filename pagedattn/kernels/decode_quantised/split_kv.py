@@ -11,9 +11,11 @@ from ...runtime.workspace import COUNTERS as _COUNTERS
 from ..gluon_device import is_last
 from ..gluon_names import thread_barrier
 from .plan import GROUP as _GROUP
+from .plan import MANY_ROWS as _MANY_ROWS
 
 COUNTERS = gl.constexpr(_COUNTERS)
 GROUP = gl.constexpr(_GROUP)
+MANY_ROWS = gl.constexpr(_MANY_ROWS)
 _IN_FLIGHT = gl.constexpr(8 * 16 * 128)  # elements of states whose loads are in flight together
 
 
@@ -43,14 +45,21 @@ def _reduce_splits(
     USED: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """The states of `count` programs together, from program `start` on, every STRIDE, in the layouts of those given;
-    `begins`: whether the item starts in the first of them."""
+    `begins`: whether the item starts in the first of them.
+
+    Factors of many rows pass through shared memory on their way to the threads: behind a barrier, without which ptxas
+    has each row's outputs loaded only after the row before is done.
+    """
     R: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
-    AT_ONCE: gl.constexpr = min(max(_IN_FLIGHT // (R * DV), 1), 8)  # unrolled
-    row = gl.arange(0, R, m_i.type.layout)
+    MANY: gl.constexpr = R == MANY_ROWS
+    AT_ONCE: gl.constexpr = 1 if MANY else min(max(_IN_FLIGHT // (R * DV), 1), 8)  # unrolled
+    ROWS: gl.constexpr = m_i.type.layout
+    HEAD: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0]) if MANY else ROWS
+    head, row = gl.arange(0, R, HEAD), gl.arange(0, R, ROWS)
     dim = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
     place = 2 * R + gl.expand_dims(row * DV, 1) + gl.expand_dims(dim, 0)
-    m_i = gl.full_like(m_i, -float("inf"))
+    m_i = gl.full([R], -float("inf"), gl.float32, HEAD)
     l_i = gl.zeros_like(m_i)
     acc = gl.zeros_like(acc)
     for done in range(0, count, AT_ONCE):
@@ -58,17 +67,18 @@ def _reduce_splits(
             live = done + nth < count
             which = gl.where(live, done + nth, 0)
             state = _state_at(workspace, kv_head, start + which * STRIDE, begins & (which == 0), KV_HEADS, SIZE)
-            m = gl.load(state + row, mask=row < USED, other=0, cache_modifier=".cg").to(gl.float32, bitcast=True)
-            l_s = gl.load(state + R + row, mask=row < USED, other=0, cache_modifier=".cg").to(gl.float32, bitcast=True)
+            m = gl.load(state + head, mask=head < USED, other=0, cache_modifier=".cg").to(gl.float32, bitcast=True)
+            sums = gl.load(state + R + head, mask=head < USED, other=0, cache_modifier=".cg")
             a = gl.load(state + place, mask=gl.expand_dims(row < USED, 1), other=0, cache_modifier=".cg")
             m = gl.where(live, m, -float("inf"))
             top = gl.maximum(m_i, m)
             shift = gl.where(top == -float("inf"), 0.0, top)
             before, here = gl.exp2(m_i - shift), gl.exp2(m - shift)
-            l_i = l_i * before + l_s * here
+            l_i = l_i * before + sums.to(gl.float32, bitcast=True) * here
+            before, here = gl.convert_layout(before, ROWS), gl.convert_layout(here, ROWS)
             acc = acc * gl.expand_dims(before, 1) + a.to(gl.float32, bitcast=True) * gl.expand_dims(here, 1)
             m_i = top
-    return acc, m_i, l_i
+    return acc, gl.convert_layout(m_i, ROWS), gl.convert_layout(l_i, ROWS)
 
 
 @gluon.jit

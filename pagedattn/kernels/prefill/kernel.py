@@ -17,7 +17,7 @@ from ..inputs import VARYING, AttentionInputs
 from ..masking import end_key, first_key, is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..products import products, rotated_queries
-from ..softmax import LN2, LOG2E, features, log_base, scaled_logits
+from ..softmax import LOG2E, features, log_base, scaled_logits, write_rows
 from .plan import AttentionConfig
 
 
@@ -184,18 +184,10 @@ def _paged_attention_kernel(
         acc = V_FORMAT.rotate(acc, DV, BLOCK_DV)
     dim_v = tl.arange(0, BLOCK_DV)
     o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
-    lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
-    if ACCUMULATE:
-        mask_m = mask_m & (l_i != 0)
-        before = tl.load(lse_out + token * sl_t + head, mask=mask_m, other=0.0)
-        state = tl.load(o_ptrs, mask=mask_m[:, None] & (dim_v < DV)[None, :], other=0.0).to(tl.float32)
-        peak = tl.maximum(lse, before)
-        weight, of_state = tl.exp(lse - peak), tl.exp(before - peak)
-        acc = (acc * weight[:, None] + state * of_state[:, None]) / (weight + of_state)[:, None]
-        lse = peak + tl.log(weight + of_state)
-    tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=mask_m[:, None] & (dim_v < DV)[None, :])
-    if lse_out is not None:
-        tl.store(lse_out + token * sl_t + head, lse, mask=mask_m)
+    write_rows(
+        acc, m_i, l_i, o_ptrs, o_ptrs, lse_out, token * sl_t + head, mask_m, (dim_v < DV)[None, :], PRECISION,
+        ACCUMULATE,
+    )  # fmt: skip
 
 
 _launch = Launcher(_paged_attention_kernel, VARYING)
