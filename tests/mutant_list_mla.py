@@ -19,6 +19,9 @@ ROWS_LOGITS = f"{ROWS} logits_equal_eager"
 ROWS_OTHERS = f"{ROWS} stays_expanded"
 
 FAULTS = (
+    Fault("items of few keys share a program", "_most_programs", "max(1, (most + items // 2) // items) * items",
+          "most", f"{OP} worth"),
+    Fault("few keys by all programs", "_most_programs", "if items * keys <= most", "if keys < 0", f"{OP} worth"),
     Fault("a block outside the cache by its neighbour's NaN", "_attend_latent",
           "load_part(rows, at, known, 0, L, BLOCK_L)", "load_part(rows, at, offs >= 0, 0, L, BLOCK_L)",
           f"{OP} outside_the_cache triton"),

@@ -188,12 +188,13 @@ def config(
     target: Target = HOPPER,
     dtype: torch.dtype = torch.bfloat16,
     stored: torch.dtype | None = None,
+    hopper: bool = False,
 ) -> MLADecodeConfig:
     bounds = {"num_seqs": seqs, "num_tokens": seqs * tokens, "max_query_len": tokens, "max_seq_len": keys}
     stored = stored or dtype
     row = {"latent_dim": 512, "rope_dim": 64, "itemsize": dtype.itemsize, "stored_itemsize": stored.itemsize}
     bounds["max_rows"] = max_rows(dtype, stored)
-    return mla_decode_config(num_heads=heads, **row, **bounds, target=target)
+    return mla_decode_config(num_heads=heads, **row, **bounds, target=target, hopper=hopper)
 
 
 @pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["hopper", "ampere"])
@@ -224,6 +225,18 @@ def test_a_step_of_one_tile_needs_no_workspace_and_no_second_launch() -> None:
     assert not config(16, seqs=1, keys=64).splits_keys and config(16, seqs=1, keys=64).workspace == 0
     many = config(16)
     assert many.splits_keys and many.workspace == many.states_at + 2 * many.programs * many.state
+
+
+def test_few_keys_are_shared_by_so_many_programs_as_their_states_are_worth() -> None:
+    def programs(heads: int, seqs: int, keys: int, hopper: bool = True) -> int:
+        return config(heads, seqs=seqs, keys=keys, hopper=hopper).programs
+
+    assert [programs(64, 1, keys) for keys in (64, 2048, 8192, 32768, 65536, 131072)] == [1, 32, 64, 96, 128, 132]
+    assert [programs(128, 1, keys) for keys in (8192, 16384, 32768)] == [64, 96, 128]
+    assert programs(64, 4, 8192) == 96 and programs(64, 64, 4096) == 132
+    assert programs(16, 100, 128) == 100, "each item has a program of its own"
+    assert programs(64, 5, 4096) == 95 and programs(128, 6, 4096) == 132, "as many for each item"
+    assert programs(64, 1, 8192, hopper=False) > 64
 
 
 def test_what_the_kernels_do_not_serve_is_said() -> None:

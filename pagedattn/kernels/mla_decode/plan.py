@@ -24,6 +24,8 @@ HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 HOPPER_CODE_KEYS = 128  # of the one over rows of codes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of the kernels for Hopper, where all items have at most so many keys, by measurement.
+_MOST_PROGRAMS = ((1 << 14, 64), (1 << 15, 96), (1 << 16, 128))
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -221,11 +223,21 @@ def mla_decode_config(
     tokens = max(1, block_m // heads)
     items = num_seqs * -(-longest // tokens)
     tiles = items * parts * max(1, -(-max_seq_len // tuning.block_n))
-    programs = max(1, min(target.num_sms * tuning.per_sm, tiles) // parts) * parts
+    programs = min(target.num_sms * tuning.per_sm, tiles)
+    if hopper:
+        programs = min(programs, _most_programs(items * parts, max_seq_len))
+    programs = max(1, programs // parts) * parts
     width = max(16, next_power_of_2(latent_dim))
     state = 2 * block_m + block_m * width
     merge = _merging(programs // parts // items, width)
     return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, *merge)
+
+
+def _most_programs(items: int, keys: int) -> int:
+    """Beyond which the partial states that programs leave of items of so many keys each, 2 KB a row to be written and
+    read again, take longer than is saved by each program having fewer keys; about as many for each item."""
+    most = next((programs for most, programs in _MOST_PROGRAMS if items * keys <= most), COUNTERS)
+    return max(1, (most + items // 2) // items) * items
 
 
 def _merging(sharing: int, width: int) -> tuple[int, int]:
