@@ -29,7 +29,7 @@ from .launch_plan import KernelLaunch, KeyPass, LaunchPlan, Span
 DECODE_TOKENS = 16  # a sequence of at most this number of new tokens is a decode
 _ANY_ROWS = 1 << 31
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
-_PREFIX_KEYS_PER_SM = 1024  # of a query block
+_PREFIX_KEYS_PER_SM = 1024  # of a shared prefix, for each block of DECODE_ROWS rows
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
 
 
@@ -80,7 +80,7 @@ def plan_attention(
     prefix = None
     if length:
         rows = _prefix_bounds(bounds.part(*launches[0].span[1:]), length)
-        prefix = plan_prefix(shape, rows, target, _why_not_sm90(shape, here) or not_sm90, not_quantised)
+        prefix = plan_prefix(shape, rows, target, here or not_sm90, not_quantised)
         size = max(size, prefix.workspace_size)
     size = max(size, *(one.plan.workspace_size for one in passes)) if passes else size
     return LaunchPlan(shape, bounds, tuple(launches), because, size, copy_turns=turns, passes=passes, prefix=prefix)
@@ -93,7 +93,7 @@ def plan_prefix(
     of a captured step would have to be as long as its longest prefix."""
     whole = shape._replace(mask=Mask.of(shape.mask).replace(causal=False).constants)
     params = sm90.params_of(whole, rows.max_keys, target.num_sms)
-    by_prompts = not not_sm90 and has_prompts_work(shape, rows, target)
+    by_prompts = not _why_not_sm90(whole, not_sm90) and has_prompts_work(shape, rows, target)
     span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
     launch = _launch(span, whole, rows, target, params, not_quantised, most_rows=_ANY_ROWS)
     return LaunchPlan(whole, rows, (launch,), "", _workspace_size(launch, rows))
