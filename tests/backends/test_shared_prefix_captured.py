@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from backends.test_shared_prefix import DEVICE, ONE, SPEC, length_of, plan_of, r
 
 from pagedattn import Attention, plan_step
 from pagedattn.backends.triton.metadata import TritonMetadataBuilder
+from pagedattn.ops import attention_plan
 from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem
 
@@ -57,9 +59,15 @@ def test_a_captured_step_reads_all_of_a_later_one(shared: int, captured: int) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-def test_a_graph_that_records_the_update_shares_what_later_steps_do() -> None:
-    layer = Attention(4, 16, 2, backend="TRITON", block_size=16, device=DEVICE)
-    case = replace(Case(**ONE), seq_lens=(100, 67, 64, 90), write=False)
+@pytest.mark.parametrize("by_prompts", [False, True])
+def test_a_graph_that_records_the_update_shares_what_later_steps_do(
+    by_prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the decode kernel in float32, and where the kernel for prompts serves the prefix (on Hopper) in bfloat16."""
+    monkeypatch.setattr(attention_plan, "has_prompts_work", lambda *_: by_prompts)
+    dtype, dim = (torch.bfloat16, 128) if by_prompts else (torch.float32, 16)
+    layer = Attention(4, dim, 2, backend="TRITON", block_size=16, device=DEVICE, dtype=dtype)
+    case = replace(Case(**ONE), seq_lens=(100, 67, 64, 90), head_dim=dim, dtype=dtype, write=False)
     problem = make_problem(case, DEVICE)
     static = plan_step([layer], problem.common, capture=True)
     (metadata,) = static.by_key.values()
@@ -70,6 +78,7 @@ def test_a_graph_that_records_the_update_shares_what_later_steps_do() -> None:
     with torch.cuda.graph(graph):
         layer.builder.device_update(metadata)
         out = layer(query, None, None, problem.cache, static)
+    close: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if by_prompts else {}
     for shared in (64, 0, 16):
         other = make_problem(replace(case, shared_prefix=shared), DEVICE)
         cache, there = other.cache, problem.cache
@@ -79,4 +88,4 @@ def test_a_graph_that_records_the_update_shares_what_later_steps_do() -> None:
         query.copy_(other.query)
         plan_step([layer], other.common, into=static)
         graph.replay()
-        torch.testing.assert_close(out, other.expected.float())
+        torch.testing.assert_close(out.float(), other.expected.float(), **close)
