@@ -162,12 +162,12 @@ CASES = {
     "uncached": (26, FULL, {"enable_prefix_caching": False}),
     "hybrid": (50, HYBRID, {"max_num_batched_tokens": 16, "max_prefill_share": 0.5}),
     "hybrid uncached": (50, HYBRID, {"enable_prefix_caching": False}),
-    "window only": (17, [KVGroup(4, 9)], {}),
+    "window only": (8, [KVGroup(4, 9)], {"max_num_batched_tokens": 17}),
     "unequal blocks": (60, UNEQUAL, {"max_num_batched_tokens": 24}),
     "swap": (26, FULL, {"swap_blocks": 200}),
     "little swap": (26, FULL, {"swap_blocks": 9, "max_num_batched_tokens": 17}),
     "swap uncached": (26, FULL, {"swap_blocks": 200, "enable_prefix_caching": False}),
-    "swap hybrid": (50, HYBRID, {"swap_blocks": 200, "max_num_batched_tokens": 16, "max_prefill_share": 0.5}),
+    "swap hybrid": (42, HYBRID, {"swap_blocks": 200, "max_num_batched_tokens": 16, "max_prefill_share": 0.5}),
     "swap unequal blocks": (60, UNEQUAL, {"swap_blocks": 40, "preemption": "swap"}),
     "swap prefixes": (26, FULL, {"swap_blocks": 60, "keeps_prefixes": True}),
     "swap prefixes hybrid": (50, HYBRID, {"swap_blocks": 60, "keeps_prefixes": True, "max_num_batched_tokens": 16}),
@@ -195,7 +195,7 @@ def events(name: str, overlap: bool) -> set[str]:
     wanted -= {"mixed", "copies"} if name == "one by one" else set()
     wanted -= {"copies"} if name == "tokens are blocks" else set()
     if not everything:  # too rare for a part of the work
-        wanted -= {"recomputed"} | ({"preemptions"} if name == "window only" else set())
+        wanted -= {"recomputed"}
     return wanted
 
 

@@ -86,7 +86,8 @@ def run(axes: Axes, folder: Path) -> None:
     longest = -(-(50 + NEW_TOKENS) // axes.block_size)
     # A window of 8 gives blocks back, so that a request holds two of 16 or three of 4 tokens at the most.
     windowed = {16: 4, 4: 6}[axes.block_size]
-    tight = {"mistral": windowed, "qwen2-mostly-window": longest + 3 * windowed}.get(axes.model, longest + 2)
+    mostly = longest + {16: 8, 4: 18}[axes.block_size]
+    tight = {"mistral": windowed, "qwen2-mostly-window": mostly}.get(axes.model, longest + 2)
     llm = LLM(
         str(folder),
         dtype=str(axes.dtype),
