@@ -111,9 +111,9 @@ def main() -> None:
     int4: dict[str, Any] = {"keys": "int4_per_channel", "values": "rotated_int4", "size": 32, "mask": (1, 0, 0, 32)}
     compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, given=("lse_out",), accumulate=True, **int4)
     turboquant: dict[str, Any] = {"keys": "turboquant4", "values": "turboquant4", "size": 32}
-    compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), every)
-    prior = ("lse_out", "prior")
-    compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, given=prior, values="rotated_int4", accumulate=True)
+    prior = (*every, "prior")
+    compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), prior, accumulate=True)
+    compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
     if "--grid" in sys.argv:
         compile_one("int8-D128-G4-T8", torch.int8, 128, 4, 64, 8)
         compile_one("e4m3-D128-G8-T5-all", torch.float8_e4m3fn, 128, 8, 1, 5, (1, 100), every)

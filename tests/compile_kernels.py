@@ -63,6 +63,7 @@ BEFORE = {
     "turboquant2": (0, 16, 4, 0, 1),
 }
 _SCALES = {torch.float32: "*fp32", torch.float16: "*fp16"}
+PRIOR = ("prior", "lse_out")  # what is added to
 _PRODUCT = r"\b[HIDQ]G?MMA\."  # and not HFMA2.MMA
 _EFFECT = r"\s(st\.global|cp\.async|atom|red)\b"  # what must not come before a wait
 _JUMP = r"\bBRA\b.*`\(\.(L_x_\d+)\)"
@@ -118,15 +119,14 @@ def decode_case(
     tuning = config.tuning
     types = {**TYPES, **plane_types(stored), **dict.fromkeys(("query", "out"), f"*{kind}")}
     types |= _codes(stored, kind)
-    types |= {"prior": "*fp32"} if accumulate else {}
+    types |= dict.fromkeys(PRIOR if accumulate else (), "*fp32")
     constants = {
         **ABSENT,
-        **({} if accumulate else {"prior": None}),
+        **dict.fromkeys(() if accumulate else PRIOR),
         **_shape(dim, group, dim),
         **format_of_kernels(stored),
         "ROTATE_OUT": FORMATS[stored].value.kernels.rotate,
         "ACCUMULATE": accumulate,
-        "lse_out": None,
         "KV_HEADS": 8,
         "G": config.heads,
         "BLOCK_M": config.block_m,
