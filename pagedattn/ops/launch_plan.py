@@ -131,15 +131,15 @@ class LaunchPlan:
 
     def describe(self) -> str:
         """Which kernels run, by how many programs, and why the portable prefill kernel where it does."""
-        first, *rest = map(self._describe, self.launches or (None,))
+        if not self.launches:
+            return "nothing to do"
+        first, *rest = map(self._describe, self.launches)
         if self.prefix is not None and self.cascade is not None:
             how = self.prefix._how(self.prefix.launches[0])
             first += f", shared prefix of {self.cascade.length} keys attended once ({how})"
         return ", ".join((first, *rest))
 
-    def _describe(self, launch: KernelLaunch | None) -> str:
-        if launch is None:
-            return "nothing to do"
+    def _describe(self, launch: KernelLaunch) -> str:
         family, count = launch.span.kernel.split("_")[0], launch.span.last - launch.span.first
         return f"{family} kernel: {count} sequences ({self._how(launch)})"
 
