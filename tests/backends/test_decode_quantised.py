@@ -57,6 +57,7 @@ KINDS = {
     "turboquant4, fp16, blocks of 16, HND": Case(
         **BF16 | TURBO | {"dtype": torch.float16, "block_size": 16}, layout="HND"
     ),
+    "turboquant4, three heads a group": Case(**BF16 | TURBO | {"heads": (9, 3)}),
     "turboquant4, 64, window, sinks": Case(**BF16 | TURBO | {"head_dim": 64}, sliding_window=70, sinks=0.5),
     "turboquant4, 256, eight heads a group, ALiBi": Case(
         **BF16 | TURBO | {"heads": (8, 1), "head_dim": 256}, alibi=True
@@ -68,6 +69,7 @@ LENS = [
     (20_000,),
     (0, 3, 0, 900, 130),
     tuple(37 * i % 700 + 1 for i in range(300)),
+    tuple(53 * i % 1000 for i in range(130)),
 ]
 
 

@@ -50,9 +50,10 @@ def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple
     assert kernels(shape, decodes()) == ["decode_quantised"]
     wide, tall = shape._replace(block_size=64), shape._replace(head_dim=256)
     found = [quantised_decode_config(one, decodes(64), H200).tuning for one in (shape, wide, tall)]
-    assert [(one.keys, one.tile) for one in found] == [(32, 128), (32, 128), (16, 64)]
+    assert [(one.keys, one.tile) for one in found] == [(32, 32), (32, 32), (16, 16)]
     assert quantised_decode_config(shape._replace(block_size=48), decodes(64), H200).tuning.keys == 16
-    assert quantised_decode_config(shape, decodes(1, 1 << 17), H200).programs == 128, "registers are for one an SM"
+    several = quantised_decode_config(shape, decodes(64, tokens=4), H200).tuning
+    assert (several.keys, several.warps) == (32, 2), "one warp would spill"
     assert kernels(shape._replace(mask=(1, 0, 32)), decodes()) == ["decode"], "codes are of earlier blocks"
     assert kernels(shape._replace(codes=(codes[0], "int8")), decodes()) == ["decode"]
 
@@ -151,22 +152,29 @@ def test_a_plan_is_not_for_a_cache_of_odd_strides() -> None:
     channels = torch.zeros(2, 1, 2, 129, dtype=torch.float16)
     assert has_words(inputs._replace(k_scale_cache=torch.zeros(2, 1, 2, 128, dtype=torch.float16)))
     assert not has_words(inputs._replace(k_scale_cache=channels[..., :128])), "of each channel, in words too"
+    halves = torch.zeros(2, 16, 2, 2, dtype=torch.float16)
+    assert has_words(inputs._replace(v_scale_cache=halves[..., :1]))
+    assert not has_words(inputs._replace(v_scale_cache=halves[..., 1:])), "of which the first is half a word"
     assert not plan.serves(odd) and [launch.span.kernel for launch in plan_call(odd).launches] == ["decode"]
     assert shape_of(odd) == shape_of(inputs) and bounds_of(odd) == bounds_of(inputs)
 
 
 def test_programs_and_workspace() -> None:
     many = quantised_decode_config(SHAPE, decodes(64), H200)
-    assert (many.programs, many.rows, many.tuning.warps) == (3 * 132 // 8 * 8, 8, 4)
+    assert (many.programs, many.rows, many.tuning.warps) == (12 * 132, 8, 1)
+    some = quantised_decode_config(SHAPE, decodes(32), H200)
+    assert (some.programs, some.tuning.warps) == (6 * 132, 2)
     few = quantised_decode_config(SHAPE, decodes(1, 1 << 17), H200)
-    assert (few.programs, few.tuning.warps) == (2 * 132, 8)
+    assert (few.programs, few.tuning.warps) == (3 * 132 // 8 * 8, 4)
+    few_keys = quantised_decode_config(SHAPE, decodes(1, 1 << 13), H200)
+    assert (few_keys.programs, few_keys.tuning.warps) == (132 // 8 * 8, 4), "partial states cost more than keys"
     short = quantised_decode_config(SHAPE, decodes(1, 300), H200)
-    assert short.programs == 3 * 8, "no more than tiles of keys"
+    assert short.programs == 5 * 8, "no more than tiles of keys"
     large = quantised_decode_config(SHAPE._replace(head_dim=256), decodes(64), H200)
-    assert large.programs == 2 * 132 and large.tuning.max_registers == 255
+    assert large.programs == 8 * 132 and large.tuning.max_registers == 255
     tokens = quantised_decode_config(SHAPE, decodes(tokens=4), H200)
     assert tokens.rows == 16 and tokens.workspace > 2 * tokens.programs * 16 * 128
-    assert all(one.programs % SHAPE.num_kv_heads == 0 for one in (many, few, short, large, tokens))
+    assert all(one.programs % SHAPE.num_kv_heads == 0 for one in (many, some, few, few_keys, short, large, tokens))
     assert not _is_countable(quantised_decode_config(SHAPE, decodes(1 << 14, 1 << 23), H200))
     assert kernels(SHAPE._replace(num_kv_heads=4096), decodes()) != ["decode_quantised"], "more heads than counters"
 
@@ -174,5 +182,5 @@ def test_programs_and_workspace() -> None:
 def test_the_plan_says_so() -> None:
     bounds = decodes(2, 512)
     plan = plan_attention(SHAPE, bounds, CPU)
-    assert plan.describe() == "decode kernel: 2 sequences (for codes, 64 programs, tiles of 128 keys)"
+    assert plan.describe() == "decode kernel: 2 sequences (for codes, 64 programs, tiles of 64 keys)"
     assert plan.workspace_size == plan.launches[0].config.workspace  # type: ignore[union-attr]

@@ -27,19 +27,20 @@ from ..inputs import VARYING, AttentionInputs, outputs_kept
 from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
-from .key_loop import attend
+from .key_loop import attend, begin_tiles
 from .many_rows_kernel import many_rows_kernel
 from .operands import in_order, sink_exponent
 from .outputs import write_item
 from .plan import FEW_ROWS, QuantisedDecodeConfig
-from .queries import load_queries, rows_of
+from .queries import first_of, load_queries, rows_of, used_rows
+from .staging import staging_of
 
 
 @gluon.jit
-def _together(acc, m_i, l_i, exchange, V_CODES: gl.constexpr, MINE: gl.constexpr):
-    """The states of all warps [W, ..] as one, [R, DV] and [R] in layout MINE. Outputs by way of `exchange`: a reduction
-    over warps would take each element through shared memory by itself."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
+def _together(acc, m_i, l_i, exchange, ROWS: gl.constexpr, V_CODES: gl.constexpr, MINE: gl.constexpr):
+    """The states of all warps [W, ..] as one, the first ROWS rows of it, [ROWS, DV] and [ROWS] in layout MINE. Outputs
+    by way of `exchange`: a reduction over warps would take each element through shared memory by itself."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
     W: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[2]
     m = gl.max(m_i, 0)
@@ -47,11 +48,11 @@ def _together(acc, m_i, l_i, exchange, V_CODES: gl.constexpr, MINE: gl.constexpr
     l_i = gl.sum(gl.sum(l_i, 1) * weight, 0)
     exchange.store(in_order(acc * gl.expand_dims(weight, 1), V_CODES))
     thread_barrier()
-    acc = exchange.slice(0, R).load(MINE)
+    acc = exchange.slice(0, ROWS).load(MINE)
     for i in gl.static_range(1, W):
-        acc += exchange.slice(i * R, R).load(MINE)
+        acc += exchange.slice(i * R, ROWS).load(MINE)
     thread_barrier()  # the next item's are not stored before
-    return acc, gl.convert_layout(m, ROWS), gl.convert_layout(l_i, ROWS)
+    return acc, first_of(m, ROWS, OF_ROWS), first_of(l_i, ROWS, OF_ROWS)
 
 
 @gluon.jit(
@@ -73,8 +74,12 @@ def _decode_kernel(
     STATES: gl.constexpr = gl.SliceLayout(1, MMA)  # [W, R]
     MINE: gl.constexpr = gl.BlockedLayout([1, DV // 32], [1, 32], [W, 1], [1, 0])
     SINK: gl.constexpr = sink_exponent(V_STRIDES)
+    CODES: gl.constexpr = (K_CODES, V_CODES)
+    STRIDES: gl.constexpr = (K_STRIDES, V_STRIDES)
+    SLOTS: gl.constexpr = (K_SLOT, V_SLOT)
     TILE: gl.constexpr = W * KEYS
-    BLOCK_Q: gl.constexpr = R // GROUP
+    BLOCK_Q: gl.constexpr = 1 if ONE_TOKEN else R // GROUP
+    USED: gl.constexpr = used_rows(R, GROUP, ONE_TOKEN)
     kv_head = gl.program_id(0) % KV_HEADS
     program = gl.program_id(0) // KV_HEADS  # among those of its head
     programs = gl.num_programs(0) // KV_HEADS
@@ -114,8 +119,11 @@ def _decode_kernel(
             seq += passed
             base += tiles_passed
 
-        exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-        offs_q = gl.arange(0, R, along(2, QUERY))
+        staging = staging_of(
+            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, D, DV, W, KEYS, S,
+            SLOTS, STRIDES, CODES,
+        )  # fmt: skip
+        exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, USED, [1, 0]))
         offs_m = gl.arange(0, R, along(2, MMA))
         state = gl.arange(0, W, gl.SliceLayout(1, STATES))
         first_key = in_3d(gl.arange(0, W, along(0, MMA)), 0) + in_3d(gl.arange(0, 16, along(1, MMA)), 1)
@@ -136,9 +144,16 @@ def _decode_kernel(
             else:
                 at = gl.maximum(at, origin)
                 stop = gl.minimum(close, end)
-                q_row, head, exists = rows_of(offs_q, q_len, q_block, kv_head, GROUP, BLOCK_Q)
-                to_row = (q_start + q_row).to(gl.int64) * sq_t + head * sq_h
-                q, q_rest, up = load_queries(query, to_row, exists, D, R, W, K_CODES, QUERY)
+                from_key = (first_tile + at - origin) * TILE
+                to_key = gl.minimum((first_tile + stop - origin) * TILE, end_of_keys(seq_len, max_keys, MASK))
+                if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
+                    to_key = gl.where(low < to_key, to_key, 0)
+                blocks = table + seq.to(gl.int64) * s_table
+                if from_key < to_key:  # before the queries are waited for
+                    begin_tiles(staging, blocks, from_key, to_key, low, num_blocks, MMA)
+                q, q_rest, up = load_queries(
+                    query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, R, USED, W, K_CODES, QUERY
+                )
                 up = gl.convert_layout(up, STATES)
 
                 q_row, head, exists = rows_of(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
@@ -156,19 +171,13 @@ def _decode_kernel(
                         m_i = gl.where(gl.expand_dims(state, 1) == 0, gl.expand_dims(sink - SINK, 0), m_i)
                         l_i = gl.where((first_key == 0) & (in_3d(sink, 2) != -float("inf")), 2.0**SINK, l_i)
                 acc = gl.zeros([W, DV, R], gl.float32, MMA)
-                from_key = (first_tile + at - origin) * TILE
-                to_key = gl.minimum((first_tile + stop - origin) * TILE, end_of_keys(seq_len, max_keys, MASK))
-                if not sees_first_keys(MASK):  # a sequence longer than its table may have its window outside
-                    to_key = gl.where(low < to_key, to_key, 0)
                 if from_key < to_key:
                     acc, m_i, l_i = attend(
-                        q, q_rest, up * logit_scale, acc, m_i, l_i, key + kv_head.to(gl.int64) * sk_h,
-                        value + kv_head.to(gl.int64) * sv_h, k_scale_cache, v_scale_cache, kv_head,
-                        table + seq.to(gl.int64) * s_table, from_key, to_key, low, seq_len - q_len + q_row, slope,
-                        softcap, num_blocks, sk_b, sv_b, K_SLOT, V_SLOT, K_CODES, V_CODES, K_STRIDES, V_STRIDES, S, D,
-                        DV, R, W, KEYS, MASK, SOFTCAP, alibi_slopes is not None, ONE_TOKEN, MMA,
+                        q, q_rest, up * logit_scale, acc, m_i, l_i, staging, blocks, from_key, to_key, low,
+                        seq_len - q_len + q_row, slope, softcap, num_blocks, K_CODES, V_CODES, R, MASK, SOFTCAP,
+                        alibi_slopes is not None, ONE_TOKEN, MMA,
                     )  # fmt: skip
-                all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, V_CODES, MINE)
+                all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, USED, V_CODES, MINE)
                 scale = out_scale
                 if v_scale is not None:
                     scale *= gl.load(v_scale + kv_head * s_vscale)

@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon_device import SMALLEST_SCALE, approximate, bits
 from .axes import along, in_3d
-from .key_loop import load_channels, load_rows, load_scales
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
 from .operands_4bit import STEP_OFFSET, channels, level_tables
@@ -59,9 +58,11 @@ def _load_channels(k_scales, block, kv_head, shape):
     """Steps and least elements of the channels of each warp's block, [WARPS, D / 2] words of two: as float16 they would
     take a register each."""
     OF_BLOCK: gl.constexpr = gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4))
-    channel = gl.arange(0, shape.D // 2, gl.SliceLayout(0, OF_BLOCK))
-    block = gl.convert_layout(block, gl.SliceLayout(1, OF_BLOCK))
-    return load_channels(k_scales, block, kv_head, channel, shape.D // 2, shape.K_STRIDES)
+    COUNT: gl.constexpr = shape.D // 2
+    channel = gl.arange(0, COUNT, gl.SliceLayout(0, OF_BLOCK))
+    first = gl.convert_layout(block, gl.SliceLayout(1, OF_BLOCK)) * shape.K_STRIDES[0] + kv_head * shape.K_STRIDES[2]
+    at = k_scales + gl.expand_dims(first, 1) + gl.expand_dims(channel, 0)
+    return gl.load(at), gl.load(at + COUNT)
 
 
 @gluon.jit
@@ -73,12 +74,30 @@ def _of_channels(words, x):
 
 
 @gluon.jit
+def _near_row(row, at, low, end, shape):
+    """Rows [WARPS, KEYS_OF_WARP, 1] of keys at + row, or if NEAREST of the nearest of them in low..end."""
+    near = in_3d(row, 1)
+    if shape.NEAREST:
+        near = gl.minimum(gl.maximum(near, in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
+    return near
+
+
+@gluon.jit
 def _load_rows(codes, at, block, low, end, s_block, SLOT: gl.constexpr, WORDS: gl.constexpr, shape):
+    """Words of a warp's keys from `at` on, which lie in one block."""
     LAYOUT: gl.constexpr = _row_layout(WORDS, 1)
     row = gl.arange(0, KEYS_OF_WARP, along(1, LAYOUT))
     word = in_3d(gl.arange(0, WORDS, along(2, LAYOUT)), 2)
     at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
-    return load_rows(codes, at, block, row, word, low, end, s_block, shape.S, SLOT, shape.NEAREST)
+    first = codes + in_3d(block * s_block + (at % shape.S) * SLOT, 0)
+    return gl.load(first + word + _near_row(row, at, low, end, shape) * SLOT)
+
+
+@gluon.jit
+def _load_scales(scales, at, block, row, kv_head, low, end, STRIDES: gl.constexpr, shape):
+    """Those of the same rows, of a plane with these strides by block, slot and head: [WARPS, KEYS_OF_WARP, 1]."""
+    first = scales + in_3d(block * STRIDES[0] + ((at % shape.S) * STRIDES[1] + kv_head * STRIDES[2]), 0)
+    return gl.load(first + _near_row(row, at, low, end, shape) * STRIDES[1]).to(gl.float32)
 
 
 @gluon.jit
@@ -93,9 +112,9 @@ def load_tile(codes, at, block, row, kv_head, low, end, shape):
     if shape.PER_CHANNEL:
         of_keys = _load_channels(k_scales, block, kv_head, shape)
     elif shape.K_STRIDES is not None:
-        of_keys = (load_scales(k_scales, at, block, row, kv_head, low, end, shape.K_STRIDES, shape.S, shape.NEAREST),)
+        of_keys = (_load_scales(k_scales, at, block, row, kv_head, low, end, shape.K_STRIDES, shape),)
     if shape.V_STRIDES is not None:
-        of_values = (load_scales(v_scales, at, block, row, kv_head, low, end, shape.V_STRIDES, shape.S, shape.NEAREST),)
+        of_values = (_load_scales(v_scales, at, block, row, kv_head, low, end, shape.V_STRIDES, shape),)
     return k, v, of_keys, of_values
 
 

@@ -10,6 +10,7 @@ from ...runtime.workspace import COUNTERS
 from ...spec import Mask
 from ..inputs import AttentionInputs
 from ..shape import AttentionShape, BatchBounds
+from ..tiles import next_power_of_2
 
 KEYS_PER_WARP = 16
 _DIMS = (64, 128, 256)
@@ -42,6 +43,9 @@ class QuantisedDecodeTuning(NamedTuple):
         return self.warps * self.keys
 
 
+_MOST_WARPS = 4  # of a program
+_PROGRAMS_OF_ITEM = 4  # that share an item at most, where they have fewer warps
+_FEW_KEYS = 1024  # of an SM
 _MANY = QuantisedDecodeTuning(4, 2, 255, 2)  # of query blocks of MANY_ROWS
 
 
@@ -85,14 +89,14 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
 
 
 def has_words(inputs: AttentionInputs) -> bool:
-    """Whether the codes, and what keys have of each channel, can be read four bytes at a time."""
+    """Whether the codes, and what keys have of each channel, can be read four bytes at a time, and scales as the words
+    that have them."""
     planes, channels = [inputs.key, inputs.value], inputs.k_scale_cache
     if channels is not None and channels.shape[3] > 1:
         planes.append(channels)
-    return all(
-        x.storage_offset() * x.element_size() % 4 == 0
-        and all(step * x.element_size() % 4 == 0 for step in x.stride()[:-1])
-        for x in planes
+    starts = [*planes, *(x for x in (channels, inputs.v_scale_cache) if x is not None)]
+    return all(x.storage_offset() * x.element_size() % 4 == 0 for x in starts) and all(
+        step * x.element_size() % 4 == 0 for x in planes for step in x.stride()[:-1]
     )
 
 
@@ -123,15 +127,14 @@ def _has_double_tiles(shape: AttentionShape) -> bool:
 
 
 def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -> QuantisedDecodeTuning:
-    """Of many items twelve warps an SM in small programs, of few sixteen in large ones, so that there are fewer partial
-    states, and of few keys one program, for the same reason; eight warps where their states are large, or they have
-    twice the keys."""
+    """Twelve warps an SM, eight where their states are large: in programs of one warp where there are many items, of
+    several where there are so few that programs would share them too often, and all states would have to be added up.
+    Of few keys one program an SM, for the same reason."""
     small, keys = state <= _SMALL_STATE, KEYS_PER_WARP * (2 if twice else 1)
-    if 2 * items >= 3 * target.num_sms:
-        per_sm, registers = (3, 168) if small else (2, 255)
-        return QuantisedDecodeTuning(4, per_sm, registers, 2, keys)
-    if items * seq_len <= 1024 * target.num_sms:
-        return QuantisedDecodeTuning(8, 1, 128 if small and not twice else 255, 0)
-    if twice:
-        return QuantisedDecodeTuning(8, 1, 255, 0, keys)
-    return QuantisedDecodeTuning(8, 2 if small else 1, 128 if small else 255, 0)
+    warps, registers = (12, 168) if small else (8, 255)
+    least = 2 if twice and not small else 1  # whose loop spills in programs of one warp
+    each = max(least, min(next_power_of_2(-(-warps * target.num_sms // (_PROGRAMS_OF_ITEM * items))), _MOST_WARPS))
+    few_keys = items * seq_len <= _FEW_KEYS * target.num_sms
+    return QuantisedDecodeTuning(
+        each, 1 if few_keys else warps // each, registers, 0 if each == _MOST_WARPS else 2, keys
+    )

@@ -8,7 +8,7 @@ products with the largest step (8,704) stay in range.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon_device import powers_of_two
+from ..gluon_device import bits, powers_of_two
 from .axes import along, in_3d
 from .operands import is_4_bit, key_element
 from .operands_4bit import in_key_order
@@ -23,19 +23,41 @@ def rows_of(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.const
     return q_row, (kv_head * GROUP + row % GROUP).to(gl.int64), exists
 
 
+@gluon.constexpr_function
+def used_rows(rows, group, one_token):
+    """Of `rows` those, a power of two, that are not padding: of one token the heads of a group."""
+    used = 1
+    while used < group:
+        used *= 2
+    return used if one_token else rows
+
+
 @gluon.jit
 def load_queries(
-    query, row_at, exists, D: gl.constexpr, R: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr
-):
-    """The rows [R] that begin at `row_at`, of which there are those that `exists` says, vectors along QUERY's last
-    axis: float16 [W, D, R] in the order of the keys' codes, the same for each warp, of rotated ones what that rounds
-    off, and what their products are yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
+    query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
+    R: gl.constexpr, USED: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr,
+):  # fmt: skip
+    """An item's rows, the first USED of R, vectors along QUERY's last axis: float16 [W, D, R] in the order of the keys'
+    codes, the same for each warp, of rotated ones what that rounds off, and what their products are yet to be
+    multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
     if is_4_bit(K_CODES):
-        q, rest, up = _rows_in_order(query, row_at, exists, D, R, W, K_CODES, QUERY)
+        MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [W, 1], [1, 0])
+        ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
+        q_row, head, exists = rows_of(gl.arange(0, USED, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
+        row = query + gl.expand_dims((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
+        dim = gl.arange(0, D, gl.SliceLayout(0, MINE))
+        x = gl.load(row + gl.expand_dims(dim, 0), mask=gl.expand_dims(exists, 1), other=0.0)
+        EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
+        q, rest, up = in_range(x.to(gl.float32), K_CODES == "turboquant4", EXPONENT)
+        q, rest = _for_each_warp(_padded(q, R), W, QUERY), _for_each_warp(_padded(rest, R), W, QUERY)
+        up = gl.expand_dims(gl.convert_layout(_padded(up, R), along(2, QUERY)), 0)
+        up += gl.zeros([W, R], gl.float32, gl.SliceLayout(1, QUERY))
     else:
+        q_row, head, exists = rows_of(gl.arange(0, R, along(2, QUERY)), q_len, q_block, kv_head, GROUP, BLOCK_Q)
+        row = query + in_3d((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 2)
         element = in_3d(key_element(gl.arange(0, D, along(1, QUERY))), 1)
         mine = gl.arange(0, W, along(0, QUERY)) * 0
-        q = gl.load(query + in_3d(mine, 0) + in_3d(row_at, 2) + element, mask=in_3d(exists, 2), other=0.0)
+        q = gl.load(row + in_3d(mine, 0) + element, mask=in_3d(exists, 2), other=0.0)
         down, up = powers_of_two(gl.max(gl.abs(q.to(gl.float32)), 1), 14, 15)
         q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
         rest = q
@@ -43,20 +65,24 @@ def load_queries(
 
 
 @gluon.jit
-def _rows_in_order(
-    query, row_at, exists, D: gl.constexpr, R: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr
-):
-    """For codes of 4 bits, whose queries may have to be rotated: a thread has neighbouring elements of a row."""
-    MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [W, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
-    at, there = gl.convert_layout(row_at, ROWS), gl.convert_layout(exists, ROWS)
-    dim = gl.arange(0, D, gl.SliceLayout(0, MINE))
-    x = gl.load(query + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=gl.expand_dims(there, 1), other=0.0)
-    EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
-    q, rest, up = in_range(x.to(gl.float32), K_CODES == "turboquant4", EXPONENT)
-    rest = _for_each_warp(rest, W, QUERY)
-    up = gl.expand_dims(gl.convert_layout(up, along(2, QUERY)), 0)
-    return _for_each_warp(q, W, QUERY), rest, up + gl.zeros([W, R], gl.float32, gl.SliceLayout(1, QUERY))
+def _padded(x, ROWS: gl.constexpr):
+    """Rows again and again until they are ROWS."""
+    for _i in gl.static_range(bits(ROWS // x.shape[0])):
+        both = gl.join(x, x)
+        if len(x.shape) == 2:
+            x = both.permute((2, 0, 1)).reshape([2 * x.shape[0], x.shape[1]])
+        else:
+            x = both.permute((1, 0)).reshape([2 * x.shape[0]])
+    return x
+
+
+@gluon.jit
+def first_of(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first COUNT of a vector's elements, in a layout."""
+    x = gl.convert_layout(x, gl.BlockedLayout([x.shape[0]], [32], [gl.num_warps()], [0]))
+    for _i in gl.static_range(bits(x.shape[0] // COUNT)):
+        x, _rest = gl.split(x.reshape([2, x.shape[0] // 2]).permute((1, 0)))
+    return gl.convert_layout(x, LAYOUT)
 
 
 @gluon.jit

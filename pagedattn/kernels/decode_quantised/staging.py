@@ -1,0 +1,240 @@
+"""Gluon: tiles of codes on their way from memory: copied to shared memory, asynchronously, while the tile before is
+attended to, and read from there as words of operands.
+
+Loads to registers did not overlap with the tile before: ptxas issued them at an iteration's end and waited for all of
+them, as they share a scoreboard, at the begin of the next one.
+"""
+
+# No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.core import _aggregate as aggregate
+
+from ..gluon_device import bits
+from .axes import along, in_3d
+from .operands import codes_of_word, key_words, may_be_nan, value_words
+from .operands_4bit import channel_words
+
+STAGES = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def _key_memory(words):
+    """Of rows of `words` words, of which four threads read 16 at a time, two rows of them beside each other: these lie
+    in different halves of the banks."""
+    return gl.SwizzledSharedLayout(min(16, words), 1, 2 if words >= 32 else 1, [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _value_memory(words):
+    """Of rows of which two threads read 8 words at a time, four rows of them beside each other."""
+    parts = words // 8
+    return gl.SwizzledSharedLayout(8, max(1, 4 // parts), min(4, parts), [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _linear(bases, warps, shape):
+    """A layout of `shape` per warp whose elements, two to the power of the number of `bases`, are spread over registers
+    (two of the bases, or as many as there are before five others), then lanes, then registers again."""
+    nothing = [0] * (len(shape) + 1)
+    lanes = bases[2:7] + [nothing] * (5 - len(bases[2:7]))
+    of_warps = [[1 << i, *nothing[1:]] for i in range(bits(warps))]
+    return gl.DistributedLinearLayout(bases[:2] + bases[7:], lanes, of_warps, [], [warps, *shape])
+
+
+@gluon.constexpr_function
+def _by_16_bytes(warps, rows, words):
+    """Layout [warps, rows, words] of which a thread copies four words at a time."""
+    across = [[0, 0, 1 << i] for i in range(bits(words))]
+    return _linear(across + [[0, 1 << i, 0] for i in range(bits(rows))], warps, [rows, words])
+
+
+@gluon.constexpr_function
+def _one_each(warps, keys):
+    """Layout [warps, keys] of which a thread has one."""
+    lanes = [[0, 1 << i] if 1 << i < keys else [0, 0] for i in range(5)]
+    return gl.DistributedLinearLayout([], lanes, [[1 << i, 0] for i in range(bits(warps))], [], [warps, keys])
+
+
+@aggregate
+class Staging:
+    """A head's codes in memory, and shared memory for two tiles of them: W warps with KEYS keys each, values at even
+    and at odd places apart.
+
+    key, value: a head's; k_scales, v_scales: planes, each with its shared memory, () where there are none. S slots of a
+    block; other constants as of `kernel._decode_kernel`.
+    """
+
+    key: gl.tensor
+    value: gl.tensor
+    k_scales: gl.tuple
+    v_scales: gl.tuple
+    kv_head: gl.tensor
+    sk_b: gl.tensor
+    sv_b: gl.tensor
+    keys: gl.shared_memory_descriptor
+    even: gl.shared_memory_descriptor
+    odd: gl.shared_memory_descriptor
+    W: gl.constexpr
+    KEYS: gl.constexpr
+    S: gl.constexpr
+    K_SLOT: gl.constexpr
+    V_SLOT: gl.constexpr
+    K_STRIDES: gl.constexpr
+    V_STRIDES: gl.constexpr
+    PER_CHANNEL: gl.constexpr
+    NEAREST: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES):
+        # What is in a tuple comes as a constexpr, of None too.
+        SLOTS, STRIDES, CODES = ([getattr(x, "value", x) for x in one] for one in (SLOTS, STRIDES, CODES))
+        self.key, self.value, self.sk_b, self.sv_b = codes
+        self.k_scales, self.v_scales, self.kv_head = k_scales, v_scales, kv_head
+        self.keys, self.even, self.odd = memory
+        self.W, self.KEYS, self.S = (gl.constexpr(x) for x in (W, KEYS, S))
+        self.K_SLOT, self.V_SLOT = (gl.constexpr(x) for x in SLOTS)
+        self.K_STRIDES, self.V_STRIDES = (gl.constexpr(x) for x in STRIDES)
+        self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
+        self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
+
+    @gluon.jit
+    def copy(self, stage, at, block, low, end):
+        """Begin to copy the tile of which each warp has the keys from `at` on, in `block`, both [W]. Codes that may be
+        no numbers are those of the nearest keys in low..end."""
+        self._copy_rows(self.keys.index(stage), self.key, at, block, 0, 1, low, end, self.sk_b, self.K_SLOT)
+        self._copy_rows(self.even.index(stage), self.value, at, block, 0, 2, low, end, self.sv_b, self.V_SLOT)
+        self._copy_rows(self.odd.index(stage), self.value, at, block, 1, 2, low, end, self.sv_b, self.V_SLOT)
+        if self.PER_CHANNEL:
+            self._copy_channels(stage, block)
+        elif self.K_STRIDES is not None:
+            self._copy_scales(stage, self.k_scales, at, block, low, end, self.K_STRIDES)
+        if self.V_STRIDES is not None:
+            self._copy_scales(stage, self.v_scales, at, block, low, end, self.V_STRIDES)
+        async_copy.commit_group()
+
+    @gluon.jit
+    def _copy_rows(
+        self, memory, codes, at, block, FIRST: gl.constexpr, EVERY: gl.constexpr, low, end, s_block, SLOT: gl.constexpr
+    ):
+        LAYOUT: gl.constexpr = _by_16_bytes(self.W, memory.shape[1], memory.shape[2])
+        at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
+        row = in_3d(FIRST + EVERY * gl.arange(0, memory.shape[1], along(1, LAYOUT)), 1)
+        if self.NEAREST:
+            row = gl.minimum(gl.maximum(row, in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
+        word = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
+        of_thread = codes + (row * SLOT + word)  # the same for all tiles, but for NEAREST
+        async_copy.async_copy_global_to_shared(memory, of_thread + in_3d(block * s_block + self._slot(at) * SLOT, 0))
+
+    @gluon.jit
+    def _copy_channels(self, stage, block):
+        plane, memory = self.k_scales
+        LAYOUT: gl.constexpr = _by_16_bytes(self.W, 1, memory.shape[3])
+        channel = in_3d(gl.arange(0, memory.shape[3], along(2, LAYOUT)), 2)
+        first = gl.convert_layout(block, along(0, LAYOUT)) * self.K_STRIDES[0] + self.kv_head * self.K_STRIDES[2]
+        async_copy.async_copy_global_to_shared(memory.index(stage), plane + channel + in_3d(first, 0))
+
+    @gluon.jit
+    def _copy_scales(self, stage, scales, at, block, low, end, STRIDES: gl.constexpr):
+        """Of scales of 16 bits the words that have them."""
+        plane, memory = scales
+        LAYOUT: gl.constexpr = _one_each(self.W, self.KEYS)
+        at = gl.expand_dims(gl.convert_layout(at, gl.SliceLayout(1, LAYOUT)), 1)
+        row = gl.expand_dims(gl.arange(0, self.KEYS, gl.SliceLayout(0, LAYOUT)), 0)
+        if self.NEAREST:
+            row = gl.minimum(gl.maximum(row, low - at), end - 1 - at)
+        block = gl.expand_dims(gl.convert_layout(block, gl.SliceLayout(1, LAYOUT)), 1)
+        place = self._scale_at(block, at, STRIDES) + row * STRIDES[1]
+        if plane.dtype.element_ty.primitive_bitwidth == 16:
+            place = place >> 1
+        words = plane.to(gl.pointer_type(gl.int32), bitcast=True)
+        async_copy.async_copy_global_to_shared(memory.index(stage), words + place)
+
+    @gluon.jit
+    def _slot(self, at):
+        """Of a block, the slot of a warp's first key."""
+        if self.S == self.KEYS:
+            slot = at * 0
+        else:
+            slot = at % self.S
+        return slot
+
+    @gluon.jit
+    def _scale_at(self, block, at, STRIDES: gl.constexpr):
+        return block * STRIDES[0] + (self._slot(at) * STRIDES[1] + self.kv_head * STRIDES[2])
+
+    @gluon.jit
+    def load_keys(self, stage):
+        """Words of keys, as `operands.key_operand` takes them."""
+        memory = self.keys.index(stage)
+        return memory.load(key_words(self.W, self.KEYS, memory.shape[2]))
+
+    @gluon.jit
+    def load_values(self, stage):
+        """Words of values at even and at odd places, as `operands.value_operand` takes them."""
+        LAYOUT: gl.constexpr = value_words(self.W, self.KEYS, self.even.shape[3])
+        return self.even.index(stage).load(LAYOUT), self.odd.index(stage).load(LAYOUT)
+
+    @gluon.jit
+    def load_channels(self, stage):
+        """Words of the steps and of the least elements of the channels of warps' blocks, each [W, D / 2]."""
+        memory = self.k_scales[1].index(stage)
+        COUNT: gl.constexpr = memory.shape[2] // 2
+        LAYOUT: gl.constexpr = channel_words(self.W, COUNT)
+        both = memory.reshape([self.W, 2 * COUNT])
+        return both.slice(0, COUNT, dim=1).load(LAYOUT), both.slice(COUNT, COUNT, dim=1).load(LAYOUT)
+
+    @gluon.jit
+    def load_key_scales(self, stage, at, block, MMA: gl.constexpr):
+        """Scales [W, KEYS, 1] of the tile that was copied from `at` and `block`, for products of layout MMA."""
+        return self._load_scales(stage, self.k_scales, at, block, self.K_STRIDES, MMA)
+
+    @gluon.jit
+    def load_value_scales(self, stage, at, block, MMA: gl.constexpr):
+        """As `load_key_scales`, of values."""
+        return self._load_scales(stage, self.v_scales, at, block, self.V_STRIDES, MMA)
+
+    @gluon.jit
+    def _load_scales(self, stage, scales, at, block, STRIDES: gl.constexpr, MMA: gl.constexpr):
+        plane, memory = scales
+        LAYOUT: gl.constexpr = gl.SliceLayout(2, MMA)
+        words = memory.index(stage).load(LAYOUT)
+        if plane.dtype.element_ty.primitive_bitwidth == 16:
+            row = gl.expand_dims(gl.arange(0, self.KEYS, gl.SliceLayout(0, LAYOUT)), 0)
+            place = gl.expand_dims(self._scale_at(block, at, STRIDES).to(gl.int32), 1) + row * STRIDES[1]
+            half = (words >> 16 * (place & 1)).to(gl.int16)
+            found = half.to(plane.dtype.element_ty, bitcast=True).to(gl.float32)
+        else:
+            found = words.to(gl.float32, bitcast=True)
+        return gl.expand_dims(found, 2)
+
+
+@gluon.jit
+def staging_of(
+    key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, D: gl.constexpr, DV: gl.constexpr,
+    W: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, STRIDES: gl.constexpr,
+    CODES: gl.constexpr,
+):  # fmt: skip
+    """A program's staging."""
+    K_WORDS: gl.constexpr = D // codes_of_word(CODES[0])
+    V_WORDS: gl.constexpr = DV // codes_of_word(CODES[1])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    memory = (
+        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS, K_WORDS], _key_memory(K_WORDS)),
+        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS // 2, V_WORDS], _value_memory(V_WORDS)),
+        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS // 2, V_WORDS], _value_memory(V_WORDS)),
+    )
+    k_scales = ()
+    v_scales = ()
+    if CODES[0] == "int4_per_channel":
+        CHANNELS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, 1, D], CHANNELS))
+    elif k_scale_cache is not None:
+        k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
+    if v_scale_cache is not None:
+        v_scales = (v_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
+    head = kv_head.to(gl.int64)
+    codes = (key + head * sk_h, value + head * sv_h, sk_b, sv_b)
+    return Staging(codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES)
