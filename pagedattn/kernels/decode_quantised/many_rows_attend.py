@@ -3,6 +3,7 @@ queries, so that a maximum is a warp's own."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..gluon_device import LOG2E, tanh
@@ -10,7 +11,7 @@ from ..gluon_even_split import end_key, least_key, program_of, visible
 from ..gluon_names import thread_barrier
 from .axes import along, in_3d
 from .key_loop import first_key, known_blocks
-from .many_rows_convert import load_tile, store_tile, tables_of
+from .many_rows_convert import copy_tile, load_tile, store_keys, store_values, tables_of
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS, keys_of
 from .outputs import write_item
 from .queries import in_range, rows_of
@@ -52,15 +53,22 @@ def _load_queries(query, sq_t, sq_h, item, kv_head, rooms, shape):
 
 
 @gluon.jit
-def _logits(q, start, row_scale, slope, q_pos, whole_from, whole_to, softcap, ALIBI: gl.constexpr, rooms, shape):
-    """Logits of a tile, -inf of keys that a row does not see, plus log2 of what values are yet to be multiplied by."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, shape.LOGITS)
-    offs_n = gl.expand_dims(start + gl.arange(0, KEYS, COLUMNS), 0)
+def _begin_products(q, rooms, shape):
+    """Products of queries with a tile's keys, not waited for."""
     keys = rooms.keys().permute((1, 0))
     s = gl.zeros([shape.R, KEYS], gl.float32, shape.LOGITS)
     s = warpgroup_mma(q[0], keys, s, use_acc=False, is_async=True)
     if shape.ROTATED:
         s = warpgroup_mma(q[1], keys, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _logits(s, start, row_scale, slope, q_pos, whole_from, whole_to, softcap, ALIBI: gl.constexpr, rooms, shape):
+    """Logits of a tile from its products, -inf of keys that a row does not see, plus log2 of what values are yet to be
+    multiplied by."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, shape.LOGITS)
+    offs_n = gl.expand_dims(start + gl.arange(0, KEYS, COLUMNS), 0)
     factor = gl.expand_dims(row_scale, 1)
     if shape.K_SCALED:
         factor = factor * gl.expand_dims(rooms.scales.load(COLUMNS), 0)
@@ -96,28 +104,40 @@ def _attend_tiles(
     whole_from, whole_to = least_key(last_pos, shape.MASK), end_key(first_pos, item.seq_len, shape.MASK)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, shape.LOGITS, 2)
     q = (rooms.q.load(OPERAND), rooms.q_rest.load(OPERAND)) if shape.ROTATED else (rooms.q.load(OPERAND),)
+    tables = (tables_of(begin, shape.K_WORDS), tables_of(begin, shape.V_WORDS))
     at = first_key(begin, low, past, warp, KEYS_OF_WARP)
     block, known = known_blocks(gl.load(table + at // shape.S), num_blocks)
-    k, v, of_keys, of_values = load_tile(codes, at, block, row, kv_head, low, past, shape)
-    at = first_key(begin + KEYS, low, past, warp, KEYS_OF_WARP)
-    coming = gl.load(table + at // shape.S)
-    k_tables, v_tables = tables_of(k, block), tables_of(v, block)
+    stage = 0
+    copy_tile(codes, stage, at, block, kv_head, low, past, rooms, shape)
+    next_at = first_key(begin + KEYS, low, past, warp, KEYS_OF_WARP)
+    coming = gl.load(table + next_at // shape.S)
     for start in range(begin, past, KEYS):
         n = start + in_3d(warp, 0) * KEYS_OF_WARP + in_3d(row, 1)
         seen = in_3d(known, 0) & (n >= low) & (n < past)
-        store_tile(k, v, of_keys, of_values, k_tables, v_tables, seen, rooms, shape)
+        this_at, this_block = at, block
+        at = next_at
         block, known = known_blocks(coming, num_blocks)
-        k, v, of_keys, of_values = load_tile(codes, at, block, row, kv_head, low, past, shape)
-        at = first_key(start + 2 * KEYS, low, past, warp, KEYS_OF_WARP)
-        coming = gl.load(table + at // shape.S)
+        async_copy.wait_group(0)
+        if start + KEYS < past:
+            copy_tile(codes, stage ^ 1, at, block, kv_head, low, past, rooms, shape)
+        k, v, of_keys, of_values = load_tile(codes, stage, this_at, this_block, kv_head, seen, rooms, shape)
+        stage = stage ^ 1
+        store_keys(k, of_keys, of_values, tables[0], seen, rooms, shape)
         fence_async_shared()
         thread_barrier()
-        s = _logits(q, start, row_scale, slope, q_pos, whole_from, whole_to, softcap, ALIBI, rooms, shape)
+        s = _begin_products(q, rooms, shape)
+        # Meanwhile. In front of the fence above, which waits for loads, ids would be waited for.
+        next_at = first_key(start + 2 * KEYS, low, past, warp, KEYS_OF_WARP)
+        coming = gl.load(table + next_at // shape.S)
+        store_values(v, tables[1], rooms, shape)
+        s = _logits(s, start, row_scale, slope, q_pos, whole_from, whole_to, softcap, ALIBI, rooms, shape)
         m_new = gl.maximum(m_i, gl.max(s, 1))
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
         p = gl.exp2(s - gl.expand_dims(shift, 1))
         alpha = gl.exp2(m_i - shift)
         m_i = m_new
+        fence_async_shared()
+        thread_barrier()
         weights = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, shape.OUTPUT, 2))
         acc *= gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.OUTPUT)), 1)
         acc = warpgroup_mma(weights, rooms.values(), acc, is_async=True)
@@ -125,8 +145,8 @@ def _attend_tiles(
             p *= gl.expand_dims(rooms.inverses.load(gl.SliceLayout(0, shape.LOGITS)), 0)
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS), assert_trivial=True)
         l_i = l_i * gl.expand_dims(alpha, 1) + _sums(p)
+        # Of all warps they are done at the next barrier, before values take the place of these.
         acc = warpgroup_mma_wait(0, deps=[acc])
-        thread_barrier()  # of all warps, before the next tile takes the place of this one
     return acc, m_i, l_i
 
 
@@ -135,7 +155,7 @@ def attend_items(
     query, out, prior, lse_out, sinks, alibi_slopes, k_scale, v_scale, workspace, qk_scale, out_scale, softcap, sq_t,
     sq_h, so_t, so_h, sl_t, s_kscale, s_vscale, codes, table, s_table, num_blocks, rooms, step, shape,
 ):  # fmt: skip
-    """The program's items. codes: as `load_tile` takes them."""
+    """The program's items. codes: as `copy_tile` takes them."""
     SUMS: gl.constexpr = _sum_layout(shape.R)
     ROWS: gl.constexpr = gl.SliceLayout(1, shape.LOGITS)
     OF_MINE: gl.constexpr = gl.SliceLayout(1, shape.MINE)

@@ -1,14 +1,16 @@
-"""Gluon: codes for many rows of queries: a tile's go from memory to registers, and to shared memory as float16, once
-for all rows."""
+"""Gluon: codes for many rows of queries: a tile's are copied to shared memory, and turned into float16 there, once for
+all rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..gluon_device import SMALLEST_SCALE, approximate, bits
 from .axes import along, in_3d
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
 from .operands_4bit import STEP_OFFSET, channels, level_tables
+from .staging import copy_channels, copy_rows, copy_scales, load_scales
 
 
 @gluon.constexpr_function
@@ -54,18 +56,6 @@ def _numbers(words, tables, CODES: gl.constexpr):
 
 
 @gluon.jit
-def _load_channels(k_scales, block, kv_head, shape):
-    """Steps and least elements of the channels of each warp's block, [WARPS, D / 2] words of two: as float16 they would
-    take a register each."""
-    OF_BLOCK: gl.constexpr = gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4))
-    COUNT: gl.constexpr = shape.D // 2
-    channel = gl.arange(0, COUNT, gl.SliceLayout(0, OF_BLOCK))
-    first = gl.convert_layout(block, gl.SliceLayout(1, OF_BLOCK)) * shape.K_STRIDES[0] + kv_head * shape.K_STRIDES[2]
-    at = k_scales + gl.expand_dims(first, 1) + gl.expand_dims(channel, 0)
-    return gl.load(at), gl.load(at + COUNT)
-
-
-@gluon.jit
 def _of_channels(words, x):
     """Words of two channels' numbers as often as there are rows in x."""
     numbers = gl.convert_layout(channels(words), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
@@ -74,71 +64,82 @@ def _of_channels(words, x):
 
 
 @gluon.jit
-def _near_row(row, at, low, end, shape):
-    """Rows [WARPS, KEYS_OF_WARP, 1] of keys at + row, or if NEAREST of the nearest of them in low..end."""
-    near = in_3d(row, 1)
-    if shape.NEAREST:
-        near = gl.minimum(gl.maximum(near, in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
-    return near
-
-
-@gluon.jit
-def _load_rows(codes, at, block, low, end, s_block, SLOT: gl.constexpr, WORDS: gl.constexpr, shape):
-    """Words of a warp's keys from `at` on, which lie in one block."""
-    LAYOUT: gl.constexpr = _row_layout(WORDS, 1)
-    row = gl.arange(0, KEYS_OF_WARP, along(1, LAYOUT))
-    word = in_3d(gl.arange(0, WORDS, along(2, LAYOUT)), 2)
-    at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
-    first = codes + in_3d(block * s_block + (at % shape.S) * SLOT, 0)
-    return gl.load(first + word + _near_row(row, at, low, end, shape) * SLOT)
-
-
-@gluon.jit
-def _load_scales(scales, at, block, row, kv_head, low, end, STRIDES: gl.constexpr, shape):
-    """Those of the same rows, of a plane with these strides by block, slot and head: [WARPS, KEYS_OF_WARP, 1]."""
-    first = scales + in_3d(block * STRIDES[0] + ((at % shape.S) * STRIDES[1] + kv_head * STRIDES[2]), 0)
-    return gl.load(first + _near_row(row, at, low, end, shape) * STRIDES[1]).to(gl.float32)
-
-
-@gluon.jit
-def load_tile(codes, at, block, row, kv_head, low, end, shape):
-    """Words of a tile's keys and values, and tuples of what keys and values are multiplied by. codes: a head's keys and
-    values and the planes of scales, then strides of blocks of both."""
+def copy_tile(codes, stage, at, block, kv_head, low, end, rooms, shape):
+    """Begin to copy a tile of which each warp has the keys from `at` on, in `block`. codes: a head's keys and values and
+    the planes of scales, then strides of blocks of both."""
     key, value, k_scales, v_scales, sk_b, sv_b = codes
-    k = _load_rows(key, at, block, low, end, sk_b, shape.K_SLOT, shape.K_WORDS, shape)
-    v = _load_rows(value, at, block, low, end, sv_b, shape.V_SLOT, shape.V_WORDS, shape)
+    S: gl.constexpr = shape.S
+    NEAREST: gl.constexpr = shape.NEAREST
+    copy_rows(rooms.k_codes.index(stage), key, at, block, low, end, sk_b, 0, 1, S, shape.K_SLOT, NEAREST)
+    copy_rows(rooms.v_codes.index(stage), value, at, block, low, end, sv_b, 0, 1, S, shape.V_SLOT, NEAREST)
+    if shape.PER_CHANNEL:
+        copy_channels(rooms.of_keys[0].index(stage), k_scales, block, kv_head, shape.K_STRIDES)
+    elif shape.K_SCALED:
+        memory = rooms.of_keys[0].index(stage)
+        copy_scales(memory, k_scales, at, block, kv_head, low, end, S, shape.K_STRIDES, NEAREST)
+    if shape.V_STRIDES is not None:
+        memory = rooms.of_values[0].index(stage)
+        copy_scales(memory, v_scales, at, block, kv_head, low, end, S, shape.V_STRIDES, NEAREST)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _channels(stage, rooms, shape):
+    """Steps and least elements of the channels of each warp's block, [WARPS, D / 2] words of two: as float16 they would
+    take a register each."""
+    COUNT: gl.constexpr = shape.D // 2
+    OF_BLOCK: gl.constexpr = gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4))
+    both = rooms.of_keys[0].index(stage).reshape([WARPS, 2 * COUNT])
+    return both.slice(0, COUNT, dim=1).load(OF_BLOCK), both.slice(COUNT, COUNT, dim=1).load(OF_BLOCK)
+
+
+@gluon.jit
+def load_tile(codes, stage, at, block, kv_head, seen, rooms, shape):
+    """Words of the keys and the values of a tile that was copied from `at` and `block`, and tuples of what keys and
+    values are multiplied by. seen: which keys, [WARPS, KEYS_OF_WARP, 1]."""
+    EACH: gl.constexpr = gl.SliceLayout(2, seen.type.layout)
+    k = rooms.k_codes.index(stage).load(_row_layout(shape.K_WORDS, 1))
+    v = rooms.v_codes.index(stage).load(_row_layout(shape.V_WORDS, 1))
     of_keys = ()
     of_values = ()
     if shape.PER_CHANNEL:
-        of_keys = _load_channels(k_scales, block, kv_head, shape)
-    elif shape.K_STRIDES is not None:
-        of_keys = (_load_scales(k_scales, at, block, row, kv_head, low, end, shape.K_STRIDES, shape),)
+        of_keys = _channels(stage, rooms, shape)
+    elif shape.K_SCALED:
+        memory = rooms.of_keys[0].index(stage)
+        of_keys = (load_scales(memory, codes[2], at, block, kv_head, shape.S, shape.K_STRIDES, EACH),)
     if shape.V_STRIDES is not None:
-        of_values = (_load_scales(v_scales, at, block, row, kv_head, low, end, shape.V_STRIDES, shape),)
+        memory = rooms.of_values[0].index(stage)
+        of_values = (load_scales(memory, codes[3], at, block, kv_head, shape.S, shape.V_STRIDES, EACH),)
     return k, v, of_keys, of_values
 
 
 @gluon.jit
-def store_tile(k, v, of_keys, of_values, k_tables, v_tables, seen, rooms, shape):
-    """What `load_tile` gave, as numbers in the place of the tile before. seen: which keys, [WARPS, KEYS_OF_WARP, 1]; of
-    others scales may be anything. Tables: `tables_of` the words."""
-    rooms.values().store(_numbers(v, v_tables, shape.V_CODES).reshape([KEYS, shape.D]))
-    x = _numbers(k, k_tables, shape.K_CODES)
+def store_keys(k, of_keys, of_values, tables, seen, rooms, shape):
+    """Keys of `load_tile` as numbers in the place of the tile before, and what both keys and values are multiplied by.
+    seen: which keys; of others scales may be anything. tables: `tables_of` them."""
+    x = _numbers(k, tables, shape.K_CODES)
     if shape.PER_CHANNEL:
         x = _times_plus(x, _of_channels(of_keys[0], x), _of_channels(of_keys[1], x))
     rooms.keys().store(x.reshape([KEYS, shape.D]))
     log = gl.where(seen, 0.0, -float("inf"))
     if shape.K_SCALED:
-        rooms.scales.store(gl.where(seen, of_keys[0], 0.0).reshape([KEYS]))
+        rooms.scales.store(gl.where(seen, gl.expand_dims(of_keys[0], 2), 0.0).reshape([KEYS]))
     if shape.V_STRIDES is not None:
-        factor = gl.where(of_values[0] < SMALLEST_SCALE, SMALLEST_SCALE, of_values[0])
+        factor = gl.expand_dims(gl.where(of_values[0] < SMALLEST_SCALE, SMALLEST_SCALE, of_values[0]), 2)
         log += gl.where(seen, approximate("lg2", factor), 0.0)
         rooms.inverses.store(gl.where(seen, approximate("rcp", factor), 0.0).reshape([KEYS]))
     rooms.logs.store(log.reshape([KEYS]))
 
 
 @gluon.jit
-def tables_of(words, block):
-    """`level_tables` of words like these."""
-    LAYOUT: gl.constexpr = words.type.layout
-    return level_tables(words, in_3d(gl.convert_layout(block, along(0, LAYOUT)), 0))
+def store_values(v, tables, rooms, shape):
+    """Values of `load_tile` as numbers in the place of the tile before."""
+    rooms.values().store(_numbers(v, tables, shape.V_CODES).reshape([KEYS, shape.D]))
+
+
+@gluon.jit
+def tables_of(begin, WORDS: gl.constexpr):
+    """`level_tables` of a tile's words. A key's number, which is not negative, is what a thread has."""
+    LAYOUT: gl.constexpr = _row_layout(WORDS, 1)
+    row = gl.arange(0, KEYS_OF_WARP, along(1, LAYOUT))
+    return level_tables(gl.zeros([WARPS, KEYS_OF_WARP, WORDS], gl.int32, LAYOUT), in_3d(begin + row, 1))

@@ -10,6 +10,7 @@ from ..gluon_device import tile_layout
 from ..gluon_names import reinterpret
 from ..masking import sees_first_keys
 from .operands import codes_of_word, may_be_nan, sink_exponent
+from .staging import STAGES
 
 WARPS = gl.constexpr(4)
 KEYS = gl.constexpr(64)  # of a tile
@@ -78,9 +79,9 @@ class Shape:
 
 @aggregate
 class Rooms:
-    """Shared memory: queries, of rotated ones what float16 rounds off them; a tile's keys and values; and of its keys,
+    """Shared memory: queries, of rotated ones what float16 rounds off them; a tile's keys and values; of its keys,
     [KEYS], their `scales`, `logs`, the log2 of what values are yet to be multiplied by (-inf of unseen keys), and
-    `inverses` of that."""
+    `inverses` of that; and two tiles of codes, with what they have beside them, () where that is nothing."""
 
     q: gl.shared_memory_descriptor
     q_rest: gl.shared_memory_descriptor
@@ -88,11 +89,16 @@ class Rooms:
     scales: gl.shared_memory_descriptor
     logs: gl.shared_memory_descriptor
     inverses: gl.shared_memory_descriptor
+    k_codes: gl.shared_memory_descriptor
+    v_codes: gl.shared_memory_descriptor
+    of_keys: gl.tuple
+    of_values: gl.tuple
 
     @gluon.constexpr_function
-    def __init__(self, q, q_rest, tile, scales, logs, inverses):
-        self.q, self.q_rest, self.tile, self.scales = q, q_rest, tile, scales
-        self.logs, self.inverses = logs, inverses
+    def __init__(self, q, q_rest, tile, of_tile, k_codes, v_codes, of_keys, of_values):
+        self.q, self.q_rest, self.tile = q, q_rest, tile
+        self.scales, self.logs, self.inverses = of_tile
+        self.k_codes, self.v_codes, self.of_keys, self.of_values = k_codes, v_codes, of_keys, of_values
 
     @gluon.jit
     def keys(self):
@@ -108,17 +114,43 @@ class Rooms:
         return reinterpret(self.tile, gl.float32, [shape.R, shape.D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
+@gluon.constexpr_function
+def _code_memory(words):
+    """Of rows of which eight threads read the same four words each: these lie in different banks."""
+    phase = 32 // words
+    return gl.SwizzledSharedLayout(4, phase, 8 // phase, [2, 1, 0])
+
+
 @gluon.jit
 def make_rooms(shape):
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     REST: gl.constexpr = shape.R if shape.ROTATED else 8  # of other queries there is nothing to be kept
+    of_keys = ()
+    of_values = ()
+    if shape.PER_CHANNEL:
+        CHANNELS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        of_keys = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 1, shape.D], CHANNELS),)
+    elif shape.K_SCALED:
+        of_keys = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, KEYS_OF_WARP], FLAT),)
+    if shape.V_STRIDES is not None:
+        of_values = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, KEYS_OF_WARP], FLAT),)
+    of_tile = (
+        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+    )
+    K_CODES: gl.constexpr = [STAGES, WARPS, KEYS_OF_WARP, shape.K_WORDS]
+    V_CODES: gl.constexpr = [STAGES, WARPS, KEYS_OF_WARP, shape.V_WORDS]
     return Rooms(
         gl.allocate_shared_memory(gl.float16, [shape.R, shape.D], tile_layout([shape.R, shape.D])),
         gl.allocate_shared_memory(gl.float16, [REST, shape.D], tile_layout([REST, shape.D])),
         gl.allocate_shared_memory(gl.float16, [2, KEYS, shape.D], tile_layout([KEYS, shape.D])),
-        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+        of_tile,
+        gl.allocate_shared_memory(gl.int32, K_CODES, _code_memory(shape.K_WORDS)),
+        gl.allocate_shared_memory(gl.int32, V_CODES, _code_memory(shape.V_WORDS)),
+        of_keys,
+        of_values,
     )
 
 

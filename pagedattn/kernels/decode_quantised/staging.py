@@ -58,6 +58,79 @@ def _one_each(warps, keys):
     return gl.DistributedLinearLayout([], lanes, [[1 << i, 0] for i in range(bits(warps))], [], [warps, keys])
 
 
+@gluon.jit
+def copy_rows(
+    memory, codes, at, block, low, end, s_block, FIRST: gl.constexpr, EVERY: gl.constexpr, S: gl.constexpr,
+    SLOT: gl.constexpr, NEAREST: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy rows at + FIRST + EVERY * i, of which `memory` has room for [warps, rows, words], for each warp from
+    a block of its own, `at` and `block` [warps]; if NEAREST, the nearest of them in low..end."""
+    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], memory.shape[1], memory.shape[2])
+    at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
+    row = in_3d(FIRST + EVERY * gl.arange(0, memory.shape[1], along(1, LAYOUT)), 1)
+    if NEAREST:
+        row = gl.minimum(gl.maximum(row, in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
+    word = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
+    of_thread = codes + (row * SLOT + word)  # the same for all tiles, but for NEAREST
+    first = block * s_block + _slot(at, EVERY * memory.shape[1], S) * SLOT
+    async_copy.async_copy_global_to_shared(memory, of_thread + in_3d(first, 0))
+
+
+@gluon.jit
+def copy_channels(memory, plane, block, kv_head, STRIDES: gl.constexpr):
+    """Begin to copy what the channels of a head in warps' blocks have, into `memory` [warps, 1, words]."""
+    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], 1, memory.shape[2])
+    channel = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
+    first = gl.convert_layout(block, along(0, LAYOUT)) * STRIDES[0] + kv_head * STRIDES[2]
+    async_copy.async_copy_global_to_shared(memory, plane + channel + in_3d(first, 0))
+
+
+@gluon.jit
+def copy_scales(
+    memory, plane, at, block, kv_head, low, end, S: gl.constexpr, STRIDES: gl.constexpr, NEAREST: gl.constexpr
+):
+    """Begin to copy the scales of the same rows into `memory` [warps, rows], of 16-bit ones the words that have them."""
+    LAYOUT: gl.constexpr = _one_each(memory.shape[0], memory.shape[1])
+    at = gl.expand_dims(gl.convert_layout(at, gl.SliceLayout(1, LAYOUT)), 1)
+    row = gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+    if NEAREST:
+        row = gl.minimum(gl.maximum(row, low - at), end - 1 - at)
+    block = gl.expand_dims(gl.convert_layout(block, gl.SliceLayout(1, LAYOUT)), 1)
+    place = _scale_at(block, at, kv_head, memory.shape[1], S, STRIDES) + row * STRIDES[1]
+    if plane.dtype.element_ty.primitive_bitwidth == 16:
+        place = place >> 1
+    async_copy.async_copy_global_to_shared(memory, plane.to(gl.pointer_type(gl.int32), bitcast=True) + place)
+
+
+@gluon.jit
+def load_scales(memory, plane, at, block, kv_head, S: gl.constexpr, STRIDES: gl.constexpr, LAYOUT: gl.constexpr):
+    """float32 [warps, rows] of the tile that was copied from `at` and `block`."""
+    words = memory.load(LAYOUT)
+    if plane.dtype.element_ty.primitive_bitwidth == 16:
+        row = gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+        first = _scale_at(block, at, kv_head, memory.shape[1], S, STRIDES).to(gl.int32)
+        half = words >> 16 * ((gl.expand_dims(first, 1) + row * STRIDES[1]) & 1)
+        found = half.to(gl.int16).to(plane.dtype.element_ty, bitcast=True).to(gl.float32)
+    else:
+        found = words.to(gl.float32, bitcast=True)
+    return found
+
+
+@gluon.jit
+def _slot(at, KEYS: gl.constexpr, S: gl.constexpr):
+    """Of a block of S, the slot of a warp's first key, of KEYS."""
+    if S == KEYS:
+        slot = at * 0
+    else:
+        slot = at % S
+    return slot
+
+
+@gluon.jit
+def _scale_at(block, at, kv_head, KEYS: gl.constexpr, S: gl.constexpr, STRIDES: gl.constexpr):
+    return block * STRIDES[0] + (_slot(at, KEYS, S) * STRIDES[1] + kv_head * STRIDES[2])
+
+
 @aggregate
 class Staging:
     """A head's codes in memory, and shared memory for two tiles of them: W warps with KEYS keys each, values at even
@@ -104,66 +177,21 @@ class Staging:
     def copy(self, stage, at, block, low, end):
         """Begin to copy the tile of which each warp has the keys from `at` on, in `block`, both [W]. Codes that may be
         no numbers are those of the nearest keys in low..end."""
-        self._copy_rows(self.keys.index(stage), self.key, at, block, 0, 1, low, end, self.sk_b, self.K_SLOT)
-        self._copy_rows(self.even.index(stage), self.value, at, block, 0, 2, low, end, self.sv_b, self.V_SLOT)
-        self._copy_rows(self.odd.index(stage), self.value, at, block, 1, 2, low, end, self.sv_b, self.V_SLOT)
+        S: gl.constexpr = self.S
+        NEAREST: gl.constexpr = self.NEAREST
+        keys, even, odd = self.keys.index(stage), self.even.index(stage), self.odd.index(stage)
+        copy_rows(keys, self.key, at, block, low, end, self.sk_b, 0, 1, S, self.K_SLOT, NEAREST)
+        copy_rows(even, self.value, at, block, low, end, self.sv_b, 0, 2, S, self.V_SLOT, NEAREST)
+        copy_rows(odd, self.value, at, block, low, end, self.sv_b, 1, 2, S, self.V_SLOT, NEAREST)
         if self.PER_CHANNEL:
-            self._copy_channels(stage, block)
+            copy_channels(self.k_scales[1].index(stage), self.k_scales[0], block, self.kv_head, self.K_STRIDES)
         elif self.K_STRIDES is not None:
-            self._copy_scales(stage, self.k_scales, at, block, low, end, self.K_STRIDES)
+            plane, memory = self.k_scales
+            copy_scales(memory.index(stage), plane, at, block, self.kv_head, low, end, S, self.K_STRIDES, NEAREST)
         if self.V_STRIDES is not None:
-            self._copy_scales(stage, self.v_scales, at, block, low, end, self.V_STRIDES)
+            plane, memory = self.v_scales
+            copy_scales(memory.index(stage), plane, at, block, self.kv_head, low, end, S, self.V_STRIDES, NEAREST)
         async_copy.commit_group()
-
-    @gluon.jit
-    def _copy_rows(
-        self, memory, codes, at, block, FIRST: gl.constexpr, EVERY: gl.constexpr, low, end, s_block, SLOT: gl.constexpr
-    ):
-        LAYOUT: gl.constexpr = _by_16_bytes(self.W, memory.shape[1], memory.shape[2])
-        at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
-        row = in_3d(FIRST + EVERY * gl.arange(0, memory.shape[1], along(1, LAYOUT)), 1)
-        if self.NEAREST:
-            row = gl.minimum(gl.maximum(row, in_3d(low - at, 0)), in_3d(end - 1 - at, 0))
-        word = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
-        of_thread = codes + (row * SLOT + word)  # the same for all tiles, but for NEAREST
-        async_copy.async_copy_global_to_shared(memory, of_thread + in_3d(block * s_block + self._slot(at) * SLOT, 0))
-
-    @gluon.jit
-    def _copy_channels(self, stage, block):
-        plane, memory = self.k_scales
-        LAYOUT: gl.constexpr = _by_16_bytes(self.W, 1, memory.shape[3])
-        channel = in_3d(gl.arange(0, memory.shape[3], along(2, LAYOUT)), 2)
-        first = gl.convert_layout(block, along(0, LAYOUT)) * self.K_STRIDES[0] + self.kv_head * self.K_STRIDES[2]
-        async_copy.async_copy_global_to_shared(memory.index(stage), plane + channel + in_3d(first, 0))
-
-    @gluon.jit
-    def _copy_scales(self, stage, scales, at, block, low, end, STRIDES: gl.constexpr):
-        """Of scales of 16 bits the words that have them."""
-        plane, memory = scales
-        LAYOUT: gl.constexpr = _one_each(self.W, self.KEYS)
-        at = gl.expand_dims(gl.convert_layout(at, gl.SliceLayout(1, LAYOUT)), 1)
-        row = gl.expand_dims(gl.arange(0, self.KEYS, gl.SliceLayout(0, LAYOUT)), 0)
-        if self.NEAREST:
-            row = gl.minimum(gl.maximum(row, low - at), end - 1 - at)
-        block = gl.expand_dims(gl.convert_layout(block, gl.SliceLayout(1, LAYOUT)), 1)
-        place = self._scale_at(block, at, STRIDES) + row * STRIDES[1]
-        if plane.dtype.element_ty.primitive_bitwidth == 16:
-            place = place >> 1
-        words = plane.to(gl.pointer_type(gl.int32), bitcast=True)
-        async_copy.async_copy_global_to_shared(memory.index(stage), words + place)
-
-    @gluon.jit
-    def _slot(self, at):
-        """Of a block, the slot of a warp's first key."""
-        if self.S == self.KEYS:
-            slot = at * 0
-        else:
-            slot = at % self.S
-        return slot
-
-    @gluon.jit
-    def _scale_at(self, block, at, STRIDES: gl.constexpr):
-        return block * STRIDES[0] + (self._slot(at) * STRIDES[1] + self.kv_head * STRIDES[2])
 
     @gluon.jit
     def load_keys(self, stage):
@@ -189,25 +217,17 @@ class Staging:
     @gluon.jit
     def load_key_scales(self, stage, at, block, MMA: gl.constexpr):
         """Scales [W, KEYS, 1] of the tile that was copied from `at` and `block`, for products of layout MMA."""
-        return self._load_scales(stage, self.k_scales, at, block, self.K_STRIDES, MMA)
+        plane, memory = self.k_scales
+        LAYOUT: gl.constexpr = gl.SliceLayout(2, MMA)
+        found = load_scales(memory.index(stage), plane, at, block, self.kv_head, self.S, self.K_STRIDES, LAYOUT)
+        return gl.expand_dims(found, 2)
 
     @gluon.jit
     def load_value_scales(self, stage, at, block, MMA: gl.constexpr):
         """As `load_key_scales`, of values."""
-        return self._load_scales(stage, self.v_scales, at, block, self.V_STRIDES, MMA)
-
-    @gluon.jit
-    def _load_scales(self, stage, scales, at, block, STRIDES: gl.constexpr, MMA: gl.constexpr):
-        plane, memory = scales
+        plane, memory = self.v_scales
         LAYOUT: gl.constexpr = gl.SliceLayout(2, MMA)
-        words = memory.index(stage).load(LAYOUT)
-        if plane.dtype.element_ty.primitive_bitwidth == 16:
-            row = gl.expand_dims(gl.arange(0, self.KEYS, gl.SliceLayout(0, LAYOUT)), 0)
-            place = gl.expand_dims(self._scale_at(block, at, STRIDES).to(gl.int32), 1) + row * STRIDES[1]
-            half = (words >> 16 * (place & 1)).to(gl.int16)
-            found = half.to(plane.dtype.element_ty, bitcast=True).to(gl.float32)
-        else:
-            found = words.to(gl.float32, bitcast=True)
+        found = load_scales(memory.index(stage), plane, at, block, self.kv_head, self.S, self.V_STRIDES, LAYOUT)
         return gl.expand_dims(found, 2)
 
 
