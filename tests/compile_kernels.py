@@ -105,6 +105,7 @@ def decode_case(
     num_seqs: int,
     stored: str = "auto",
     accumulate: bool = False,
+    keys: int = 4096,
 ) -> None:
     shape = {
         "group": group,
@@ -113,7 +114,7 @@ def decode_case(
         "itemsize": 2,
         "stored_itemsize": 1 if CODES[stored] else 2,
     }
-    step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": 4096}
+    step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": keys}
     tile_keys = FORMATS[stored].key.tile_keys
     config = decode_config(**shape, **step, target=TARGETS[arch], short=accumulate, tile_keys=tile_keys)
     tuning = config.tuning
@@ -148,6 +149,7 @@ def decode_case(
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     options |= {"maxnreg": tuning.max_registers} if tuning.max_registers else {}
     what, after = kind if stored == "auto" else stored, "-accumulate" if accumulate else ""
+    after += "" if keys == 4096 else f"-of-{keys}"
     name = f"decode-sm{arch}-{what}-D{dim}-G{group}-{num_seqs}x{tokens}{after}"
     report(name, decode._decode_kernel, types, constants, arch, **options)
 
@@ -311,6 +313,8 @@ def compile_more() -> None:
     mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
     decode_case(90, "bf16", 128, 4, 1, 64, accumulate=True)
+    decode_case(90, "bf16", 128, 4, 1, 64, keys=32)
+    decode_case(80, "fp16", 128, 8, 2, 64, keys=32)
     attention_case(80, "bf16", 128, 4, 0, False)
     attention_case(90, "bf16", 128, 4, 0, False, "int8")
     attention_case(90, "bf16", 128, 4, 0, False, "int4")

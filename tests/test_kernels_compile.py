@@ -52,6 +52,8 @@ MORE = {
     "mla_decode-sm90-bf16-fp8_e4m3-H16-64x1",
     "decode-sm90-turboquant_k3v4-D128-G4-64x1",
     "decode-sm90-bf16-D128-G4-64x1-accumulate",
+    "decode-sm90-bf16-D128-G4-64x1-of-32",
+    "decode-sm80-fp16-D128-G8-64x2-of-32",
     "attention-sm80-bf16-D128-G4",
     "attention-sm90-int8-D128-G4",
     "attention-sm90-int4-D128-G4",
@@ -86,6 +88,8 @@ MORE = {
 WIDE_OUTPUTS: dict[str, int] = dict.fromkeys(("mla_decode-sm90-bf16-H128-64x1", "mla_decode-sm80-bf16-H128-64x1"), 300)
 # 64 rows that are added to what is there: once per item too.
 WIDE_OUTPUTS["decode-sm90-bf16-D128-G4-64x16-accumulate"] = 120
+# One warp that looks for its first tile among 256 sequences.
+WIDE_OUTPUTS["decode-sm90-bf16-D128-G4-64x1-of-32"] = 140
 EXPECTED |= MORE if random_work.everything else set()
 
 

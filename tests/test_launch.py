@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn.kernels.decode.plan import FULL, LATENCY, SHORT, DecodeConfig, DecodeTuning, decode_config
+from pagedattn.kernels.decode.plan import FULL, LATENCY, ONE_TILE, SHORT, DecodeConfig, DecodeTuning, decode_config
 from pagedattn.kernels.prefill.plan import AttentionConfig, attention_config
 from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams, params_of
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
@@ -111,6 +111,10 @@ def test_busy_or_not() -> None:
     assert configure_decode(target, num_seqs=132, max_seq_len=131072, short=True).tuning == SHORT
     assert configure_decode(target, num_seqs=98, max_seq_len=512, short=True).tuning == LATENCY
     assert configure_decode(target, num_seqs=1, max_seq_len=256).programs == 4
+    assert configure_decode(target, num_seqs=132, max_seq_len=32).tuning == ONE_TILE
+    assert configure_decode(target, num_seqs=132, max_seq_len=33).programs == 4 * 132
+    assert configure_decode(target, num_seqs=132, max_seq_len=32, stored_itemsize=1).tuning.num_warps == 4
+    assert configure_decode(target, num_seqs=132, max_seq_len=32, head_dim_v=256).tuning.num_warps > 1
     mine = DecodeTuning(
         block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, prefetch_block_table=False
     )
@@ -192,7 +196,7 @@ def test_decodes_are_planned_for_the_keys_that_are_seen() -> None:
 
     assert config().tiles == 256 * 8 * (1 << 17) // config().tuning.block_n
     own, window = config(own_block=32), config(sliding_window=300)
-    assert own.tuning == SHORT and own.tiles == 256 * 8 and window.tuning == SHORT and window.tiles == 256 * 8 * 10
+    assert own.tuning == ONE_TILE and own.tiles == 256 * 8 and window.tuning == SHORT and window.tiles == 256 * 8 * 10
     one = decode_config_of(
         PAGED._replace(mask=Mask(True, own_block=64).constants), BatchBounds(1, 1, 1, 1, 1 << 17), TARGETS["227 KB"]
     )

@@ -69,6 +69,8 @@ class DecodeConfig(NamedTuple):
 FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, tile_overhead=2)
 # SHORT loses 1 % from 1,000 keys a sequence on, and wins 6 to 20 % below 300 (bench/results/h200/tune_short.json).
 SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, tile_overhead=2)
+# Of one tile, which leaves four warps little to do but to wait for each other: 2 to 8 % of int4's open blocks and codes.
+ONE_TILE = DecodeTuning(block_n=32, num_warps=1, num_stages=2, per_sm=8, tile_overhead=2, prefetch_block_table=False)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)
 _SHORT_KEYS = 512
@@ -109,6 +111,8 @@ def decode_config(
     together = 1  # programs that an SM shall have room for
     if tuning is None:
         full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
+        if max_seq_len <= ONE_TILE.block_n and block_m * width <= 16 * 128 and stored_itemsize == itemsize == 2:
+            full = ONE_TILE
         tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
         together = tuning.per_sm
         # What a tile has beyond the last key costs its instructions all the same.
