@@ -69,7 +69,7 @@ class DecodeConfig(NamedTuple):
 FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, tile_overhead=2)
 # SHORT loses 1 % from 1,000 keys a sequence on, and wins 6 to 20 % below 300 (bench/results/h200/tune_short.json).
 SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, tile_overhead=2)
-# Of one tile, which leaves four warps little to do but to wait for each other: 2 to 8 % of int4's open blocks and codes.
+# Four warps of one tile mostly wait for each other: 2 to 8 % of a layer over int4, whose open blocks are such.
 ONE_TILE = DecodeTuning(block_n=32, num_warps=1, num_stages=2, per_sm=8, tile_overhead=2, prefetch_block_table=False)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)

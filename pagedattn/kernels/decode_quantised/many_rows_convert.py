@@ -65,7 +65,7 @@ def _of_channels(words, x):
 
 @gluon.jit
 def copy_tile(codes, stage, at, block, kv_head, low, end, rooms, shape):
-    """Begin to copy a tile of which each warp has the keys from `at` on, in `block`. codes: a head's keys and values and
+    """Begin to copy a tile of which each warp has the keys from `at` on, in `block`. codes: a head's keys and values,
     the planes of scales, then strides of blocks of both."""
     key, value, k_scales, v_scales, sk_b, sv_b = codes
     S: gl.constexpr = shape.S

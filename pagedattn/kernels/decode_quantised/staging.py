@@ -63,8 +63,8 @@ def copy_rows(
     memory, codes, at, block, low, end, s_block, FIRST: gl.constexpr, EVERY: gl.constexpr, S: gl.constexpr,
     SLOT: gl.constexpr, NEAREST: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy rows at + FIRST + EVERY * i, of which `memory` has room for [warps, rows, words], for each warp from
-    a block of its own, `at` and `block` [warps]; if NEAREST, the nearest of them in low..end."""
+    """Begin to copy rows at + FIRST + EVERY * i into `memory` [warps, rows, words], for each warp from its block, `at`
+    and `block` [warps]; if NEAREST, the nearest of them in low..end."""
     LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], memory.shape[1], memory.shape[2])
     at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
     row = in_3d(FIRST + EVERY * gl.arange(0, memory.shape[1], along(1, LAYOUT)), 1)
@@ -89,7 +89,7 @@ def copy_channels(memory, plane, block, kv_head, STRIDES: gl.constexpr):
 def copy_scales(
     memory, plane, at, block, kv_head, low, end, S: gl.constexpr, STRIDES: gl.constexpr, NEAREST: gl.constexpr
 ):
-    """Begin to copy the scales of the same rows into `memory` [warps, rows], of 16-bit ones the words that have them."""
+    """Begin to copy the scales of the same rows into `memory` [warps, rows]: of 16 bits, the words that have them."""
     LAYOUT: gl.constexpr = _one_each(memory.shape[0], memory.shape[1])
     at = gl.expand_dims(gl.convert_layout(at, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
