@@ -1,6 +1,6 @@
 """Draws what cache formats cost and bring: decodes by the bytes they read, or a model's loss by position.
 
-python -m bench.plot_formats bench/results/h200/decode_8bit.json OUT.svg
+python -m bench.plot_formats bench/results/h200/decode_codes.json OUT.svg
 python -m bench.plot_formats bench/results/cpu/accuracy.json OUT.svg
 """
 
@@ -18,13 +18,13 @@ from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 from pagedattn.formats.registry import FORMATS, format_of
 
-from .ratios import Row
+from .ratios import TRITON_AUTO, Row
 from .result_file import PALETTE
 
 LOOK: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn", "figure.titlesize": 10}
 _FA3 = "FA3, fp8_e4m3 queries"
 _COLOURS = {"auto": "#777777", "fp8_e4m3": PALETTE[4], "fp8_e5m2": PALETTE[3], "int8": PALETTE[0], "k8v4": PALETTE[2]}
-_COLOURS |= {_FA3: PALETTE[1]}
+_COLOURS |= {"int4": PALETTE[7], "turboquant4": PALETTE[5], _FA3: PALETTE[1]}
 
 Points = list[tuple[float, float]]
 
@@ -44,7 +44,8 @@ def decode_points(rows: Sequence[Row]) -> dict[str, Points]:
     found: dict[str, Points] = {}
     for row in rows:
         form = row.get("kv_cache_dtype", "auto")
-        name = {"TRITON": form, "FA3": _FA3 if form == "fp8_e4m3" else None}.get(str(row.get("backend")))
+        beside = {"FA3": _FA3, TRITON_AUTO: "auto"} if form == "fp8_e4m3" else {}  # they are there with each format
+        name = {"TRITON": form, **beside}.get(str(row.get("backend")))
         if name is not None and row["suite"] == "decode" and row["us"] is not None:
             found.setdefault(name, []).append((row["gb_s"] * row["us"] * 1e3, row["us"]))
     return {name: sorted(found[name]) for name in (*FORMATS, _FA3) if name in found}

@@ -154,3 +154,9 @@ def test_only_huge_logits_are_given_a_condition(magnitude: float) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         problem = make_problem(Case(magnitude=magnitude, dtype=dtype))
         assert (problem.condition is not None) == (magnitude > 1 and dtype != torch.bfloat16)
+
+
+def test_what_two_caches_have_is_weighted_by_rounded_sums() -> None:
+    lens = {"query_lens": (3, 3), "seq_lens": (64, 34), "block_size": 32}
+    of_two, of_one = (make_problem(Case(**lens, kv_cache_dtype=name)) for name in ("int4", "int8"))
+    assert of_two.condition is not None and of_one.condition is None

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip insta
 from pagedattn.bench import plot_formats
 
 ROOT = Path(__file__).parent.parent
-DECODES, ACCURACY = (ROOT / "bench/results" / name for name in ("h200/decode_8bit.json", "cpu/accuracy.json"))
+DECODES, ACCURACY = (ROOT / "bench/results" / name for name in ("h200/decode_codes.json", "cpu/accuracy.json"))
 PICTURES = {"formats_decode.svg": DECODES, "formats_accuracy.svg": ACCURACY}
 
 
@@ -24,8 +24,9 @@ def content(path: Path) -> dict[str, Any]:
 def test_a_decode_is_a_point_by_its_bytes() -> None:
     rows = content(DECODES)["rows"]
     points = plot_formats.decode_points(rows)
-    assert [*points] == ["auto", "fp8_e4m3", "int8", "k8v4", "FA3, fp8_e4m3 queries"]
+    assert [*points] == ["auto", "fp8_e4m3", "int8", "k8v4", "int4", "turboquant4"]
     assert {len(some) for some in points.values()} == {14}
+    assert "FA3, fp8_e4m3 queries" in plot_formats.decode_points(content(DECODES.with_name("decode_8bit.json"))["rows"])
     (row,) = [
         row
         for row in rows

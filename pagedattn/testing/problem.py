@@ -12,6 +12,7 @@ from ..backends.base import AttentionBackend
 from ..backends.hybrid import make_builder, make_impl
 from ..call import AttentionCall, lse_dtype
 from ..formats.base import LayerCache
+from ..formats.registry import format_of
 from ..spec import AttentionSpec
 from ..step.metadata import CommonAttentionMetadata
 from .case import Case
@@ -234,8 +235,10 @@ def _answers(
     }
     out, lse = attention_oracle(q, k, v, sinks=sinks, **options)
     naive, _ = attention_oracle(q, k, v, sinks=sinks, dtype=case.dtype, **options)
-    # Logits of latent rows are sums of several hundred products, as inexact in float32 as huge ones.
-    large = case.latent_dim is not None or bool((lse[lse.isfinite()].abs() > _HUGE).any())
+    # Logits of latent rows are sums of several hundred products, as inexact in float32 as huge ones. What two caches
+    # have is weighted by the LSE of each, as inexact as a logit.
+    parts = case.paged and format_of(case.kv_cache_dtype).whole_blocks
+    large = parts or case.latent_dim is not None or bool((lse[lse.isfinite()].abs() > _HUGE).any())
     needed = case.dtype.itemsize > 2 and large
     condition = logit_condition(q, k, v, out, lse, **options) if needed else torch.zeros_like(out)
     rounded = case.paged and case.kv_cache_dtype.startswith("fp8") and sinks is None
