@@ -2,9 +2,9 @@
 
 The work is split as by the decode kernel for every cache: a head's tiles of keys, in the order of the sequences, are
 cut into equal ranges, one per program; programs that share an item exchange partial states. Within a program each of W
-warps has KEYS keys of a tile, and a running maximum, sum and output of its own, so that no warp waits for another in
-the loop. Products are transposed, keys by query rows and channels by query rows: they are padded to 8 rows of queries,
-not to 16. Source: stream-K (PPoPP 2023).
+warps has KEYS keys of a tile, and a running maximum, sum and output of its own; warps wait for each other only where a
+tile has been copied. Products are transposed, keys by query rows and channels by query rows: they are padded to 8 rows
+of queries, not to 16. Source: stream-K (PPoPP 2023).
 
 Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a group), `s` [W, KEYS, R], `acc` [W, DV, R].
 """
