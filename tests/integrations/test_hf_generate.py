@@ -213,7 +213,9 @@ def test_embeddings_instead_of_tokens() -> None:
 @torch.no_grad()
 def test_the_models_own_positions(name: str) -> None:
     """Who gives no positions gets those after what the cache holds; without a cache all tokens are given each time."""
-    model, ids = model_of(name), torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    # A router's products are float32, and on some CPUs others for two tokens than for nine.
+    layers: dict[str, Any] = {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
+    model, ids = model_of(name, **layers), torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
     wanted = model(ids).logits
     hf.enable(model, block_size=4)
     dense, first = model(ids, use_cache=False), model(ids[:, :5])
