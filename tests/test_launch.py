@@ -114,6 +114,7 @@ def test_busy_or_not() -> None:
     assert configure_decode(target, num_seqs=132, max_seq_len=32).tuning == ONE_TILE
     assert configure_decode(target, num_seqs=132, max_seq_len=33).programs == 4 * 132
     assert configure_decode(target, num_seqs=132, max_seq_len=32, stored_itemsize=1).tuning.num_warps == 4
+    assert configure_decode(target, num_seqs=132, max_seq_len=32, itemsize=4, stored_itemsize=4).tuning.num_warps == 4
     assert configure_decode(target, num_seqs=132, max_seq_len=32, head_dim_v=256).tuning.num_warps > 1
     mine = DecodeTuning(
         block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, prefetch_block_table=False

@@ -111,7 +111,7 @@ def decode_config(
     together = 1  # programs that an SM shall have room for
     if tuning is None:
         full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
-        if max_seq_len <= ONE_TILE.block_n and block_m * width <= 16 * 128 and stored_itemsize == itemsize == 2:
+        if max_seq_len <= ONE_TILE.block_n and itemsize == 2:
             full = ONE_TILE
         tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
         together = tuning.per_sm
