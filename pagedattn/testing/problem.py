@@ -30,8 +30,8 @@ _HUGE = 100.0
 class Problem:
     """Tensors of a case, the answer, and what the cache must look like afterwards.
 
-    `condition` is `logit_condition` [T, Hq, Dv], where there are logits large enough to need it. `fp8`, `fp8_lse`: what
-    `fp8_oracle` gives over an fp8 cache, for backends that round queries.
+    `condition` is `logit_condition` [T, Hq, Dv], where logits, or sums of two caches, are inexact enough to need it.
+    `fp8`, `fp8_lse`: what `fp8_oracle` gives over an fp8 cache, for backends that round queries.
     """
 
     case: Case
@@ -238,8 +238,8 @@ def _answers(
     # Logits of latent rows are sums of several hundred products, as inexact in float32 as huge ones. What two caches
     # have is weighted by the LSE of each, as inexact as a logit.
     parts = case.paged and format_of(case.kv_cache_dtype).whole_blocks
-    large = parts or case.latent_dim is not None or bool((lse[lse.isfinite()].abs() > _HUGE).any())
-    needed = case.dtype.itemsize > 2 and large
+    inexact = parts or case.latent_dim is not None or bool((lse[lse.isfinite()].abs() > _HUGE).any())
+    needed = case.dtype.itemsize > 2 and inexact
     condition = logit_condition(q, k, v, out, lse, **options) if needed else torch.zeros_like(out)
     rounded = case.paged and case.kv_cache_dtype.startswith("fp8") and sinks is None
     return out, lse, naive, condition, *(fp8_oracle(q, k, v, **options) if rounded else ())

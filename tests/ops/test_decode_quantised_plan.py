@@ -168,6 +168,9 @@ def test_programs_and_workspace() -> None:
     assert (few.programs, few.tuning.warps) == (3 * 132 // 8 * 8, 4)
     few_keys = quantised_decode_config(SHAPE, decodes(1, 1 << 13), H200)
     assert (few_keys.programs, few_keys.tuning.warps) == (132 // 8 * 8, 4), "partial states cost more than keys"
+    assert quantised_decode_config(SHAPE, decodes(64, 256), H200).programs == many.programs, (
+        "a warp for each item or so"
+    )
     short = quantised_decode_config(SHAPE, decodes(1, 300), H200)
     assert short.programs == 5 * 8, "no more than tiles of keys"
     large = quantised_decode_config(SHAPE._replace(head_dim=256), decodes(64), H200)

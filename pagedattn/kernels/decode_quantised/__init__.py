@@ -1,1 +1,1 @@
-"""Decode over caches of 8-bit codes: tensor cores take them from registers, converted on the way."""
+"""Decode over caches of 8- and 4-bit codes, copied a tile ahead and converted in the registers of tensor cores."""

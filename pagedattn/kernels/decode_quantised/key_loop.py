@@ -62,7 +62,8 @@ def attend(
     """The states [W, ..] after keys begin..end, of which low..end are seen. A warp's keys outside have no weight; in
     place of codes that may be no numbers the nearest ones are read again.
 
-    The next tile is copied while this one is attended to, and block ids are loaded a tile before that.
+    `begin_tiles` has begun to copy the first tile; each next one is copied while the one before is attended to, and
+    block ids are loaded a tile before that.
 
     Where rows of V have scales, the running maximum is that of exp(logit) * scale: what codes are multiplied by is then
     at most 1, in the range of float16, however small the scales are.

@@ -95,6 +95,7 @@ def _attend_tiles(
 ):  # fmt: skip
     """The state after tiles of keys begin..past. While a tile is multiplied the next one's codes are on their way."""
     EACH: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [2, 1, 0])
+    OF_KEYS: gl.constexpr = gl.SliceLayout(2, EACH)
     SUMS: gl.constexpr = l_i.type.layout
     warp = gl.arange(0, WARPS, along(0, EACH))
     row = gl.arange(0, KEYS_OF_WARP, along(1, EACH))
@@ -120,13 +121,13 @@ def _attend_tiles(
         async_copy.wait_group(0)
         if start + KEYS < past:
             copy_tile(codes, stage ^ 1, at, block, kv_head, low, past, rooms, shape)
-        k, v, of_keys, of_values = load_tile(codes, stage, this_at, this_block, kv_head, seen, rooms, shape)
+        k, v, of_keys, of_values = load_tile(codes, stage, this_at, this_block, kv_head, OF_KEYS, rooms, shape)
         stage = stage ^ 1
         store_keys(k, of_keys, of_values, tables[0], seen, rooms, shape)
         fence_async_shared()
         thread_barrier()
         s = _begin_products(q, rooms, shape)
-        # Meanwhile. In front of the fence above, which waits for loads, ids would be waited for.
+        # Loaded here, while products run: the fence above would wait for these ids.
         next_at = first_key(start + 2 * KEYS, low, past, warp, KEYS_OF_WARP)
         coming = gl.load(table + next_at // shape.S)
         store_values(v, tables[1], rooms, shape)
@@ -145,7 +146,7 @@ def _attend_tiles(
             p *= gl.expand_dims(rooms.inverses.load(gl.SliceLayout(0, shape.LOGITS)), 0)
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS), assert_trivial=True)
         l_i = l_i * gl.expand_dims(alpha, 1) + _sums(p)
-        # Of all warps they are done at the next barrier, before values take the place of these.
+        # Of a warp's own products; for those of others the barriers of the next turn wait, before values are stored.
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, m_i, l_i
 
@@ -200,6 +201,7 @@ def attend_items(
                     alibi_slopes is not None, rooms, shape,
                 )  # fmt: skip
                 exchange = rooms.exchange(shape)
+                thread_barrier()  # other warps' products may still read the tile
                 exchange.store(acc)
                 thread_barrier()
                 mine = exchange.load(shape.MINE)

@@ -10,7 +10,7 @@ from .axes import along, in_3d
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
 from .operands_4bit import STEP_OFFSET, channels, level_tables
-from .staging import copy_channels, copy_rows, copy_scales, load_scales
+from .staging import copy_channels, copy_rows, copy_scales, load_channels, load_scales
 
 
 @gluon.constexpr_function
@@ -76,34 +76,24 @@ def copy_tile(codes, stage, at, block, kv_head, low, end, rooms, shape):
         copy_channels(rooms.of_keys[0].index(stage), k_scales, block, kv_head, shape.K_STRIDES)
     elif shape.K_SCALED:
         memory = rooms.of_keys[0].index(stage)
-        copy_scales(memory, k_scales, at, block, kv_head, low, end, S, shape.K_STRIDES, NEAREST)
+        copy_scales(memory, k_scales, at, block, kv_head, S, shape.K_STRIDES)
     if shape.V_STRIDES is not None:
         memory = rooms.of_values[0].index(stage)
-        copy_scales(memory, v_scales, at, block, kv_head, low, end, S, shape.V_STRIDES, NEAREST)
+        copy_scales(memory, v_scales, at, block, kv_head, S, shape.V_STRIDES)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _channels(stage, rooms, shape):
-    """Steps and least elements of the channels of each warp's block, [WARPS, D / 2] words of two: as float16 they would
-    take a register each."""
-    COUNT: gl.constexpr = shape.D // 2
-    OF_BLOCK: gl.constexpr = gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4))
-    both = rooms.of_keys[0].index(stage).reshape([WARPS, 2 * COUNT])
-    return both.slice(0, COUNT, dim=1).load(OF_BLOCK), both.slice(COUNT, COUNT, dim=1).load(OF_BLOCK)
-
-
-@gluon.jit
-def load_tile(codes, stage, at, block, kv_head, seen, rooms, shape):
+def load_tile(codes, stage, at, block, kv_head, EACH: gl.constexpr, rooms, shape):
     """Words of the keys and the values of a tile that was copied from `at` and `block`, and tuples of what keys and
-    values are multiplied by. seen: which keys, [WARPS, KEYS_OF_WARP, 1]."""
-    EACH: gl.constexpr = gl.SliceLayout(2, seen.type.layout)
+    values are multiplied by: steps and least elements of channels [WARPS, D / 2], words of two (as float16 they would
+    take a register each), or scales [WARPS, KEYS_OF_WARP] in layout EACH."""
     k = rooms.k_codes.index(stage).load(_row_layout(shape.K_WORDS, 1))
     v = rooms.v_codes.index(stage).load(_row_layout(shape.V_WORDS, 1))
     of_keys = ()
     of_values = ()
     if shape.PER_CHANNEL:
-        of_keys = _channels(stage, rooms, shape)
+        of_keys = load_channels(rooms.of_keys[0].index(stage), gl.SliceLayout(1, _row_layout(shape.K_WORDS, 4)))
     elif shape.K_SCALED:
         memory = rooms.of_keys[0].index(stage)
         of_keys = (load_scales(memory, codes[2], at, block, kv_head, shape.S, shape.K_STRIDES, EACH),)

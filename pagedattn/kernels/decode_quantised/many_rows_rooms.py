@@ -116,7 +116,8 @@ class Rooms:
 
 @gluon.constexpr_function
 def _code_memory(words):
-    """Of rows of which eight threads read the same four words each: these lie in different banks."""
+    """Layout of rows of `words` words. Eight threads read the same four columns of eight rows, which lie in different
+    banks."""
     phase = 32 // words
     return gl.SwizzledSharedLayout(4, phase, 8 // phase, [2, 1, 0])
 

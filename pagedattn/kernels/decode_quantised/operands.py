@@ -1,8 +1,8 @@
-"""Gluon: codes as they come from memory, turned into operands of `mma.sync` without leaving their thread.
+"""Gluon: codes as they were copied, turned into operands of `mma.sync` without leaving their thread.
 
 Which element of a row, or which row, stands at an index of a product does not matter as long as both operands agree. So
-the indices are chosen such that the 16 bytes a thread loads at a time are elements that its part of the operand needs:
-no shared memory, no shuffle. Keys are K of S = Q K^T, whose operands hold pairs of a row's elements; values are V of
+the indices are chosen such that the 16 bytes a thread loads at a time are elements that its part of the operand needs,
+without a shuffle. Keys are K of S = Q K^T, whose operands hold pairs of a row's elements; values are V of
 O = P V, whose operands hold pairs of rows, which two words of neighbouring rows are interleaved to.
 
 Words are int32 of four codes, or eight of 4 bits (`operands_4bit.py`). W warps have 16 keys each, or 32.

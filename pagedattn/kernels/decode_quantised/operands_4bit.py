@@ -36,12 +36,12 @@ def _table(at):
 
 
 @gluon.jit
-def level_tables(words, block):
+def level_tables(words, number):
     """Of levels the first four below zero and the first four above, each a tensor like `words` of one value: as
-    `_look_up` takes them. block: ids [W, 1, 1]. A byte permutation takes one constant; another one that is known to be
-    the same for all threads would be copied for each permutation, so that it is made of what a thread has loaded: an
-    id's sign, 0."""
-    nothing, _ = gl.broadcast((block >> 31).to(gl.int32), words)
+    `_look_up` takes them. number: [1, rows, 1], not negative. A byte permutation takes one constant; another one that
+    is known to be the same for all threads would be copied for each permutation, so that it is made of what differs
+    from thread to thread: a number's sign, 0, which the compiler does not know."""
+    nothing, _ = gl.broadcast(number >> 31, words)
     return nothing | _table(0), nothing | _table(2)
 
 

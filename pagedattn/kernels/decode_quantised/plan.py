@@ -17,7 +17,7 @@ _DIMS = (64, 128, 256)
 _MASKS = ("sliding_window", "earlier_blocks", "recent_blocks", "from_block")
 _4_BITS = (("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4"))
 _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"), *_4_BITS)
-_SMALL_STATE = 8 * 128  # elements of a warp's output that 128 registers a thread have room for, and
+_SMALL_STATE = 8 * 128  # elements of a warp's output that 168 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
 FEW_ROWS = 16  # of a query block, tokens times heads of a group, that products of a warp's own keys are made with
 MANY_ROWS = 64  # that products of a program's keys are made with
@@ -44,7 +44,7 @@ class QuantisedDecodeTuning(NamedTuple):
 
 
 _MOST_WARPS = 4  # of a program
-_PROGRAMS_OF_ITEM = 4  # that share an item at most, where they have fewer warps
+_PROGRAMS_OF_ITEM = 4  # that share an item at most, if programs have fewer warps than that
 _FEW_KEYS = 1024  # of an SM
 _MANY = QuantisedDecodeTuning(4, 2, 255, 2)  # of query blocks of MANY_ROWS
 
@@ -89,12 +89,12 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
 
 
 def has_words(inputs: AttentionInputs) -> bool:
-    """Whether the codes, and what keys have of each channel, can be read four bytes at a time, and scales as the words
-    that have them."""
-    planes, channels = [inputs.key, inputs.value], inputs.k_scale_cache
-    if channels is not None and channels.shape[3] > 1:
-        planes.append(channels)
-    starts = [*planes, *(x for x in (channels, inputs.v_scale_cache) if x is not None)]
+    """Whether the codes, and what keys have of each channel, can be read four bytes at a time, and planes of scales
+    begin at a multiple of four bytes: scales of 16 bits are copied as the words that have them."""
+    planes, k_scales = [inputs.key, inputs.value], inputs.k_scale_cache
+    if k_scales is not None and k_scales.shape[3] > 1:
+        planes.append(k_scales)
+    starts = [*planes, *(x for x in (k_scales, inputs.v_scale_cache) if x is not None)]
     return all(x.storage_offset() * x.element_size() % 4 == 0 for x in starts) and all(
         step * x.element_size() % 4 == 0 for x in planes for step in x.stride()[:-1]
     )
@@ -129,12 +129,12 @@ def _has_double_tiles(shape: AttentionShape) -> bool:
 def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -> QuantisedDecodeTuning:
     """Twelve warps an SM, eight where their states are large: in programs of one warp where there are many items, of
     several where there are so few that programs would share them too often, and all states would have to be added up.
-    Of few keys one program an SM, for the same reason."""
+    Of few items with few keys one program an SM, for the same reason. That it takes time until an item's first keys are
+    there counts only where programs have several items."""
     small, keys = state <= _SMALL_STATE, KEYS_PER_WARP * (2 if twice else 1)
     warps, registers = (12, 168) if small else (8, 255)
     least = 2 if twice and not small else 1  # whose loop spills in programs of one warp
     each = max(least, min(next_power_of_2(-(-warps * target.num_sms // (_PROGRAMS_OF_ITEM * items))), _MOST_WARPS))
-    few_keys = items * seq_len <= _FEW_KEYS * target.num_sms
-    return QuantisedDecodeTuning(
-        each, 1 if few_keys else warps // each, registers, 0 if each == _MOST_WARPS else 2, keys
-    )
+    few = each == _MOST_WARPS
+    few_keys = few and items * seq_len <= _FEW_KEYS * target.num_sms
+    return QuantisedDecodeTuning(each, 1 if few_keys else warps // each, registers, 0 if few else 2, keys)

@@ -25,7 +25,7 @@ def rows_of(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.const
 
 @gluon.constexpr_function
 def used_rows(rows, group, one_token):
-    """Of `rows` those, a power of two, that are not padding: of one token the heads of a group."""
+    """A power of two of `rows` that has all that are not padding: of one token the heads of a group."""
     used = 1
     while used < group:
         used *= 2
@@ -37,9 +37,9 @@ def load_queries(
     query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
     R: gl.constexpr, USED: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr,
 ):  # fmt: skip
-    """An item's rows, the first USED of R, vectors along QUERY's last axis: float16 [W, D, R] in the order of the keys'
-    codes, the same for each warp, of rotated ones what that rounds off, and what their products are yet to be
-    multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
+    """An item's rows, all of them among the first USED of R, vectors along QUERY's last axis: float16 [W, D, R] in the
+    order of the keys' codes, the same for each warp, of rotated ones what that rounds off, and what their products are
+    yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
     if is_4_bit(K_CODES):
         MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [W, 1], [1, 0])
         ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
@@ -49,8 +49,8 @@ def load_queries(
         x = gl.load(row + gl.expand_dims(dim, 0), mask=gl.expand_dims(exists, 1), other=0.0)
         EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
         q, rest, up = in_range(x.to(gl.float32), K_CODES == "turboquant4", EXPONENT)
-        q, rest = _for_each_warp(_padded(q, R), W, QUERY), _for_each_warp(_padded(rest, R), W, QUERY)
-        up = gl.expand_dims(gl.convert_layout(_padded(up, R), along(2, QUERY)), 0)
+        q, rest = _for_each_warp(_repeated(q, R), W, QUERY), _for_each_warp(_repeated(rest, R), W, QUERY)
+        up = gl.expand_dims(gl.convert_layout(_repeated(up, R), along(2, QUERY)), 0)
         up += gl.zeros([W, R], gl.float32, gl.SliceLayout(1, QUERY))
     else:
         q_row, head, exists = rows_of(gl.arange(0, R, along(2, QUERY)), q_len, q_block, kv_head, GROUP, BLOCK_Q)
@@ -65,8 +65,8 @@ def load_queries(
 
 
 @gluon.jit
-def _padded(x, ROWS: gl.constexpr):
-    """Rows again and again until they are ROWS."""
+def _repeated(x, ROWS: gl.constexpr):
+    """Rows again and again until they are ROWS; outputs of the repeated ones are not used."""
     for _i in gl.static_range(bits(ROWS // x.shape[0])):
         both = gl.join(x, x)
         if len(x.shape) == 2:

@@ -17,27 +17,28 @@ from .axes import along, in_3d
 from .operands import codes_of_word, key_words, may_be_nan, value_words
 from .operands_4bit import channel_words
 
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(2)  # the other one is `stage ^ 1`, and one copy is under way
 
 
 @gluon.constexpr_function
 def _key_memory(words):
-    """Of rows of `words` words, of which four threads read 16 at a time, two rows of them beside each other: these lie
-    in different halves of the banks."""
+    """Layout of rows of `words` words. Four threads read 16 words at a time, eight threads those of two rows beside
+    each other, which lie in different halves of the banks."""
     return gl.SwizzledSharedLayout(min(16, words), 1, 2 if words >= 32 else 1, [2, 1, 0])
 
 
 @gluon.constexpr_function
 def _value_memory(words):
-    """Of rows of which two threads read 8 words at a time, four rows of them beside each other."""
+    """Layout of rows of `words` words. Two threads read 8 words at a time, eight threads those of four rows beside each
+    other, which lie in different banks."""
     parts = words // 8
     return gl.SwizzledSharedLayout(8, max(1, 4 // parts), min(4, parts), [2, 1, 0])
 
 
 @gluon.constexpr_function
 def _linear(bases, warps, shape):
-    """A layout of `shape` per warp whose elements, two to the power of the number of `bases`, are spread over registers
-    (two of the bases, or as many as there are before five others), then lanes, then registers again."""
+    """A layout of `shape` per warp: the first two bases are those of registers, the next five those of lanes (lanes
+    beyond them hold the same elements), further ones those of registers again."""
     nothing = [0] * (len(shape) + 1)
     lanes = bases[2:7] + [nothing] * (5 - len(bases[2:7]))
     of_warps = [[1 << i, *nothing[1:]] for i in range(bits(warps))]
@@ -86,20 +87,24 @@ def copy_channels(memory, plane, block, kv_head, STRIDES: gl.constexpr):
 
 
 @gluon.jit
-def copy_scales(
-    memory, plane, at, block, kv_head, low, end, S: gl.constexpr, STRIDES: gl.constexpr, NEAREST: gl.constexpr
-):
+def copy_scales(memory, plane, at, block, kv_head, S: gl.constexpr, STRIDES: gl.constexpr):
     """Begin to copy the scales of the same rows into `memory` [warps, rows]: of 16 bits, the words that have them."""
     LAYOUT: gl.constexpr = _one_each(memory.shape[0], memory.shape[1])
     at = gl.expand_dims(gl.convert_layout(at, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, memory.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
-    if NEAREST:
-        row = gl.minimum(gl.maximum(row, low - at), end - 1 - at)
     block = gl.expand_dims(gl.convert_layout(block, gl.SliceLayout(1, LAYOUT)), 1)
     place = _scale_at(block, at, kv_head, memory.shape[1], S, STRIDES) + row * STRIDES[1]
     if plane.dtype.element_ty.primitive_bitwidth == 16:
         place = place >> 1
     async_copy.async_copy_global_to_shared(memory, plane.to(gl.pointer_type(gl.int32), bitcast=True) + place)
+
+
+@gluon.jit
+def load_channels(memory, LAYOUT: gl.constexpr):
+    """Words of the steps and of the least elements of the channels of warps' blocks, each [warps, D / 2]."""
+    COUNT: gl.constexpr = memory.shape[2] // 2
+    both = memory.reshape([memory.shape[0], 2 * COUNT])
+    return both.slice(0, COUNT, dim=1).load(LAYOUT), both.slice(COUNT, COUNT, dim=1).load(LAYOUT)
 
 
 @gluon.jit
@@ -187,10 +192,10 @@ class Staging:
             copy_channels(self.k_scales[1].index(stage), self.k_scales[0], block, self.kv_head, self.K_STRIDES)
         elif self.K_STRIDES is not None:
             plane, memory = self.k_scales
-            copy_scales(memory.index(stage), plane, at, block, self.kv_head, low, end, S, self.K_STRIDES, NEAREST)
+            copy_scales(memory.index(stage), plane, at, block, self.kv_head, S, self.K_STRIDES)
         if self.V_STRIDES is not None:
             plane, memory = self.v_scales
-            copy_scales(memory.index(stage), plane, at, block, self.kv_head, low, end, S, self.V_STRIDES, NEAREST)
+            copy_scales(memory.index(stage), plane, at, block, self.kv_head, S, self.V_STRIDES)
         async_copy.commit_group()
 
     @gluon.jit
@@ -207,27 +212,25 @@ class Staging:
 
     @gluon.jit
     def load_channels(self, stage):
-        """Words of the steps and of the least elements of the channels of warps' blocks, each [W, D / 2]."""
+        """As the function `load_channels`, for products of codes."""
         memory = self.k_scales[1].index(stage)
-        COUNT: gl.constexpr = memory.shape[2] // 2
-        LAYOUT: gl.constexpr = channel_words(self.W, COUNT)
-        both = memory.reshape([self.W, 2 * COUNT])
-        return both.slice(0, COUNT, dim=1).load(LAYOUT), both.slice(COUNT, COUNT, dim=1).load(LAYOUT)
+        return load_channels(memory, channel_words(self.W, memory.shape[2] // 2))
 
     @gluon.jit
     def load_key_scales(self, stage, at, block, MMA: gl.constexpr):
         """Scales [W, KEYS, 1] of the tile that was copied from `at` and `block`, for products of layout MMA."""
-        plane, memory = self.k_scales
-        LAYOUT: gl.constexpr = gl.SliceLayout(2, MMA)
-        found = load_scales(memory.index(stage), plane, at, block, self.kv_head, self.S, self.K_STRIDES, LAYOUT)
-        return gl.expand_dims(found, 2)
+        return self._load_scales(stage, self.k_scales, at, block, self.K_STRIDES, MMA)
 
     @gluon.jit
     def load_value_scales(self, stage, at, block, MMA: gl.constexpr):
         """As `load_key_scales`, of values."""
-        plane, memory = self.v_scales
+        return self._load_scales(stage, self.v_scales, at, block, self.V_STRIDES, MMA)
+
+    @gluon.jit
+    def _load_scales(self, stage, scales, at, block, STRIDES: gl.constexpr, MMA: gl.constexpr):
+        plane, memory = scales
         LAYOUT: gl.constexpr = gl.SliceLayout(2, MMA)
-        found = load_scales(memory.index(stage), plane, at, block, self.kv_head, self.S, self.V_STRIDES, LAYOUT)
+        found = load_scales(memory.index(stage), plane, at, block, self.kv_head, self.S, STRIDES, LAYOUT)
         return gl.expand_dims(found, 2)
 
 
