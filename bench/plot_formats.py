@@ -42,11 +42,12 @@ class Loss(NamedTuple):
 def decode_points(rows: Sequence[Row]) -> dict[str, Points]:
     """Bytes that a decode reads and its microseconds, of TRITON by format and of FA3 over fp8, by bytes."""
     found: dict[str, Points] = {}
-    alone = any("kv_cache_dtype" not in row for row in rows)  # 16 bit has rows of its own
+    with_each_format = {"FA3": _FA3}
+    if all("kv_cache_dtype" in row for row in rows):  # else 16 bit has rows of its own
+        with_each_format[TRITON_AUTO] = "auto"
     for row in rows:
         form = row.get("kv_cache_dtype", "auto")
-        beside = {"FA3": _FA3, TRITON_AUTO: None if alone else "auto"}  # they are there with each format
-        beside = beside if form == "fp8_e4m3" else {}
+        beside = with_each_format if form == "fp8_e4m3" else {}
         name = {"TRITON": form, **beside}.get(str(row.get("backend")))
         if name is not None and row["suite"] == "decode" and row["us"] is not None:
             found.setdefault(name, []).append((row["gb_s"] * row["us"] * 1e3, row["us"]))

@@ -39,13 +39,6 @@ def _of_16_keys(p):
 
 
 @gluon.jit
-def _tables(begin, W: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
-    """`level_tables` of words [W, ROWS, WORDS]. A key's number, which is not negative, is what a thread has."""
-    row = gl.arange(0, ROWS, along(1, LAYOUT))
-    return level_tables(gl.zeros([W, ROWS, WORDS], gl.int32, LAYOUT), in_3d(begin + row, 1))
-
-
-@gluon.jit
 def begin_tiles(staging, table, begin, end, low, num_blocks, MMA: gl.constexpr):
     """Begin to copy the first tile of keys begin..end, for `attend`."""
     at = first_key(begin, low, end, gl.arange(0, staging.W, along(0, MMA)), staging.KEYS)
@@ -86,8 +79,8 @@ def attend(
     next_at = first_key(begin + TILE, low, end, warp, KEYS)
     next_block = gl.load(table + next_at // S)
     stage = 0
-    k_tables = _tables(begin, W, KEYS, K_WORDS, key_words(W, KEYS, K_WORDS))
-    v_tables = _tables(begin, W, KEYS // 2, V_WORDS, value_words(W, KEYS, V_WORDS))
+    k_tables = level_tables(begin, W, KEYS, K_WORDS, key_words(W, KEYS, K_WORDS))
+    v_tables = level_tables(begin, W, KEYS // 2, V_WORDS, value_words(W, KEYS, V_WORDS))
     nothing = gl.zeros([W, KEYS, R], gl.float32, MMA)
     if key_offset(K_CODES) != 0:
         q_sum = gl.sum(q.to(gl.float32), 1)

@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..gluon_device import SMALLEST_SCALE, approximate, bits
-from .axes import along, in_3d
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
 from .operands_4bit import STEP_OFFSET, channels, level_tables
@@ -129,7 +128,5 @@ def store_values(v, tables, rooms, shape):
 
 @gluon.jit
 def tables_of(begin, WORDS: gl.constexpr):
-    """`level_tables` of a tile's words. A key's number, which is not negative, is what a thread has."""
-    LAYOUT: gl.constexpr = _row_layout(WORDS, 1)
-    row = gl.arange(0, KEYS_OF_WARP, along(1, LAYOUT))
-    return level_tables(gl.zeros([WARPS, KEYS_OF_WARP, WORDS], gl.int32, LAYOUT), in_3d(begin + row, 1))
+    """`level_tables` of a tile's words."""
+    return level_tables(begin, WARPS, KEYS_OF_WARP, WORDS, _row_layout(WORDS, 1))

@@ -94,7 +94,7 @@ def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def elements(words, tables, CODES: gl.constexpr):
     """float16 of codes plus `key_offset` [.., 2, 2], of 4 bits [.., 2, 2, 2], by the bits of their places in words from
-    the lowest on. tables: `operands_4bit.level_tables(words)`."""
+    the lowest on. tables: `operands_4bit.level_tables` of them."""
     if is_4_bit(CODES):
         x = operands_4bit.elements(words, tables, CODES)
     else:

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...formats.turboquant import codebook
 from ..gluon_device import bits
+from .axes import along, in_3d
 
 EIGHT = gl.constexpr((gl.float16,) * 8)
 SIXTEEN = gl.constexpr((gl.float16,) * 16)
@@ -36,12 +37,13 @@ def _table(at):
 
 
 @gluon.jit
-def level_tables(words, number):
-    """Of levels the first four below zero and the first four above, each a tensor like `words` of one value: as
-    `_look_up` takes them. number: [1, rows, 1], not negative. A byte permutation takes one constant; another one that
+def level_tables(begin, W: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of levels the first four below zero and the first four above, each a tensor [W, ROWS, WORDS] of one value: as
+    `_look_up` takes them. begin: a number that is not negative. A byte permutation takes one constant; another one that
     is known to be the same for all threads would be copied for each permutation, so that it is made of what differs
-    from thread to thread: a number's sign, 0, which the compiler does not know."""
-    nothing, _ = gl.broadcast(number >> 31, words)
+    from thread to thread: a row's number and its sign, 0, which the compiler does not know."""
+    row = in_3d(begin + gl.arange(0, ROWS, along(1, LAYOUT)), 1)
+    nothing, _ = gl.broadcast(row >> 31, gl.zeros([W, ROWS, WORDS], gl.int32, LAYOUT))
     return nothing | _table(0), nothing | _table(2)
 
 
@@ -79,7 +81,7 @@ def _key_steps():
 @gluon.jit
 def elements(words, tables, CODES: gl.constexpr):
     """float16 of codes plus an offset [.., 2, 2, 2], by the bits of their places in words from the lowest on. tables:
-    `level_tables(words)`."""
+    `level_tables` of such words."""
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,"
     if CODES != "turboquant4":
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_key_steps(), OUT + "r", [words], EIGHT, True, 1)
@@ -91,7 +93,7 @@ def elements(words, tables, CODES: gl.constexpr):
 
 @gluon.jit
 def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, keys, D] plus an offset, elements in the order of `in_key_order`. tables: `level_tables(words)`."""
+    """float16 [W, keys, D] plus an offset, elements in the order of `in_key_order`. tables: `level_tables` of them."""
     W: gl.constexpr = words.shape[0]
     KEYS: gl.constexpr = words.shape[1]
     D: gl.constexpr = words.shape[2] * 8
@@ -231,7 +233,7 @@ def _value_levels():
 @gluon.jit
 def value_operand(even, odd, tables, RUN: gl.constexpr, CODES: gl.constexpr, MMA: gl.constexpr):
     """float16 [W, DV, keys] of the words of values at even and at odd places, to be put in order by `in_order`. tables:
-    `level_tables(even)`."""
+    `level_tables` of the ones at even places."""
     LEVELS: gl.constexpr = CODES == "turboquant4"
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r"
     TEXT: gl.constexpr = _value_levels() if LEVELS else _value_steps()

@@ -5,6 +5,7 @@ element to where float16 has it, just below its largest number, or of keys in st
 products with the largest step (8,704) stay in range.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -26,10 +27,7 @@ def rows_of(row, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.const
 @gluon.constexpr_function
 def used_rows(rows, group, one_token):
     """A power of two of `rows` that has all that are not padding: of one token the heads of a group."""
-    used = 1
-    while used < group:
-        used *= 2
-    return used if one_token else rows
+    return triton.next_power_of_2(group) if one_token else rows
 
 
 @gluon.jit

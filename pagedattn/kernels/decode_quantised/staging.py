@@ -36,20 +36,14 @@ def _value_memory(words):
 
 
 @gluon.constexpr_function
-def _linear(bases, warps, shape):
-    """A layout of `shape` per warp: the first two bases are those of registers, the next five those of lanes (lanes
-    beyond them hold the same elements), further ones those of registers again."""
-    nothing = [0] * (len(shape) + 1)
-    lanes = bases[2:7] + [nothing] * (5 - len(bases[2:7]))
-    of_warps = [[1 << i, *nothing[1:]] for i in range(bits(warps))]
-    return gl.DistributedLinearLayout(bases[:2] + bases[7:], lanes, of_warps, [], [warps, *shape])
-
-
-@gluon.constexpr_function
 def _by_16_bytes(warps, rows, words):
-    """Layout [warps, rows, words] of which a thread copies four words at a time."""
-    across = [[0, 0, 1 << i] for i in range(bits(words))]
-    return _linear(across + [[0, 1 << i, 0] for i in range(bits(rows))], warps, [rows, words])
+    """Layout [warps, rows, words] of which a thread copies four words at a time. Where there are fewer than 32 such
+    parts, the lanes beyond them hold the same elements."""
+    parts = [[0, 0, 4 << i] for i in range(bits(words // 4))] + [[0, 1 << i, 0] for i in range(bits(rows))]
+    lanes = parts[:5] + [[0, 0, 0]] * (5 - len(parts))
+    of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
+    registers = [[0, 0, 1], [0, 0, 2], *parts[5:]]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, rows, words])
 
 
 @gluon.constexpr_function
