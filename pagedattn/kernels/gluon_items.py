@@ -36,14 +36,19 @@ class Step:
         )  # fmt: skip
 
     @gluon.jit
-    def range_of(self, program, programs, shape, COUNT: gl.constexpr):
-        """A program's tiles at..end, how many `total` all of a part have, the sequence of the first one, and the number
-        of tiles before that sequence."""
+    def count(self, shape, COUNT: gl.constexpr):
+        """How many tiles all programs of a part have, and those of the first CHUNK sequences' items."""
         work = self.tiles_of(0, shape, COUNT)
-        here = gl.sum(work, 0)
-        total = here
+        total = gl.sum(work, 0)
         for more in range(shape.CHUNK, self.num_seqs, shape.CHUNK):
             total += gl.sum(self.tiles_of(more, shape, COUNT), 0)
+        return total, work
+
+    @gluon.jit
+    def range_of(self, program, programs, total, work, shape, COUNT: gl.constexpr):
+        """A program's tiles at..end of what `count` gave, the sequence of the first one, and the number of tiles before
+        that sequence."""
+        here = gl.sum(work, 0)
         at = first_tile_of(program, programs, total)
         end = gl.minimum(first_tile_of(program + 1, programs, total), total)
         first = 0
@@ -55,7 +60,7 @@ class Step:
                 work = self.tiles_of(first, shape, COUNT)
                 here = gl.sum(work, 0)
         passed, tiles = tiles_before(work, base, at)
-        return at, end, total, first + passed, base + tiles
+        return at, end, first + passed, base + tiles
 
     @gluon.jit
     def lengths(self, seq, shape):

@@ -166,7 +166,8 @@ def attend_items(
         qk_scale *= gl.load(k_scale + kv_head * s_kscale)
     if v_scale is not None:
         out_scale *= gl.load(v_scale + kv_head * s_vscale)
-    at, end, total, seq, base = step.range_of(program, programs, shape, WARPS)
+    total, work = step.count(shape, WARPS)
+    at, end, seq, base = step.range_of(program, programs, total, work, shape, WARPS)
     while at < end:
         item = step.item_of(at, seq, base, shape)
         seq, base = item.seq, item.base

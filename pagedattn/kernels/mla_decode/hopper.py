@@ -29,7 +29,7 @@ from ..gluon_items import Step
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
 from .hopper_groups import STAGES, WARPS, Results, Rooms, follow, lead
-from .hopper_items import KEYS, LATENT, ROPE, Shape
+from .hopper_items import KEYS, LATENT, ROPE, Shape, range_of_program
 from .kernel import merge
 from .plan import MLADecodeConfig
 
@@ -39,8 +39,7 @@ def _load_tiles(latent, rope, table, s_table, rooms, step, shape):
     """The loading warp: all rows that the program attends to, in their order, a copy for each part and block. Keys past
     the last block are read from that one again; a block that is not in the cache is read as zeros."""
     gdc_wait()
-    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, _, seq, base = step.range_of(program, programs, shape, 1)
+    at, end, seq, base, _, _ = range_of_program(step, shape, 1)
     c = 0
     while at < end:
         item = step.item_of(at, seq, base, shape)

@@ -24,7 +24,7 @@ from .hopper import constants_of, row_descriptor
 from .hopper_fp8_groups import attend
 from .hopper_fp8_operands import KEYS, WARPS
 from .hopper_fp8_rooms import GROUPS, LOAD, STAGES, CodeRooms, CodeShape
-from .hopper_items import LATENT, ROPE
+from .hopper_items import LATENT, ROPE, range_of_program
 from .kernel import merge
 from .plan import MLADecodeConfig
 
@@ -72,8 +72,7 @@ def _load_tiles(codes, rope, scales, table, s_table, rooms, step, shape):
     the last block of a half are read from that one again, and a half without keys is not read; a block that is not in
     the cache is read as zeros."""
     gdc_wait()
-    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, _, seq, base = step.range_of(program, programs, shape, 1)
+    at, end, seq, base, _, _ = range_of_program(step, shape, 1)
     c = 0
     while at < end:
         item = step.item_of(at, seq, base, shape)

@@ -27,7 +27,7 @@ from .hopper_fp8_operands import (
     value_words,
 )
 from .hopper_fp8_rooms import GROUPS, LOAD
-from .hopper_items import LATENT, ROPE, visible
+from .hopper_items import LATENT, ROPE, range_of_program, visible
 from .hopper_states import note_splits, state_of, write_sums
 
 SOME = gl.constexpr(8)  # rows of queries that are loaded at a time
@@ -276,8 +276,7 @@ def attend(
         scale *= gl.load(k_scale)
         out_scale *= gl.load(k_scale)
     part = gl.program_id(0) % shape.PARTS
-    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, total, seq, base = step.range_of(program, programs, shape, WARPS)
+    at, end, seq, base, total, programs = range_of_program(step, shape, WARPS)
     c = 0
     while at < end:
         item = step.item_of(at, seq, base, shape)

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_device import LOG2E, tanh
 from ..gluon_names import thread_barrier
-from .hopper_items import HALF, KEYS, LATENT, ROPE, visible
+from .hopper_items import HALF, KEYS, LATENT, ROPE, range_of_program, visible
 from .hopper_states import note_splits, state_of, write_sums
 
 STAGES = gl.constexpr(2)  # of tiles
@@ -274,8 +274,7 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
     gdc_wait()  # nothing is read, and no place of the workspace written, before what came before is done
     gdc_launch_dependents()
     part = gl.program_id(0) % shape.PARTS
-    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, total, seq, base = step.range_of(program, programs, shape, WARPS)
+    at, end, seq, base, total, programs = range_of_program(step, shape, WARPS)
     c = 0
     t = 0
     while at < end:
@@ -317,8 +316,7 @@ def follow(states, results, rooms, step, shape):
     """The second group: the other half of latent elements."""
     gdc_wait()
     part = gl.program_id(0) % shape.PARTS
-    program, programs = gl.program_id(0) // shape.PARTS, gl.num_programs(0) // shape.PARTS
-    at, end, _, seq, base = step.range_of(program, programs, shape, WARPS)
+    at, end, seq, base, _, _ = range_of_program(step, shape, WARPS)
     c = 0
     t = 0
     while at < end:

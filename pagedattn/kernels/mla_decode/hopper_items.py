@@ -6,12 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from ...runtime.workspace import COUNTERS
 from ..gluon_even_split import window_mask
-from .plan import HOPPER_DIMS, HOPPER_KEYS, MAX_ROWS
+from .plan import HOPPER_DIMS, HOPPER_KEYS, HOPPER_MOST_PROGRAMS, MAX_ROWS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
 HALF = gl.constexpr(LATENT.value // 2)  # of the latent elements: what each computing warpgroup has of outputs
 KEYS = gl.constexpr(HOPPER_KEYS)  # of a tile
+_FEW_KEYS, _PROGRAMS = (gl.constexpr(column) for column in zip(*HOPPER_MOST_PROGRAMS, strict=True))
+_LIMITS, _MOST = gl.constexpr(len(HOPPER_MOST_PROGRAMS)), gl.constexpr(COUNTERS)
 
 
 @aggregate
@@ -78,3 +81,19 @@ def visible(q_pos, offs_n, past, AXIS: gl.constexpr, shape):
     if shape.WINDOW > 0:
         keep = keep & (offs_n > gl.expand_dims(q_pos - shape.WINDOW, AXIS))
     return keep
+
+
+@gluon.jit
+def range_of_program(step, shape, COUNT: gl.constexpr):
+    """The program's tiles at..end of its part's, the sequence of the first one, and the number of tiles before that
+    sequence; how many tiles the part has, and how many programs share them: as many as are worth their states."""
+    total, work = step.count(shape, COUNT)
+    items = step.num_seqs * shape.PARTS
+    keys = (total - step.num_seqs * shape.OVERHEAD) * (shape.KEYS * shape.PARTS)
+    most = _MOST + 0 * keys
+    for i in gl.static_range(_LIMITS):
+        most = gl.where(keys <= _FEW_KEYS[_LIMITS - 1 - i], _PROGRAMS[_LIMITS - 1 - i], most)
+    most = gl.maximum((most + items // 2) // items, 1) * step.num_seqs  # of a part
+    programs = gl.minimum(gl.num_programs(0) // shape.PARTS, most)
+    at, end, seq, base = step.range_of(gl.program_id(0) // shape.PARTS, programs, total, work, shape, COUNT)
+    return at, end, seq, base, total, programs

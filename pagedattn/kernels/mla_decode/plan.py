@@ -24,8 +24,9 @@ HOPPER_DIMS = (512, 64)  # latent and rotated
 HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
 HOPPER_CODE_KEYS = 128  # of the one over rows of codes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of the kernels for Hopper, where all items have at most so many keys, by measurement.
-_MOST_PROGRAMS = ((1 << 14, 64), (1 << 15, 96), (1 << 16, 128))
+# Of the kernels for Hopper, where all items have at most so many keys, by measurement: more would leave partial states,
+# 2 KB a row to be written and read again, that take longer than is saved by each having fewer keys.
+HOPPER_MOST_PROGRAMS = ((1 << 14, 64), (1 << 15, 96), (1 << 16, 128))
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -234,9 +235,9 @@ def mla_decode_config(
 
 
 def _most_programs(items: int, keys: int) -> int:
-    """Beyond which the partial states that programs leave of items of so many keys each, 2 KB a row to be written and
-    read again, take longer than is saved by each program having fewer keys; about as many for each item."""
-    most = next((programs for most, programs in _MOST_PROGRAMS if items * keys <= most), COUNTERS)
+    """HOPPER_MOST_PROGRAMS of items of so many keys each, about as many for each item: a bound of the launch, of which
+    the device takes fewer where a step has fewer keys (`hopper_items.py`)."""
+    most = next((programs for most, programs in HOPPER_MOST_PROGRAMS if items * keys <= most), COUNTERS)
     return max(1, (most + items // 2) // items) * items
 
 
