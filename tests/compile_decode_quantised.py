@@ -26,7 +26,7 @@ from pagedattn.runtime.target import Target
 KV_HEADS = 8
 _TORCH_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _ROWS = ("query", "key", "value", "out")
-_STRIDES = ("sq_t", "sq_h", "sk_b", "sk_h", "sv_b", "sv_h", "so_t", "so_h")
+_STRIDES = ("sq_t", "sq_h", "sk_b", "sv_b", "so_t", "so_h")
 _FLOATS = ("lse_out", "prior", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _TYPES = dict.fromkeys(("key", "value", "table", "query_start_loc", "seq_lens", "workspace"), "*i32")
 _TYPES |= dict.fromkeys(_FLOATS, "*fp32") | dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32")
@@ -57,6 +57,7 @@ def compile_one(
     constants |= {"K_STRIDES": (KV_HEADS * dim, 0, dim) if per_channel else of_rows}
     words = [dim * KV_HEADS * bits_of(one) // 32 for one in shape.codes]
     constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True)) | {"ACCUMULATE": accumulate}
+    constants |= dict(zip(("K_HEAD", "V_HEAD"), (one // KV_HEADS for one in words), strict=True))
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
     absent = {"prior", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})

@@ -123,6 +123,26 @@ def test_many_rows(kind: str, launches: list[Any], monkeypatch: pytest.MonkeyPat
         assert max(queries) * group > 16 and launches[-1].rows == 64
 
 
+@pytest.mark.parametrize("bad", [-1, 2**31 - 1])
+@pytest.mark.parametrize("queries", [1, 9], ids=["a token", "many rows"])
+@pytest.mark.parametrize("kind", ["e4m3", "e4m3, scales of heads, HND", "int8", "int4", "turboquant4"])
+def test_blocks_outside_the_cache(
+    kind: str, queries: int, bad: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their keys have no weight, whatever block 0 has, which is read in their place and is poisoned."""
+    monkeypatch.setattr(attention_plan, "handles_short_queries", lambda *_: False)
+    case = KINDS[kind].but(query_lens=(queries, queries, queries), seq_lens=(40, 700, 129), write=False)
+    problem = make_problem(case, DEVICE)
+    table = problem.common.block_table
+    assert table is not None
+    table[0, 0] = table[1, 3] = table[1, 20] = table[2, 1] = bad
+    want, _ = problem.run(get_backend("TORCH"))
+    assert want.isfinite().all() and (want.double().cpu() - problem.expected.cpu()).abs().max() > 1e-2
+    got, _ = problem.run(get_backend("TRITON"))
+    assert launches and launches[-1].rows == (64 if queries * case.heads[0] // case.heads[1] > 16 else 8)
+    assert (got - want).abs().max() <= 1e-2 * want.abs().max()
+
+
 def test_cross_attention(launches: list[Any]) -> None:
     lens = {"query_lens": (1, 2, 1), "seq_lens": (30, 170, 3)}
     case = Case(**BF16 | E4M3 | lens, attn_type=AttentionType.CROSS, write=False)

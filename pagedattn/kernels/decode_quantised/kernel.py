@@ -61,13 +61,13 @@ def _together(acc, m_i, l_i, exchange, ROWS: gl.constexpr, V_CODES: gl.constexpr
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
-    so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
+    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sv_b, so_t, so_h, sl_t,
+    s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
     ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
     V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
-    V_SLOT: gl.constexpr, ACCUMULATE: gl.constexpr,
+    V_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -77,6 +77,7 @@ def _decode_kernel(
     CODES: gl.constexpr = (K_CODES, V_CODES)
     STRIDES: gl.constexpr = (K_STRIDES, V_STRIDES)
     SLOTS: gl.constexpr = (K_SLOT, V_SLOT)
+    HEADS: gl.constexpr = (K_HEAD, V_HEAD)
     TILE: gl.constexpr = W * KEYS
     BLOCK_Q: gl.constexpr = 1 if ONE_TOKEN else R // GROUP
     USED: gl.constexpr = used_rows(R, GROUP, ONE_TOKEN)
@@ -120,8 +121,8 @@ def _decode_kernel(
             base += tiles_passed
 
         staging = staging_of(
-            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, D, DV, W, KEYS, S,
-            SLOTS, STRIDES, CODES,
+            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sv_b, D, DV, W, KEYS, S,
+            SLOTS, HEADS, STRIDES, CODES,
         )  # fmt: skip
         exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, USED, [1, 0]))
         offs_m = gl.arange(0, R, along(2, MMA))
@@ -239,14 +240,14 @@ def launch(
         *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, prior),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
-        *(key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
-        *out.stride()[:2],
+        *(key.stride(0), value.stride(0), *out.stride()[:2]),
         *(0 if lse is None else lse.stride(0), table.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
         *(k_scales, inputs.v_scale_cache),
     )
     constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)
     constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1), "ACCUMULATE": inputs.accumulate}
+    constants |= {"K_HEAD": key.stride(2), "V_HEAD": value.stride(2)}
     constants |= {"K_STRIDES": plane_strides(k_scales), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
     run = _launch if config.rows <= FEW_ROWS else _launch_many_rows

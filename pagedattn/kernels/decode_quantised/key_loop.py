@@ -42,8 +42,8 @@ def _of_16_keys(p):
 def begin_tiles(staging, table, begin, end, low, num_blocks, MMA: gl.constexpr):
     """Begin to copy the first tile of keys begin..end, for `attend`."""
     at = first_key(begin, low, end, gl.arange(0, staging.W, along(0, MMA)), staging.KEYS)
-    block, _known = known_blocks(gl.load(table + at // staging.S), num_blocks)
-    staging.copy(0, at, block, low, end)
+    block, known = known_blocks(gl.load(table + at // staging.S), num_blocks)
+    staging.copy(0, at, block, known, low, end)
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def attend(
         block, known = known_blocks(next_block, num_blocks)
         async_copy.wait_group(0)
         if start + TILE < end:
-            staging.copy(stage ^ 1, at, block, low, end)
+            staging.copy(stage ^ 1, at, block, known, low, end)
         next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
         next_block = gl.load(table + next_at // S)
 

@@ -109,7 +109,7 @@ def _attend_tiles(
     at = first_key(begin, low, past, warp, KEYS_OF_WARP)
     block, known = known_blocks(gl.load(table + at // shape.S), num_blocks)
     stage = 0
-    copy_tile(codes, stage, at, block, kv_head, low, past, rooms, shape)
+    copy_tile(codes, stage, at, block, known, kv_head, low, past, rooms, shape)
     next_at = first_key(begin + KEYS, low, past, warp, KEYS_OF_WARP)
     coming = gl.load(table + next_at // shape.S)
     for start in range(begin, past, KEYS):
@@ -120,7 +120,7 @@ def _attend_tiles(
         block, known = known_blocks(coming, num_blocks)
         async_copy.wait_group(0)
         if start + KEYS < past:
-            copy_tile(codes, stage ^ 1, at, block, kv_head, low, past, rooms, shape)
+            copy_tile(codes, stage ^ 1, at, block, known, kv_head, low, past, rooms, shape)
         k, v, of_keys, of_values = load_tile(codes, stage, this_at, this_block, kv_head, OF_KEYS, rooms, shape)
         stage = stage ^ 1
         store_keys(k, of_keys, of_values, tables[0], seen, rooms, shape)

@@ -63,16 +63,16 @@ def _of_channels(words, x):
 
 
 @gluon.jit
-def copy_tile(codes, stage, at, block, kv_head, low, end, rooms, shape):
-    """Begin to copy a tile of which each warp has the keys from `at` on, in `block`. codes: a head's keys and values,
-    the planes of scales, then strides of blocks of both."""
+def copy_tile(codes, stage, at, block, known, kv_head, low, end, rooms, shape):
+    """Begin to copy a tile of which each warp has the keys from `at` on, in `block`, as `known_blocks` has it. codes: a
+    head's keys and values, the planes of scales, then strides of blocks of both."""
     key, value, k_scales, v_scales, sk_b, sv_b = codes
     S: gl.constexpr = shape.S
     NEAREST: gl.constexpr = shape.NEAREST
-    copy_rows(rooms.k_codes.index(stage), key, at, block, low, end, sk_b, 0, 1, S, shape.K_SLOT, NEAREST)
-    copy_rows(rooms.v_codes.index(stage), value, at, block, low, end, sv_b, 0, 1, S, shape.V_SLOT, NEAREST)
+    copy_rows(rooms.k_codes.index(stage), key, at, block, known, low, end, sk_b, 0, 1, S, shape.K_SLOT, NEAREST)
+    copy_rows(rooms.v_codes.index(stage), value, at, block, known, low, end, sv_b, 0, 1, S, shape.V_SLOT, NEAREST)
     if shape.PER_CHANNEL:
-        copy_channels(rooms.of_keys[0].index(stage), k_scales, block, kv_head, shape.K_STRIDES)
+        copy_channels(rooms.of_keys[0].index(stage), k_scales, block, known, kv_head, shape.K_STRIDES)
     elif shape.K_SCALED:
         memory = rooms.of_keys[0].index(stage)
         copy_scales(memory, k_scales, at, block, kv_head, S, shape.K_STRIDES)

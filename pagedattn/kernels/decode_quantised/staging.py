@@ -55,11 +55,12 @@ def _one_each(warps, keys):
 
 @gluon.jit
 def copy_rows(
-    memory, codes, at, block, low, end, s_block, FIRST: gl.constexpr, EVERY: gl.constexpr, S: gl.constexpr,
+    memory, codes, at, block, known, low, end, s_block, FIRST: gl.constexpr, EVERY: gl.constexpr, S: gl.constexpr,
     SLOT: gl.constexpr, NEAREST: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy rows at + FIRST + EVERY * i into `memory` [warps, rows, words], for each warp from its block, `at`
-    and `block` [warps]; if NEAREST, the nearest of them in low..end."""
+    and `block` [warps]. If NEAREST, which codes that may be no numbers need, the nearest of them in low..end, and zeros
+    of blocks that are not `known`."""
     LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], memory.shape[1], memory.shape[2])
     at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
     row = in_3d(FIRST + EVERY * gl.arange(0, memory.shape[1], along(1, LAYOUT)), 1)
@@ -68,16 +69,30 @@ def copy_rows(
     word = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
     of_thread = codes + (row * SLOT + word)  # the same for all tiles, but for NEAREST
     first = block * s_block + _slot(at, EVERY * memory.shape[1], S) * SLOT
-    async_copy.async_copy_global_to_shared(memory, of_thread + in_3d(first, 0))
+    place = of_thread + in_3d(first, 0)
+    if NEAREST:
+        async_copy.async_copy_global_to_shared(memory, place, mask=_each(known, place))
+    else:
+        async_copy.async_copy_global_to_shared(memory, place)
 
 
 @gluon.jit
-def copy_channels(memory, plane, block, kv_head, STRIDES: gl.constexpr):
-    """Begin to copy what the channels of a head in warps' blocks have, into `memory` [warps, 1, words]."""
+def copy_channels(memory, plane, block, known, kv_head, STRIDES: gl.constexpr):
+    """Begin to copy what the channels of a head in warps' blocks have, zeros of those that are not `known`, into
+    `memory` [warps, 1, words]."""
     LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], 1, memory.shape[2])
     channel = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
     first = gl.convert_layout(block, along(0, LAYOUT)) * STRIDES[0] + kv_head * STRIDES[2]
-    async_copy.async_copy_global_to_shared(memory, plane + channel + in_3d(first, 0))
+    place = plane + channel + in_3d(first, 0)
+    async_copy.async_copy_global_to_shared(memory, place, mask=_each(known, place))
+
+
+@gluon.jit
+def _each(known, place):
+    """Of each element of `place` [warps, ..], which warps are `known`."""
+    known = in_3d(gl.convert_layout(known, along(0, place.type.layout)), 0)
+    mask, _ = gl.broadcast(known, place)
+    return mask
 
 
 @gluon.jit
@@ -173,17 +188,17 @@ class Staging:
         self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
 
     @gluon.jit
-    def copy(self, stage, at, block, low, end):
-        """Begin to copy the tile of which each warp has the keys from `at` on, in `block`, both [W]. Codes that may be
-        no numbers are those of the nearest keys in low..end."""
+    def copy(self, stage, at, block, known, low, end):
+        """Begin to copy the tile of which each warp has the keys from `at` on, in `block`, as `known_blocks` has it,
+        all [W]. Codes that may be no numbers are those of the nearest keys in low..end."""
         S: gl.constexpr = self.S
         NEAREST: gl.constexpr = self.NEAREST
         keys, even, odd = self.keys.index(stage), self.even.index(stage), self.odd.index(stage)
-        copy_rows(keys, self.key, at, block, low, end, self.sk_b, 0, 1, S, self.K_SLOT, NEAREST)
-        copy_rows(even, self.value, at, block, low, end, self.sv_b, 0, 2, S, self.V_SLOT, NEAREST)
-        copy_rows(odd, self.value, at, block, low, end, self.sv_b, 1, 2, S, self.V_SLOT, NEAREST)
+        copy_rows(keys, self.key, at, block, known, low, end, self.sk_b, 0, 1, S, self.K_SLOT, NEAREST)
+        copy_rows(even, self.value, at, block, known, low, end, self.sv_b, 0, 2, S, self.V_SLOT, NEAREST)
+        copy_rows(odd, self.value, at, block, known, low, end, self.sv_b, 1, 2, S, self.V_SLOT, NEAREST)
         if self.PER_CHANNEL:
-            copy_channels(self.k_scales[1].index(stage), self.k_scales[0], block, self.kv_head, self.K_STRIDES)
+            copy_channels(self.k_scales[1].index(stage), self.k_scales[0], block, known, self.kv_head, self.K_STRIDES)
         elif self.K_STRIDES is not None:
             plane, memory = self.k_scales
             copy_scales(memory.index(stage), plane, at, block, self.kv_head, S, self.K_STRIDES)
@@ -230,8 +245,8 @@ class Staging:
 
 @gluon.jit
 def staging_of(
-    key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, D: gl.constexpr, DV: gl.constexpr,
-    W: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, STRIDES: gl.constexpr,
+    key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sv_b, D: gl.constexpr, DV: gl.constexpr, W: gl.constexpr,
+    KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, HEADS: gl.constexpr, STRIDES: gl.constexpr,
     CODES: gl.constexpr,
 ):  # fmt: skip
     """A program's staging."""
@@ -253,5 +268,5 @@ def staging_of(
     if v_scale_cache is not None:
         v_scales = (v_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
     head = kv_head.to(gl.int64)
-    codes = (key + head * sk_h, value + head * sv_h, sk_b, sv_b)
+    codes = (key + head * HEADS[0], value + head * HEADS[1], sk_b, sv_b)
     return Staging(codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES)
