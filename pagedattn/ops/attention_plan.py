@@ -71,7 +71,7 @@ def plan_attention(
     length = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
     fuse = not (length or turns or passes)
-    for span in plan_spans(shape, bounds, params, bool(because), fuse, by_codes):
+    for span in plan_spans(shape, bounds, params, bool(because), fuse, by_codes, not_quantised):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
             launch = _launch(span, shape, part, target, params, not_quantised, is_rest=bool(length and span.first == 0))
@@ -133,13 +133,15 @@ def plan_spans(
     portable: bool,
     fuse: bool = True,
     by_codes: bool = False,
+    not_quantised: str = "",
 ) -> list[Span]:
     """Which sequences a step's decode and prefill launches serve; some may be empty.
 
     Args:
         portable: whether only the portable prefill kernel can serve.
         fuse: whether one launch may serve decodes and prompts; decodes with a shared prefix have one of their own.
-        by_codes: whether the decode kernel for codes is to serve the prompts.
+        by_codes: whether the decode kernel for codes is to serve the prompts. not_quantised: why it cannot read this
+            cache, whatever its shape.
     """
     count, decodes, longest = bounds.num_seqs, bounds.num_decodes, bounds.max_query_len
     if only_decodes(shape, bounds):
@@ -149,14 +151,24 @@ def plan_spans(
     if shape.deterministic or not shape.paged:
         return [everything]
     if longest <= DECODE_TOKENS:
-        # Of codes what the decode kernel would convert for more than a warp's rows is as fast as rows that are padded.
-        fewest = sm90.TILE_ROWS // 4 if shape.codes[0] is None else quantised.FEW_ROWS + 1
+        fewest = _fewest_prompt_rows(shape, longest, not_quantised)
         fused = fuse and not portable and handles_short_queries(params, bounds, fewest)
         return [everything if fused else Span("decode", 0, count, longest)]
     if Mask.of(shape.mask).own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
         return [everything]
     rest = "decode" if by_codes or (fuse and portable and prefers_split_kv(params, bounds)) else prefill
     return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]
+
+
+def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_quantised: str) -> int:
+    """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel. Of codes it
+    converts fp8 as fast as rows are padded; int8 takes longer than by the decode kernel for codes, where that has one
+    block of rows."""
+    if shape.codes[0] is None:
+        return sm90.TILE_ROWS // 4
+    most = quantised.MANY_ROWS
+    in_one_block = "int8" in shape.codes and not quantised.why_not(shape, max_query_len, not_quantised, most)
+    return (most if in_one_block else quantised.FEW_ROWS) + 1
 
 
 def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:
