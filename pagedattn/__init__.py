@@ -21,6 +21,7 @@ from .layers.attention import Attention
 from .layers.functional import paged_attention
 from .layers.mla import MLAAttention
 from .layers.plan_step import StepMetadata, plan_step
+from .layers.seal_layers import seal_layers
 from .spec import AttentionSpec, AttentionType, Mask
 from .step.metadata import CommonAttentionMetadata
 
@@ -85,6 +86,7 @@ __all__ = [
     "paged_attention",
     "plan_step",
     "register_backend",
+    "seal_layers",
     "select_backend",
     "use_backend",
 ]

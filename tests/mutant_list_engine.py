@@ -65,6 +65,8 @@ FAULTS: tuple[Fault, ...] = (
           "self.kv.fit_entering(computed, most)", "most", "test_scheduler.py open_blocks_that_are_free"),
     Fault("rows that are not encoded", "SelfAttention.forward", "self.attn.seal(cache, metadata)", "pass",
           "test_int4.py pairs_of_axes"),
+    Fault("rows of decodes that are not encoded", "Decoder.forward", "seal_layers(self._attentions, caches, metadata)",
+          "pass", "test_int4.py pairs_of_axes"),
     Fault("slots of full blocks for rows of open ones", "DecodeGraphs._capture", "-1 if spec.has_recent else group",
           "group", "test_int4.py captured_steps"),
     Fault("the first cache's table for open blocks", "BatchSender._by_group", "table[-1] if", "table[0] if",

@@ -16,6 +16,7 @@ from pagedattn import (
     PagedKVCache,
     SlidingWindowSpec,
     StepMetadata,
+    seal_layers,
 )
 
 from .config import ModelConfig
@@ -50,7 +51,7 @@ class SelfAttention(nn.Module):
         slots = metadata.of(self.attn.plan_key).common.slot_mapping
         written = cache if cache.recent is None else cache.recent
         query = turn_and_write(qkv, norms, self.eps, *place, written, slots, self.attn.kv_scales)
-        if written is not cache:
+        if written is not cache and not metadata.seals_at_end:
             self.attn.seal(cache, metadata)
         return self.o_proj(self.attn(query, None, None, cache, metadata).flatten(1))
 
@@ -130,6 +131,8 @@ class Decoder(nn.Module):
         place = (self.rope.cos_sin, positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, residual, place, caches[index] if caches is not None else None, metadata)
+        if caches is not None and metadata.seals_at_end:
+            seal_layers(self._attentions, caches, metadata)
         return self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

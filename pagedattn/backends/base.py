@@ -209,7 +209,7 @@ class AttentionImpl(ABC):
 
     def seal(self, kv_cache: LayerCache, metadata: AttentionMetadata) -> None:
         """Encode the blocks that the step's rows filled, once these are written. Not for backends: nothing, but where a
-        format encodes whole blocks."""
+        format encodes whole blocks. Planes of `kv_cache` may be of several layers, [L, P, S, Hkv, n]."""
         return None
 
 

@@ -221,7 +221,9 @@ class Attention(PagedLayer):
     @torch.no_grad()
     def seal(self, kv_cache: LayerCache, metadata: StepMetadata | AttentionMetadata) -> None:
         """Encode the blocks that a step's rows filled, where the caller wrote these to `kv_cache.recent` itself, at the
-        slots of the step's metadata, and calls the layer without keys. Nothing of formats that store each token."""
+        slots of the step's metadata, and calls the layer without keys. Nothing of formats that store each token.
+
+        Before the layer's call; `seal_layers` does it for all layers after their calls, of steps that allow it."""
         self._impl.seal(kv_cache, self._metadata(metadata))
 
     @torch.no_grad()

@@ -65,6 +65,12 @@ class StepMetadata:
         """Whether any layer reads the keys that all sequences share once, as `AttentionMetadata.shares_prefix`."""
         return any(metadata.shares_prefix for metadata in self.by_key.values())
 
+    @property
+    def seals_at_end(self) -> bool:
+        """Whether blocks that the step fills may be encoded after all layers' calls (`seal_layers`): where no sequence
+        has more than one new token, no query reads one encoded."""
+        return all(metadata.common.max_query_len <= 1 for metadata in self.by_key.values())
+
     def describe(self) -> str:
         """Which kernels run, a line per KV group and spec."""
         return "\n".join(f"group {group}: {name}: {m.describe()}" for (group, _, name), m in self.by_key.items())

@@ -33,6 +33,8 @@ def seal_blocks(
     as many blocks before: which they are follows from the lengths on the device, so that a CUDA graph may capture it.
     A block outside either cache is skipped, and doing the same again writes the same.
 
+    Caches may have one dimension more in front, of layers whose blocks have the same ids.
+
     Args:
         key: [P', S, Hkv, D], the second cache, whose blocks of S tokens hold rows as the model computes them. value:
             [P', S, Hkv, Dv].
@@ -50,13 +52,16 @@ def seal_blocks(
     if not form.whole_blocks:
         expected = "a format that encodes whole blocks, as int4"
         raise InvalidInputError("kv_cache_dtype", expected, repr(form.name), "reshape_and_cache writes the others")
+    if key.dim() == 4:
+        key, value, key_cache, value_cache = (x[None] for x in (key, value, key_cache, value_cache))
+        k_scale_cache, v_scale_cache = (None if x is None else x[None] for x in (k_scale_cache, v_scale_cache))
     for name, rows, cache, scales, kind in (
         ("key", key, key_cache, k_scale_cache, form.key),
         ("value", value, value_cache, v_scale_cache, form.value),
     ):
         _check(name, rows, cache, scales, kind)
-    shape = key.shape[:3]
-    expect(value.shape[:3] == shape, "value", f"{list(shape)} and Dv", value)
+    shape = key.shape[:4]
+    expect(value.shape[:4] == shape, "value", f"{list(shape)} and Dv", value)
     count = len(seq_lens)
     for name, tensor, length in (("seq_lens", seq_lens, count), ("query_start_loc", query_start_loc, count + 1)):
         fits = tensor.dtype == torch.int32 and tensor.shape == (length,) and tensor.is_contiguous()
@@ -70,12 +75,14 @@ def seal_blocks(
 
 
 def _check(name: str, rows: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, form: RowFormat) -> None:
-    expect(rows.dim() == 4 and rows.stride(3) == 1, name, "[P', S, Hkv, D], last stride 1", rows)
-    planes = form.planes(rows.shape[3], rows.dtype)
-    wanted = (len(cache), *rows.shape[1:3], planes[0].width)
-    fits = cache.dim() == 4 and cache.shape == wanted and cache.dtype == planes[0].dtype and cache.stride(3) == 1
+    expect(rows.dim() == 5 and rows.stride(4) == 1, name, "[P', S, Hkv, D] or [L, P', S, Hkv, D], last stride 1", rows)
+    planes = form.planes(rows.shape[4], rows.dtype)
+    wanted = (len(rows), *cache.shape[1:2], *rows.shape[2:4], planes[0].width)
+    fits = cache.shape == wanted and cache.dtype == planes[0].dtype and cache.stride(4) == 1
     expect(fits, f"{name}_cache", f"{planes[0].dtype} {list(wanted)}, last stride 1", cache)
-    check_scales(f"{name[0]}_scale_cache", planes, scales, cache)
+    if scales is not None:
+        expect(len(scales) == len(rows), f"{name[0]}_scale_cache", f"of {len(rows)} layers", scales)
+    check_scales(f"{name[0]}_scale_cache", planes, None if scales is None else scales[0], cache[0])
     expect(rows.device == cache.device, name, f"on {cache.device} as the cache", rows)
 
 
@@ -94,15 +101,17 @@ def _run(
     kv_cache_dtype: str,
     path: str,
 ) -> None:
-    form, columns = format_of(kv_cache_dtype), -(-max_query_len // key.shape[1])
-    if not (len(seq_lens) and columns and recent_table.shape[1] and block_table.shape[1] and len(key) * len(key_cache)):
+    """Caches are of layers here."""
+    form, columns = format_of(kv_cache_dtype), -(-max_query_len // key.shape[2])
+    empty = 0 in (len(seq_lens), columns, recent_table.shape[1], block_table.shape[1], *key.shape, *key_cache.shape)
+    if empty:
         return
     tables = (recent_table, block_table, query_start_loc, seq_lens)
     if choose(path, key.device) == "triton":
         tensors = (key, value, key_cache, value_cache, k_scale_cache, v_scale_cache)
         load("kernels.cache_write.block_kernel").launch(*tensors, *tables, columns, form)
         return
-    sources, targets = _blocks(key, key_cache, *tables, columns, form.recent_blocks(key.shape[1]))
+    sources, targets = _blocks(key[0], key_cache[0], *tables, columns, form.recent_blocks(key.shape[2]))
     if not targets.is_cuda:  # where their number needs no wait: most steps fill no block
         filled = targets >= 0
         sources, targets = sources[filled], targets[filled]
@@ -112,8 +121,9 @@ def _run(
         (key, form.key, (key_cache, k_scale_cache)),
         (value, form.value, (value_cache, v_scale_cache)),
     ):
-        for encoded, plane in zip(kind.encode(rows[sources]), planes, strict=True):
-            put_rows(encoded, plane[:, None], targets, 1)
+        for layer in range(len(rows)):
+            for encoded, plane in zip(kind.encode(rows[layer][sources]), planes, strict=True):
+                put_rows(encoded, plane[layer][:, None], targets, 1)
 
 
 def _blocks(

@@ -16,7 +16,8 @@ def _i32(*values: int) -> torch.Tensor:
 def _planes() -> tuple[torch.Tensor, ...]:
     """Of int4."""
     codes = (torch.zeros(4, 32, 1, 8, dtype=torch.uint8) for _ in range(2))
-    return (*codes, torch.zeros(4, 1, 1, 32, dtype=torch.float16), torch.zeros(4, 32, 1, 1))
+    scales = (torch.zeros(4, 1, 1, 32, dtype=torch.float16), torch.zeros(4, 32, 1, 1))
+    return tuple(plane[None] for plane in (*codes, *scales))
 
 
 CACHE = torch.randn(6, 4, 2, 16)
@@ -31,7 +32,7 @@ CALLS = {
     "concat_and_cache_mla": (torch.randn(3, 12), torch.randn(3, 4), CACHE[:, :, :1].clone(), torch.tensor([1, -1, 9]),
                              None, 1.0, "torch"),
     "copy_blocks": ([CACHE.clone(), CACHE.clone()], torch.tensor([[0, 3]]), "torch"),
-    "seal_blocks": (torch.randn(3, 32, 1, 16), torch.randn(3, 32, 1, 16), _i32(1, 2)[None], *_planes(),
+    "seal_blocks": (torch.randn(1, 3, 32, 1, 16), torch.randn(1, 3, 32, 1, 16), _i32(1, 2)[None], *_planes(),
                     _i32(3, 1)[None], _i32(0, 33), _i32(64), 33, "int4", "torch"),
     "swap_blocks": (CACHE.clone(), CACHE.clone(), torch.tensor([[0, 3]]), "torch"),
     "gather_kv": (CACHE, TABLE, _i32(0, 3, 8), None, 8, "torch"),

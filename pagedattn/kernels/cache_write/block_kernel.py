@@ -56,15 +56,22 @@ def _filled_blocks(query_start_loc, seq_lens, seq, num_seqs, max_columns, S: tl.
 @triton.jit(do_not_specialize=["num_seqs", "num_recent", "num_blocks", "max_columns", "s_recent_table", "s_table"])
 def _seal_blocks_kernel(
     key, value, key_cache, value_cache, k_scale_cache, v_scale_cache, recent_table, table, query_start_loc, seq_lens,
-    num_seqs, num_recent, num_blocks, max_columns, s_recent_table, s_table, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sck_b,
-    sck_s, sck_h, scv_b, scv_s, scv_h, SEQS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
-    PARTS: tl.constexpr, RECENT: tl.constexpr,
+    num_seqs, num_recent, num_blocks, max_columns, s_recent_table, s_table, layers, sk_l, sk_b, sk_s, sk_h, sv_l, sv_b,
+    sv_s, sv_h, sck_l, sck_b, sck_s, sck_h, scv_l, scv_b, scv_s, scv_h, ssk_l, ssv_l, SEQS: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr, PARTS: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Of all blocks that the step fills, in the order of sequences, every num_programs(0)th; KV head program_id(1);
-    program_id(2): a part of the keys or of the values. RECENT full blocks stay as they are. Few steps of decodes fill
-    more than a few blocks, so that a program for each sequence would have nothing to do."""
-    item = tl.program_id(0)
+    """Of one layer and all blocks that the step fills, in the order of sequences, every num_programs(0) / layers th; KV
+    head program_id(1); program_id(2): a part of the keys or of the values. RECENT full blocks stay as they are. Few
+    steps of decodes fill more than a few blocks, so that a program for each sequence would have nothing to do."""
+    layer = (tl.program_id(0) % layers).to(tl.int64)
+    key += layer * sk_l
+    value += layer * sv_l
+    key_cache += layer * sck_l
+    value_cache += layer * scv_l
+    k_scale_cache += layer * ssk_l
+    v_scale_cache += layer * ssv_l
+    item = tl.program_id(0) // layers
     part = tl.program_id(2) % PARTS
     head = tl.program_id(1).to(tl.int64)
     before = 0
@@ -90,7 +97,7 @@ def _seal_blocks_kernel(
                         value, value_cache, v_scale_cache, source, block, head, part, sv_b, sv_s, sv_h, scv_b, scv_s,
                         scv_h, V_SCALE_STRIDES, V_FORMAT, S, DV, PARTS,
                     )  # fmt: skip
-            item += tl.num_programs(0)
+            item += tl.num_programs(0) // layers
 
 
 _SEQS = 256  # whose lengths a program reads at once
@@ -113,27 +120,28 @@ def launch(
     columns: int,
     form: CacheFormat,
 ) -> None:
-    """Shapes as in `seal_blocks`; columns: the most blocks that a sequence's new tokens fill."""
-    size, heads = key.shape[1:3]
+    """Shapes as in `seal_blocks`, of layers; columns: the most blocks that a sequence's new tokens fill."""
+    layers, num_recent, size, heads = key.shape[:4]
     arguments = (
         *(key, value, key_cache, value_cache, k_scale_cache, v_scale_cache),
         *(recent_table, block_table, query_start_loc, seq_lens),
-        *(len(seq_lens), len(key), len(key_cache), min(recent_table.shape[1], block_table.shape[1])),
-        *(recent_table.stride(0), block_table.stride(0)),
-        *(*key.stride()[:3], *value.stride()[:3], *key_cache.stride()[:3], *value_cache.stride()[:3]),
+        *(len(seq_lens), num_recent, key_cache.shape[1], min(recent_table.shape[1], block_table.shape[1])),
+        *(recent_table.stride(0), block_table.stride(0), layers),
+        *(*key.stride()[:4], *value.stride()[:4], *key_cache.stride()[:4], *value_cache.stride()[:4]),
+        *(k_scale_cache.stride(0), v_scale_cache.stride(0)),
     )
     constants = {
         "SEQS": _SEQS,
         "S": size,
-        "D": key.shape[3],
-        "DV": value.shape[3],
+        "D": key.shape[4],
+        "DV": value.shape[4],
         "K_FORMAT": form.key.kernels,
         "V_FORMAT": form.value.kernels,
-        "K_SCALE_STRIDES": plane_strides(k_scale_cache),
-        "V_SCALE_STRIDES": plane_strides(v_scale_cache),
+        "K_SCALE_STRIDES": plane_strides(k_scale_cache[0]),
+        "V_SCALE_STRIDES": plane_strides(v_scale_cache[0]),
         "PARTS": _PARTS,
         "RECENT": form.recent_blocks(size),
     }
     with on_device(key):
-        programs = min(len(seq_lens) * columns, max(1, _PROGRAMS // (2 * _PARTS * heads)))
-        _launch((programs, heads, 2 * _PARTS), arguments, constants, num_warps=2)
+        programs = min(len(seq_lens) * columns, max(1, _PROGRAMS // (2 * _PARTS * heads * layers)))
+        _launch((programs * layers, heads, 2 * _PARTS), arguments, constants, num_warps=2)
