@@ -93,9 +93,9 @@ def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, la
         ("prompts, fp8 codes", ["prefill_sm90/fp8_kernel.py"]),
         ("prompts, int8 codes", ["prefill_sm90/int8_kernel.py"]),
         ("prompts, dequantised", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
-        ("decodes, fp8", ["decode_quantised/kernel.py"]),
-        ("decodes, int8", ["decode_quantised/kernel.py"]),
-        ("decodes, k8v4", ["decode_quantised/kernel.py"]),
+        ("decodes, fp8", ["decode_sm90/kernel.py"]),
+        ("decodes, int8", ["decode_sm90/kernel.py"]),
+        ("decodes, k8v4", ["decode_sm90/kernel.py"]),
     ],
 )
 def test_few_files_lie_between_a_layer_and_a_launch(name: str, kernels: list[str]) -> None:

@@ -13,8 +13,8 @@ import torch
 from ..kernels import hopper
 from ..kernels.decode import cascade
 from ..kernels.decode.plan import DECODE_ROWS, DecodeConfig, DecodeTuning, decode_config
-from ..kernels.decode_quantised import plan as quantised
-from ..kernels.decode_quantised.plan import QuantisedDecodeConfig
+from ..kernels.decode_sm90 import plan as sm90_decode
+from ..kernels.decode_sm90.plan import HopperDecodeConfig
 from ..kernels.dequantise import plan as dequantise
 from ..kernels.inputs import AttentionInputs
 from ..kernels.prefill.plan import attention_config
@@ -56,11 +56,11 @@ def plan_attention(
         has_words: whether the kernel for codes can read this cache.
     """
     target, here = target_of(device), hopper.why_not_here(device)
-    not_quantised = here if has_words else "a cache that cannot be read four codes at a time"
+    not_sm90_decode = here if has_words else "a cache that cannot be read four codes at a time"
     many = bounds.max_query_len > DECODE_TOKENS
     because = "" if only_decodes(shape, bounds) else _why_not_sm90(shape, here) or not_sm90
     # Where prompts would need a copy of their keys, which takes longer than converting them for each query block.
-    by_codes = many and bool(because) and not quantised.why_not(shape, bounds.max_query_len, not_quantised)
+    by_codes = many and bool(because) and not sm90_decode.why_not(shape, bounds.max_query_len, not_sm90_decode)
     copied = many and not (by_codes or _why_not_copied(shape, here) or not_copied)
     turns = dequantise.copy_turns(shape, bounds) if copied else 0
     because = "" if turns else because
@@ -71,23 +71,25 @@ def plan_attention(
     length = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
     fuse = not (length or turns or passes)
-    for span in plan_spans(shape, bounds, params, bool(because), fuse, by_codes, not_quantised):
+    for span in plan_spans(shape, bounds, params, bool(because), fuse, by_codes, not_sm90_decode):
         if span.max_query_len and span.last > span.first:
             part = bounds.part(*span[1:])
-            launch = _launch(span, shape, part, target, params, not_quantised, is_rest=bool(length and span.first == 0))
+            launch = _launch(
+                span, shape, part, target, params, not_sm90_decode, is_rest=bool(length and span.first == 0)
+            )
             size = max(size, _workspace_size(launch, part))
             launches.append(launch)
     prefix = None
     if length:
         rows = _prefix_bounds(bounds.part(*launches[0].span[1:]), length)
-        prefix = plan_prefix(shape, rows, target, here or not_sm90, not_quantised)
+        prefix = plan_prefix(shape, rows, target, here or not_sm90, not_sm90_decode)
         size = max(size, prefix.workspace_size)
     size = max(size, *(one.plan.workspace_size for one in passes)) if passes else size
     return LaunchPlan(shape, bounds, tuple(launches), because, size, copy_turns=turns, passes=passes, prefix=prefix)
 
 
 def plan_prefix(
-    shape: AttentionShape, rows: BatchBounds, target: Target, not_sm90: str, not_quantised: str
+    shape: AttentionShape, rows: BatchBounds, target: Target, not_sm90: str, not_sm90_decode: str
 ) -> LaunchPlan:
     """Of one call over a prefix, whose `rows` are those of one sequence and see all of it. It is never copied: the copy
     of a captured step would have to be as long as its longest prefix."""
@@ -95,7 +97,7 @@ def plan_prefix(
     params = sm90.params_of(whole, rows.max_keys, target.num_sms)
     by_prompts = not _why_not_sm90(whole, not_sm90) and has_prompts_work(shape, rows, target)
     span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
-    launch = _launch(span, whole, rows, target, params, not_quantised, most_rows=_ANY_ROWS)
+    launch = _launch(span, whole, rows, target, params, not_sm90_decode, most_rows=_ANY_ROWS)
     return LaunchPlan(whole, rows, (launch,), "", _workspace_size(launch, rows))
 
 
@@ -133,14 +135,14 @@ def plan_spans(
     portable: bool,
     fuse: bool = True,
     by_codes: bool = False,
-    not_quantised: str = "",
+    not_sm90_decode: str = "",
 ) -> list[Span]:
     """Which sequences a step's decode and prefill launches serve; some may be empty.
 
     Args:
         portable: whether only the portable prefill kernel can serve.
         fuse: whether one launch may serve decodes and prompts; decodes with a shared prefix have one of their own.
-        by_codes: whether the decode kernel for codes is to serve the prompts. not_quantised: why it cannot read this
+        by_codes: whether the decode kernel for codes is to serve the prompts. not_sm90_decode: why it cannot read this
             cache, whatever its shape.
     """
     count, decodes, longest = bounds.num_seqs, bounds.num_decodes, bounds.max_query_len
@@ -151,7 +153,7 @@ def plan_spans(
     if shape.deterministic or not shape.paged:
         return [everything]
     if longest <= DECODE_TOKENS:
-        fewest = _fewest_prompt_rows(shape, longest, not_quantised)
+        fewest = _fewest_prompt_rows(shape, longest, not_sm90_decode)
         fused = fuse and not portable and handles_short_queries(params, bounds, fewest)
         return [everything if fused else Span("decode", 0, count, longest)]
     if Mask.of(shape.mask).own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
@@ -160,15 +162,15 @@ def plan_spans(
     return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]
 
 
-def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_quantised: str) -> int:
+def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_sm90_decode: str) -> int:
     """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel. Of codes it
     converts fp8 as fast as rows are padded; int8 takes longer than by the decode kernel for codes, where that has one
     block of rows."""
     if shape.codes[0] is None:
         return sm90.TILE_ROWS // 4
-    most = quantised.MANY_ROWS
-    in_one_block = "int8" in shape.codes and not quantised.why_not(shape, max_query_len, not_quantised, most)
-    return (most if in_one_block else quantised.FEW_ROWS) + 1
+    most = sm90_decode.MANY_ROWS
+    in_one_block = "int8" in shape.codes and not sm90_decode.why_not(shape, max_query_len, not_sm90_decode, most)
+    return (most if in_one_block else sm90_decode.FEW_ROWS) + 1
 
 
 def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:
@@ -214,7 +216,7 @@ def has_prompts_work(shape: AttentionShape, rows: BatchBounds, target: Target) -
     """Whether the rows over a shared prefix are work for the Hopper prefill kernel: of less, what it takes before its
     first keys and after its last ones is more than what it gains. Not over int8, whose values it rounds to 16 bits:
     outputs that are rounded before they are added to would be off by three roundings."""
-    count, fewest = rows.max_query_len * shape.group, quantised.FEW_ROWS if shape.codes[0] else DECODE_ROWS
+    count, fewest = rows.max_query_len * shape.group, sm90_decode.FEW_ROWS if shape.codes[0] else DECODE_ROWS
     work = shape.num_kv_heads * -(-count // DECODE_ROWS) * rows.max_seq_len
     return count > fewest and work >= _PREFIX_KEYS_PER_SM * target.num_sms and "int8" not in shape.codes
 
@@ -270,7 +272,7 @@ def plan_call(
         max_prefix_len=prefix_len,
         not_sm90=sm90.why_not_tensors(inputs),
         not_copied=sm90.why_not_queries(inputs),
-        has_words=quantised.has_words(inputs),
+        has_words=sm90_decode.has_words(inputs),
     )
     size = plan.workspace_size
     if size:
@@ -324,19 +326,21 @@ def _launch(
     bounds: BatchBounds,
     target: Target,
     params: sm90.TileSchedulerParams,
-    not_quantised: str,
+    not_sm90_decode: str,
     is_rest: bool = False,
-    most_rows: int = quantised.MOST_ROWS,
+    most_rows: int = sm90_decode.MOST_ROWS,
 ) -> KernelLaunch:
     """The configuration of a span's launch; what is too large for a decode kernel goes to the portable one. is_rest:
     of what follows a shared prefix, few keys as a rule."""
     if span.kernel == "prefill_sm90":
         return KernelLaunch(span, params)
     if span.kernel == "decode":
-        if not quantised.why_not(shape, bounds.max_query_len, not_quantised, most_rows):
-            config = quantised.quantised_decode_config(shape, bounds, target)
+        served = not sm90_decode.why_not(shape, bounds.max_query_len, not_sm90_decode, most_rows)
+        # What follows a prefix of a 16-bit cache has few keys, as a rule, for which the other kernel has a tuning.
+        if served and sm90_decode.is_faster(shape, bounds, target) and not (is_rest and shape.codes[0] is None):
+            config = sm90_decode.hopper_decode_config(shape, bounds, target)
             if _is_countable(config):
-                return KernelLaunch(Span("decode_quantised", *span[1:]), config)
+                return KernelLaunch(Span("decode_sm90", *span[1:]), config)
         config = decode_config_of(shape, bounds, target, short=is_rest)
         if _is_countable(config):
             return KernelLaunch(span, config)
@@ -348,13 +352,13 @@ def _launch(
 
 def _workspace_size(launch: KernelLaunch, bounds: BatchBounds) -> int:
     config = launch.config
-    if isinstance(config, DecodeConfig | QuantisedDecodeConfig):
+    if isinstance(config, DecodeConfig | HopperDecodeConfig):
         return config.workspace
     if isinstance(config, sm90.TileSchedulerParams) and sm90.splits_kv(config, bounds):
         return config.workspace
     return 0
 
 
-def _is_countable(config: DecodeConfig | QuantisedDecodeConfig) -> bool:
+def _is_countable(config: DecodeConfig | HopperDecodeConfig) -> bool:
     """Whether int32 counts the launch's tiles, and there are as many counters as programs."""
     return config.tiles * (1 + config.tuning.tile_overhead) < 2**31 and config.programs <= COUNTERS

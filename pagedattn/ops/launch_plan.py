@@ -9,15 +9,15 @@ import torch
 
 from ..kernels.decode import cascade
 from ..kernels.decode.plan import DecodeConfig
-from ..kernels.decode_quantised import plan as quantised
-from ..kernels.decode_quantised.plan import QuantisedDecodeConfig
+from ..kernels.decode_sm90 import plan as sm90_decode
+from ..kernels.decode_sm90.plan import HopperDecodeConfig
 from ..kernels.inputs import AttentionInputs
 from ..kernels.prefill.plan import AttentionConfig
 from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.prefill_sm90.tile_schedule import fill_tile_schedule, has_splits
 from ..kernels.shape import AttentionShape, BatchBounds, shape_of
 
-Family = Literal["decode", "decode_quantised", "prefill", "prefill_sm90"]
+Family = Literal["decode", "decode_sm90", "prefill", "prefill_sm90"]
 
 
 class Span(NamedTuple):
@@ -33,7 +33,7 @@ class KernelLaunch(NamedTuple):
     """A launch of a kernel."""
 
     span: Span
-    config: DecodeConfig | QuantisedDecodeConfig | AttentionConfig | sm90.TileSchedulerParams
+    config: DecodeConfig | HopperDecodeConfig | AttentionConfig | sm90.TileSchedulerParams
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +75,13 @@ class LaunchPlan:
     def prefix_dtype(self) -> torch.dtype:
         """Of what the launch over a shared prefix leaves: float32 where both kernels can, so that it is not rounded."""
         launches = self.launches[:1] + (() if self.prefix is None else self.prefix.launches)
-        by_decode = all(launch.span.kernel in ("decode", "decode_quantised") for launch in launches)
+        by_decode = all(launch.span.kernel in ("decode", "decode_sm90") for launch in launches)
         return torch.float32 if by_decode else self.shape.dtype
 
     @property
     def accumulates(self) -> bool:
         """Whether its kernels add to what outputs hold (`ops.paged_attention(accumulate=True)`)."""
-        kernels = ("decode", "decode_quantised", "prefill")
+        kernels = ("decode", "decode_sm90", "prefill")
         return self.prefix is None and all(launch.span.kernel in kernels for launch in self.launches)
 
     @property
@@ -96,7 +96,7 @@ class LaunchPlan:
             return False
         launches = self.launches + (() if self.prefix is None else self.prefix.launches)
         kernels = {launch.span.kernel for launch in launches}
-        if "decode_quantised" in kernels and not quantised.has_words(inputs):
+        if "decode_sm90" in kernels and not sm90_decode.has_words(inputs):
             return False
         why_not = sm90.why_not_queries if self.copy_turns or self.passes else sm90.why_not_tensors
         return not ("prefill_sm90" in kernels and why_not(inputs))
@@ -145,8 +145,8 @@ class LaunchPlan:
 
     def _how(self, launch: KernelLaunch) -> str:
         config = launch.config
-        if isinstance(config, QuantisedDecodeConfig):
-            return f"for codes, {config.programs} programs, tiles of {config.tuning.tile} keys"
+        if isinstance(config, HopperDecodeConfig):
+            return f"for Hopper, {config.programs} programs, tiles of {config.tuning.tile} keys"
         if isinstance(config, DecodeConfig):
             return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"
         if launch.span.kernel == "prefill":

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from backends.test_decode_quantised import KINDS as OF_CODES
+from backends.test_decode_sm90 import KINDS as OF_CODES
 from backends.test_hopper import HERE
 from backends.triton_kinds import KINDS, case_of_kind
 
@@ -65,7 +65,7 @@ def test_a_shared_prefix(kind: str, step: str, by_prompts: bool, executed: list[
     check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
     found = {plan.prefix.launches[0].span.kernel for plan in executed if plan.prefix is not None}
     assert found and len(executed) % 2 == 0, "the prefix was not attended to by a call of its own"
-    of_codes = "decode_quantised" if kind in CODES else "decode"
+    of_codes = "decode_sm90" if kind in CODES else "decode"
     assert found == {"prefill_sm90" if by_prompts and (kind not in CODES or "e4m3" in kind) else of_codes}
 
 

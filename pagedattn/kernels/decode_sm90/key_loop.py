@@ -100,7 +100,7 @@ def attend(
         next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
         next_block = gl.load(table + next_at // S)
 
-        codes = key_operand(staging.load_keys(stage), k_tables, K_CODES, MMA)
+        codes = key_operand(staging.load_keys(stage), k_tables, q.dtype, K_CODES, MMA)
         if PER_CHANNEL:
             steps, least = staging.load_channels(stage)
             scaled, rest, s = step_products(q, steps, least, KEYS, MMA)
@@ -137,7 +137,7 @@ def attend(
         if V_SCALED:
             p = gl.exp2(weight - gl.expand_dims(shift, 1))
         even, odd = staging.load_values(stage)
-        v = value_operand(even, odd, v_tables, V_CODES, MMA)
+        v = value_operand(even, odd, v_tables, q.dtype, V_CODES, MMA)
         acc = mma_v2(v, gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2)), acc * alpha)
         stage = stage ^ 1
     return acc, m_i, l_i

@@ -17,16 +17,17 @@ import torch
 from assembler import Compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagedattn.kernels.decode_quantised.kernel import _decode_kernel, constants_of
-from pagedattn.kernels.decode_quantised.many_rows_kernel import many_rows_kernel
-from pagedattn.kernels.decode_quantised.plan import FEW_ROWS, quantised_decode_config
+from pagedattn.kernels.decode_sm90.kernel import _decode_kernel, constants_of
+from pagedattn.kernels.decode_sm90.many_rows_kernel import many_rows_kernel
+from pagedattn.kernels.decode_sm90.plan import FEW_ROWS, hopper_decode_config
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.runtime.target import Target
 
 KV_HEADS = 8
+_NATIVE = (torch.bfloat16, torch.float16)
 _TORCH_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _ROWS = ("query", "key", "value", "out")
-_STRIDES = ("sq_t", "sq_h", "sk_b", "sv_b", "so_t", "so_h")
+_STRIDES = ("sq_t", "sq_h", "sk_b", "sk_h", "sv_b", "sv_h", "so_t", "so_h")
 _FLOATS = ("lse_out", "prior", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 _TYPES = dict.fromkeys(("key", "value", "table", "query_start_loc", "seq_lens", "workspace"), "*i32")
 _TYPES |= dict.fromkeys(_FLOATS, "*fp32") | dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32")
@@ -46,30 +47,34 @@ def compile_one(
     size: int = 16,
     accumulate: bool = False,
 ) -> None:
-    codes = keys or _TORCH_CODES.get(stored, "int8")
+    codes = None if stored in _NATIVE else keys or _TORCH_CODES.get(stored, "int8")
     features = (mask, False, True, False, size, (codes, values or codes))
-    shape = AttentionShape(torch.bfloat16, stored, KV_HEADS, group, dim, dim, *features)
+    queries = stored if stored in _NATIVE else torch.bfloat16
+    shape = AttentionShape(queries, stored, KV_HEADS, group, dim, dim, *features)
     bounds = BatchBounds(batch * tokens, batch, batch if tokens == 1 else 0, tokens, 4096, 4096)
-    config = quantised_decode_config(shape, bounds, Target(132, 232448, True))
-    of_rows = None if stored in _TORCH_CODES else (size * KV_HEADS, KV_HEADS, 1)
+    config = hopper_decode_config(shape, bounds, Target(132, 232448, True))
+    of_rows = None if stored in (*_TORCH_CODES, *_NATIVE) else (size * KV_HEADS, KV_HEADS, 1)
     per_channel = codes == "int4_per_channel"
     constants = constants_of(shape, config, batch, tokens, "softcap" in given) | {"V_STRIDES": of_rows}
     constants |= {"K_STRIDES": (KV_HEADS * dim, 0, dim) if per_channel else of_rows}
     words = [dim * KV_HEADS * bits_of(one) // 32 for one in shape.codes]
     constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True)) | {"ACCUMULATE": accumulate}
-    constants |= dict(zip(("K_HEAD", "V_HEAD"), (one // KV_HEADS for one in words), strict=True))
+    constants["ALIGNED"] = True
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
     absent = {"prior", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})
     kernel = _decode_kernel if config.rows <= FEW_ROWS else many_rows_kernel
     names = kernel.arg_names
-    types = _TYPES | dict.fromkeys(("query", "out", "sinks"), "*bf16")
+    types = _TYPES | dict.fromkeys(("query", "out", "sinks"), "*fp16" if queries == torch.float16 else "*bf16")
     if per_channel:
         types |= {"k_scale_cache": "*i32"}
     if codes == "turboquant4":
         types |= dict.fromkeys(("k_scale_cache", "v_scale_cache"), "*fp16")
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
-    aligned = [i for i, one in enumerate(names) if signature[one].startswith("*") or one in _STRIDES]
+    odd = [one for one, width in zip(("sk_h", "sv_h"), words, strict=True) if width // KV_HEADS % 16]
+    aligned = [
+        i for i, one in enumerate(names) if signature[one].startswith("*") or (one in _STRIDES and one not in odd)
+    ]
     source = GluonASTSource(
         kernel,
         signature,
@@ -86,6 +91,8 @@ def compile_one(
 
 
 def bits_of(codes: str | None) -> int:
+    if codes is None:
+        return 16
     return 4 if codes and "4" in codes and codes != "e4m3" else 8
 
 
@@ -115,7 +122,9 @@ def main() -> None:
     prior = (*every, "prior")
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), prior, accumulate=True)
     compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
+    compile_one("bf16-D128-G2", torch.bfloat16, 128, 2, 256)
     if "--grid" in sys.argv:
+        compile_one("fp16-D64-G8-window-all", torch.float16, 64, 8, 300, 1, (1, 100), prior, accumulate=True)
         compile_one("int8-D128-G4-T8", torch.int8, 128, 4, 64, 8)
         compile_one("e4m3-D128-G8-T5-all", torch.float8_e4m3fn, 128, 8, 1, 5, (1, 100), every)
         compile_one("int4-D128-G4-T16", torch.uint8, 128, 4, 64, 16, given=("lse_out",), accumulate=True, **int4)

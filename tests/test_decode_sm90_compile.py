@@ -1,4 +1,4 @@
-"""The decode kernel for codes compiles for Hopper without one, and its loop is what was measured."""
+"""The decode kernel for Hopper compiles without one, and its loop is what was measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 # Products of 16 keys, or of 32 of 4 bits, D of them and Dv, by 8 rows; copies of codes, and of what channels have, of
 # 16 bytes; instructions at most.
 LOOPS = {
+    "bf16-D128-G2": (16, 16, 420),
+    "fp16-D64-G8-window-all": (8, 8, 330),
     "e4m3-D128-G4": (16, 8, 360),
     "int8-D128-G4": (16, 8, 420),
     "k8v4-D128-G4": (16, 6, 400),
@@ -40,13 +42,13 @@ MANY_ROWS = {
     "turboquant4-D128-G8-T4": (20, 1000),
 }
 LARGE_STATES = {"int8-D256-G8", "k8v4-D256-G8", "e4m3-D128-G16-few", "int4-D256-G8", "turboquant4-D256-G4"}
-# By default codes of 8 bit, with all features, and of 4 bit, by channel and turned.
-FEW = {"int4-D128-G4", "e5m2-D64-G4-T2-window-all", "k8v4-D128-G4-T16"}
+# By default elements of 16 bit, codes of 8 bit, with all features, and of 4 bit, by channel and turned.
+FEW = {"int4-D128-G4", "e5m2-D64-G4-T2-window-all", "k8v4-D128-G4-T16", "bf16-D128-G2"}
 
 
 @cache
 def compiled() -> dict[str, dict[str, Any]]:
-    lines = [json.loads(line) for line in output_of("compile_decode_quantised.py", *random_work.option())]
+    lines = [json.loads(line) for line in output_of("compile_decode_sm90.py", *random_work.option())]
     return {line["name"]: line for line in lines}
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from ..gluon_items import Step
 from .many_rows_attend import attend_items
 from .many_rows_rooms import Shape, make_rooms
+from .staging import head_offset
 
 
 @gluon.jit(
@@ -21,13 +22,13 @@ from .many_rows_rooms import Shape, make_rooms
 )
 def many_rows_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sv_b, so_t, so_h, sl_t,
-    s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
+    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
+    so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
     ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
     V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
-    V_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
+    V_SLOT: gl.constexpr, ALIGNED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(D == DV, "keys and values have one place each in a tile")
     CODES: gl.constexpr = (K_CODES, V_CODES)
@@ -35,8 +36,10 @@ def many_rows_kernel(
     SLOTS: gl.constexpr = (K_SLOT, V_SLOT)
     shape = Shape(R, GROUP, KV_HEADS, S, D, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE)
     step = Step(query_start_loc, seq_lens, num_seqs, max_keys)
-    kv_head = (gl.program_id(0) % KV_HEADS).to(gl.int64)
-    codes = key + kv_head * K_HEAD, value + kv_head * V_HEAD, k_scale_cache, v_scale_cache, sk_b, sv_b
+    kv_head = gl.program_id(0) % KV_HEADS
+    key += head_offset(kv_head, sk_h, ALIGNED)
+    value += head_offset(kv_head, sv_h, ALIGNED)
+    codes = key, value, k_scale_cache, v_scale_cache, sk_b, sv_b
     attend_items(
         query, out, prior, lse_out, sinks, alibi_slopes, k_scale, v_scale, workspace, qk_scale, out_scale, softcap,
         sq_t, sq_h, so_t, so_h, sl_t, s_kscale, s_vscale, codes, table, s_table, num_blocks, make_rooms(shape), step,

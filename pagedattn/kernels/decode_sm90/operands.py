@@ -5,7 +5,8 @@ the indices are chosen such that the 16 bytes a thread loads at a time are eleme
 without a shuffle. Keys are K of S = Q K^T, whose operands hold pairs of a row's elements; values are V of
 O = P V, whose operands hold pairs of rows, which two words of neighbouring rows are interleaved to.
 
-Words are int32 of four codes, or eight of 4 bits (`operands_4bit.py`). W warps have 16 keys each, or 32.
+Words are int32 of four codes, or eight of 4 bits (`operands_4bit.py`), or two elements that are stored as they are,
+codes "native" (`operands_16bit.py`). W warps have 16 keys each, or 32.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from .. import gluon_e4m3
 from ..gluon_device import bits
-from . import operands_4bit
+from . import operands_4bit, operands_16bit
 
 is_4_bit = operands_4bit.is_4_bit
 
@@ -32,13 +33,13 @@ def key_words(warps, keys, words):
 
 @gluon.constexpr_function
 def codes_of_word(codes):
-    return 8 if is_4_bit(codes) else 4
+    return 8 if is_4_bit(codes) else 2 if codes == "native" else 4
 
 
 @gluon.constexpr_function
 def may_be_nan(codes):
     """Whether some codes stand for no number, so that those of rows that are not seen must not be multiplied by 0."""
-    return codes in ("e4m3", "e5m2")
+    return codes in ("e4m3", "e5m2", "native")
 
 
 @gluon.constexpr_function
@@ -68,10 +69,13 @@ def value_words(warps, keys, words):
 
 
 @gluon.jit
-def key_element(index):
-    """The element of a row of 8-bit codes that stands at an index of Q K^T's inner dimension."""
-    low = (index & 1) | ((index >> 2) & 14) | ((index << 3) & 48)
-    return low | (index >> 6 << 6)
+def key_element(index, CODES: gl.constexpr):
+    """The element of a row that stands at an index of Q K^T's inner dimension; of 4 bits `in_key_order` says it."""
+    if CODES == "native":
+        element = operands_16bit.key_element(index)
+    else:
+        element = (index & 1) | ((index >> 2) & 14) | ((index << 3) & 48) | (index >> 6 << 6)
+    return element
 
 
 @gluon.constexpr_function
@@ -82,10 +86,13 @@ def key_offset(codes):
 
 
 @gluon.jit
-def key_operand(words, tables, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, keys, D] plus `key_offset`, elements in the order of `key_element`, or of `in_key_order`."""
+def key_operand(words, tables, DTYPE: gl.constexpr, CODES: gl.constexpr, MMA: gl.constexpr):
+    """[W, keys, D] plus `key_offset`, elements in the order of `key_element`, or of `in_key_order`: float16, of native
+    codes DTYPE."""
     if is_4_bit(CODES):
         k = operands_4bit.key_operand(words, tables, CODES, MMA)
+    elif CODES == "native":
+        k = operands_16bit.key_operand(words, DTYPE, MMA)
     else:
         k = _keys_of_8_bits(words, CODES, MMA)
     return k
@@ -143,10 +150,12 @@ def _keys_of_8_bits(words, CODES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def value_operand(even, odd, tables, CODES: gl.constexpr, MMA: gl.constexpr):
-    """float16 [W, DV, keys] of the values at even and at odd places, to be put in order by `in_order`."""
+def value_operand(even, odd, tables, DTYPE: gl.constexpr, CODES: gl.constexpr, MMA: gl.constexpr):
+    """[W, DV, keys] of the values at even and at odd places, to be put in order by `in_order`: as `key_operand`."""
     if is_4_bit(CODES):
         v = operands_4bit.value_operand(even, odd, tables, _run(even.shape[2]), CODES, MMA)
+    elif CODES == "native":
+        v = operands_16bit.value_operand(even, odd, _run(even.shape[2]), DTYPE, MMA)
     else:
         v = _values_of_8_bits(even, odd, CODES, MMA)
     return v

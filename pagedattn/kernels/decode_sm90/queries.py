@@ -2,7 +2,7 @@
 
 Codes are multiplied as float16, so that queries must be in its range: a power of two for each row brings its largest
 element to where float16 has it, just below its largest number, or of keys in steps of their channels below 4, so that
-products with the largest step (8,704) stay in range.
+products with the largest step (8,704) stay in range. With elements that are stored as they are, queries are too.
 """
 
 import triton
@@ -35,9 +35,9 @@ def load_queries(
     query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
     R: gl.constexpr, USED: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr,
 ):  # fmt: skip
-    """An item's rows, all of them among the first USED of R, vectors along QUERY's last axis: float16 [W, D, R] in the
-    order of the keys' codes, the same for each warp, of rotated ones what that rounds off, and what their products are
-    yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
+    """An item's rows, all of them among the first USED of R, vectors along QUERY's last axis: the operand [W, D, R] in
+    the order of the keys' codes, the same for each warp, of rotated ones what that rounds off, and what their products
+    are yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
     if is_4_bit(K_CODES):
         MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [W, 1], [1, 0])
         ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
@@ -53,11 +53,13 @@ def load_queries(
     else:
         q_row, head, exists = rows_of(gl.arange(0, R, along(2, QUERY)), q_len, q_block, kv_head, GROUP, BLOCK_Q)
         row = query + in_3d((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 2)
-        element = in_3d(key_element(gl.arange(0, D, along(1, QUERY))), 1)
+        element = in_3d(key_element(gl.arange(0, D, along(1, QUERY)), K_CODES), 1)
         mine = gl.arange(0, W, along(0, QUERY)) * 0
         q = gl.load(row + in_3d(mine, 0) + element, mask=in_3d(exists, 2), other=0.0)
-        down, up = powers_of_two(gl.max(gl.abs(q.to(gl.float32)), 1), 14, 15)
-        q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
+        up = gl.full([W, R], 1.0, gl.float32, gl.SliceLayout(1, QUERY))
+        if K_CODES != "native":
+            down, up = powers_of_two(gl.max(gl.abs(q.to(gl.float32)), 1), 14, 15)
+            q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
         rest = q
     return q, rest, up
 

@@ -145,6 +145,16 @@ def _scale_at(block, at, kv_head, KEYS: gl.constexpr, S: gl.constexpr, STRIDES: 
     return block * STRIDES[0] + (_slot(at, KEYS, S) * STRIDES[1] + kv_head * STRIDES[2])
 
 
+@gluon.jit
+def head_offset(kv_head, stride, ALIGNED: gl.constexpr):
+    """Where a head's words begin. ALIGNED: at a multiple of four, of which Triton knows by itself only where 16 divides
+    the stride: heads of 64 with codes of 4 bits have 8."""
+    offset = kv_head.to(gl.int64) * stride
+    if ALIGNED:
+        offset = gl.multiple_of(offset, 4)
+    return offset
+
+
 @aggregate
 class Staging:
     """A head's codes in memory, and shared memory for two tiles of them: W warps with KEYS keys each, values at even
@@ -245,9 +255,9 @@ class Staging:
 
 @gluon.jit
 def staging_of(
-    key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sv_b, D: gl.constexpr, DV: gl.constexpr, W: gl.constexpr,
-    KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, HEADS: gl.constexpr, STRIDES: gl.constexpr,
-    CODES: gl.constexpr,
+    key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, ALIGNED: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr,
+    STRIDES: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """A program's staging."""
     K_WORDS: gl.constexpr = D // codes_of_word(CODES[0])
@@ -267,6 +277,6 @@ def staging_of(
         k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
     if v_scale_cache is not None:
         v_scales = (v_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
-    head = kv_head.to(gl.int64)
-    codes = (key + head * HEADS[0], value + head * HEADS[1], sk_b, sv_b)
+    of_head = (key + head_offset(kv_head, sk_h, ALIGNED), value + head_offset(kv_head, sv_h, ALIGNED))
+    codes = (of_head[0], of_head[1], sk_b, sv_b)
     return Staging(codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES)

@@ -22,7 +22,7 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..gluon_even_split import end_of_keys, key_tiles, tiles_before, tiles_of
-from ..gluon_names import thread_barrier
+from ..gluon_names import reinterpret, thread_barrier
 from ..inputs import VARYING, AttentionInputs, outputs_kept
 from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
@@ -31,7 +31,7 @@ from .key_loop import attend, begin_tiles
 from .many_rows_kernel import many_rows_kernel
 from .operands import in_order, sink_exponent
 from .outputs import write_item
-from .plan import FEW_ROWS, QuantisedDecodeConfig
+from .plan import FEW_ROWS, HopperDecodeConfig
 from .queries import first_of, load_queries, rows_of, used_rows
 from .staging import staging_of
 
@@ -61,13 +61,13 @@ def _together(acc, m_i, l_i, exchange, ROWS: gl.constexpr, V_CODES: gl.constexpr
 )
 def _decode_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, workspace,
-    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sv_b, so_t, so_h, sl_t,
-    s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
+    prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
+    so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
     ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
     V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
-    V_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_HEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
+    V_SLOT: gl.constexpr, ALIGNED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -77,7 +77,6 @@ def _decode_kernel(
     CODES: gl.constexpr = (K_CODES, V_CODES)
     STRIDES: gl.constexpr = (K_STRIDES, V_STRIDES)
     SLOTS: gl.constexpr = (K_SLOT, V_SLOT)
-    HEADS: gl.constexpr = (K_HEAD, V_HEAD)
     TILE: gl.constexpr = W * KEYS
     BLOCK_Q: gl.constexpr = 1 if ONE_TOKEN else R // GROUP
     USED: gl.constexpr = used_rows(R, GROUP, ONE_TOKEN)
@@ -121,10 +120,14 @@ def _decode_kernel(
             base += tiles_passed
 
         staging = staging_of(
-            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sv_b, D, DV, W, KEYS, S,
-            SLOTS, HEADS, STRIDES, CODES,
+            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, ALIGNED, D, DV, W,
+            KEYS, S, SLOTS, STRIDES, CODES,
         )  # fmt: skip
-        exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], gl.SwizzledSharedLayout(4, 1, USED, [1, 0]))
+        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, USED, [1, 0])
+        if K_CODES == "native":  # tiles leave no room beside them, and an item's are done with
+            exchange = reinterpret(staging.keys, gl.float32, [W * R, DV], EXCHANGE)
+        else:
+            exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], EXCHANGE)
         offs_m = gl.arange(0, R, along(2, MMA))
         state = gl.arange(0, W, gl.SliceLayout(1, STATES))
         first_key = in_3d(gl.arange(0, W, along(0, MMA)), 0) + in_3d(gl.arange(0, 16, along(1, MMA)), 1)
@@ -195,7 +198,7 @@ _launch_many_rows = Launcher(many_rows_kernel, VARYING)
 
 
 def constants_of(
-    shape: AttentionShape, config: QuantisedDecodeConfig, num_seqs: int, max_query_len: int, softcap: bool
+    shape: AttentionShape, config: HopperDecodeConfig, num_seqs: int, max_query_len: int, softcap: bool
 ) -> dict[str, Any]:
     """What the kernel is compiled for, but for the planes of scales."""
     chunk = 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
@@ -213,14 +216,14 @@ def constants_of(
         "ONE_TOKEN": max_query_len <= 1,
         "MASK": shape.mask,
         "SOFTCAP": softcap,
-        "K_CODES": shape.codes[0],
-        "V_CODES": shape.codes[1],
+        "K_CODES": shape.codes[0] or "native",
+        "V_CODES": shape.codes[1] or "native",
         "KEYS": config.tuning.keys,
     }
 
 
 def launch(
-    config: QuantisedDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor, prior: torch.Tensor | None = None
+    config: HopperDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor, prior: torch.Tensor | None = None
 ) -> None:
     """One launch.
 
@@ -240,14 +243,15 @@ def launch(
         *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, prior),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
-        *(key.stride(0), value.stride(0), *out.stride()[:2]),
+        *(key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
+        *out.stride()[:2],
         *(0 if lse is None else lse.stride(0), table.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
         *(k_scales, inputs.v_scale_cache),
     )
     constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)
     constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1), "ACCUMULATE": inputs.accumulate}
-    constants |= {"K_HEAD": key.stride(2), "V_HEAD": value.stride(2)}
+    constants["ALIGNED"] = not any(one.stride(2) % 4 for one in (key, value))
     constants |= {"K_STRIDES": plane_strides(k_scales), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
     run = _launch if config.rows <= FEW_ROWS else _launch_many_rows

@@ -1,4 +1,4 @@
-"""Which decodes go to the kernel for codes; what it computes is in tests/backends/test_decode_quantised.py."""
+"""Which decodes go to the kernel for codes; what it computes is in tests/backends/test_decode_sm90.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from ops.test_decode import inputs_of
 
 from pagedattn.kernels import hopper
-from pagedattn.kernels.decode_quantised.plan import has_words, quantised_decode_config, why_not
+from pagedattn.kernels.decode_sm90.plan import has_words, hopper_decode_config, why_not
 from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
 from pagedattn.ops.attention_plan import _is_countable, plan_attention, plan_call
-from pagedattn.runtime.target import Target
+from pagedattn.runtime.target import Target, target_of
 from pagedattn.testing.case import Case
 from pagedattn.testing.problem import make_problem
 
@@ -37,25 +37,47 @@ def decodes(count: int = 4, keys: int = 4096, tokens: int = 1) -> BatchBounds:
 
 
 def test_decodes_of_8_bit_caches_are_its_own() -> None:
-    assert kernels(SHAPE, decodes()) == ["decode_quantised"]
+    assert kernels(SHAPE, decodes()) == ["decode_sm90"]
     mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
-    assert kernels(SHAPE, mixed) == ["decode_quantised", "prefill_sm90"]
-    assert kernels(SHAPE, decodes(tokens=4)) == ["decode_quantised"]
+    assert kernels(SHAPE, mixed) == ["decode_sm90", "prefill_sm90"]
+    assert kernels(SHAPE, decodes(tokens=4)) == ["decode_sm90"]
     assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), decodes()) == ["decode"]
 
 
 @pytest.mark.parametrize("codes", [("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4")])
 def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple[str, str]) -> None:
     shape = SHAPE._replace(stored_dtype=torch.uint8, codes=codes, block_size=32, mask=(1, 0, 0, 32, 2, 1))
-    assert kernels(shape, decodes()) == ["decode_quantised"]
+    assert kernels(shape, decodes()) == ["decode_sm90"]
     wide, tall = shape._replace(block_size=64), shape._replace(head_dim=256)
-    found = [quantised_decode_config(one, decodes(64), H200).tuning for one in (shape, wide, tall)]
+    found = [hopper_decode_config(one, decodes(64), H200).tuning for one in (shape, wide, tall)]
     assert [(one.keys, one.tile) for one in found] == [(32, 32), (32, 32), (16, 16)]
-    assert quantised_decode_config(shape._replace(block_size=48), decodes(64), H200).tuning.keys == 16
-    several = quantised_decode_config(shape, decodes(64, tokens=4), H200).tuning
+    assert hopper_decode_config(shape._replace(block_size=48), decodes(64), H200).tuning.keys == 16
+    several = hopper_decode_config(shape, decodes(64, tokens=4), H200).tuning
     assert (several.keys, several.warps) == (32, 2), "one warp would spill"
     assert kernels(shape._replace(mask=(1, 0, 32)), decodes()) == ["decode"], "codes are of earlier blocks"
     assert kernels(shape._replace(codes=(codes[0], "int8")), decodes()) == ["decode"]
+
+
+def test_many_decodes_over_16_bits_are_its_own() -> None:
+    native, enough = SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), target_of(CPU).num_sms // 4
+    assert kernels(native, decodes(enough)) == kernels(native._replace(head_dim=64), decodes(64)) == ["decode_sm90"]
+    config = hopper_decode_config(native, decodes(enough), H200)
+    assert (config.rows, config.tuning.tile, config.programs) == (8, 64, 3 * 132 // 8 * 8)
+    for shape, bounds in (
+        (native, decodes(enough - 1)),  # fewer than two items an SM
+        (native, decodes(64, 512)),
+        (native._replace(mask=(1, 300)), decodes(64)),
+        (native, decodes(64, tokens=2)),
+        (native._replace(group=9), decodes(64)),
+        (native._replace(head_dim=256), decodes(64)),
+        (native._replace(block_size=8), decodes(64)),
+        (native._replace(stored_dtype=torch.float16), decodes(64)),
+        (native._replace(dtype=torch.float32, stored_dtype=torch.float32), decodes(64)),
+    ):
+        assert kernels(shape, bounds) == ["decode"], (shape, bounds)
+    assert kernels(native, decodes(64), has_words=False) == ["decode"]
+    plan = plan_attention(native, decodes(64), CPU, prefix_len=4000, max_prefix_len=4000)
+    assert [one.span.kernel for one in plan.launches] == ["decode"], "few keys follow"
 
 
 def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
@@ -81,20 +103,20 @@ def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
 def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() -> None:
     shape, fp8 = SHAPE._replace(codes=K8V4), SHAPE._replace(codes=("e4m3", "e4m3"), stored_dtype=torch.float8_e4m3fn)
     for tokens in (5, 16):
-        assert kernels(shape, decodes(tokens=tokens)) == kernels(SHAPE, decodes(tokens=tokens)) == ["decode_quantised"]
+        assert kernels(shape, decodes(tokens=tokens)) == kernels(SHAPE, decodes(tokens=tokens)) == ["decode_sm90"]
         assert kernels(fp8, decodes(tokens=tokens)) == ["prefill_sm90"]
-    assert kernels(SHAPE._replace(group=8), decodes(tokens=8)) == ["decode_quantised"]
+    assert kernels(SHAPE._replace(group=8), decodes(tokens=8)) == ["decode_sm90"]
     assert kernels(SHAPE._replace(group=8), decodes(tokens=9)) == ["prefill_sm90"], "two blocks convert a tile twice"
     assert kernels(SHAPE, decodes(tokens=5), has_words=False) == ["prefill_sm90"]
     assert kernels(SHAPE._replace(head_dim=64, head_dim_v=64), decodes(tokens=5)) == ["prefill_sm90"]
-    config = quantised_decode_config(shape, decodes(64, tokens=16), H200)
+    config = hopper_decode_config(shape, decodes(64, tokens=16), H200)
     assert (config.rows, config.tuning.tile, config.programs) == (64, 64, 2 * 132)
     assert config.tiles == 64 * 8 * 4096 // 64 and config.state == 64 * (128 + 2)
-    twice = quantised_decode_config(shape, decodes(64, tokens=17), H200)
+    twice = hopper_decode_config(shape, decodes(64, tokens=17), H200)
     assert twice.tiles == 2 * config.tiles, "two blocks of queries"
-    alone = quantised_decode_config(shape, decodes(1, 1 << 17, 16), H200)
+    alone = hopper_decode_config(shape, decodes(1, 1 << 17, 16), H200)
     assert alone.programs == 16 * 8, "no more states of an item than one program adds up"
-    assert quantised_decode_config(shape._replace(group=3), decodes(tokens=16), H200).rows == 64
+    assert hopper_decode_config(shape._replace(group=3), decodes(tokens=16), H200).rows == 64
 
 
 def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_rows() -> None:
@@ -105,13 +127,13 @@ def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_ro
         assert (span.first, span.last) == (0, 1) and plan.workspace_size >= plan.prefix.workspace_size
         return [one.span.kernel for one in plan.launches], span.kernel, getattr(config, "rows", span.max_query_len)
 
-    by_codes, narrow = ["decode_quantised"], {"head_dim": 64, "head_dim_v": 64}
+    by_codes, narrow = ["decode_sm90"], {"head_dim": 64, "head_dim_v": 64}
     fp8 = SHAPE._replace(codes=("e4m3", "e4m3"), stored_dtype=torch.float8_e4m3fn)
     assert prefix_of(fp8, decodes(80)) == (by_codes, "prefill_sm90", 80)
-    assert prefix_of(fp8, decodes(20)) == (by_codes, "decode_quantised", 64)
-    assert prefix_of(fp8, decodes(4)) == (by_codes, "decode_quantised", 16)
+    assert prefix_of(fp8, decodes(20)) == (by_codes, "decode_sm90", 64)
+    assert prefix_of(fp8, decodes(4)) == (by_codes, "decode_sm90", 16)
     for codes in (CODES, K8V4):
-        assert prefix_of(SHAPE._replace(codes=codes), decodes(1024)) == (by_codes, "decode_quantised", 64)
+        assert prefix_of(SHAPE._replace(codes=codes), decodes(1024)) == (by_codes, "decode_sm90", 64)
     assert prefix_of(SHAPE._replace(codes=K8V4, **narrow), decodes(64)) == (by_codes, "decode", 64)
     native = SHAPE._replace(codes=(None, None), stored_dtype=torch.bfloat16)
     assert prefix_of(native, decodes(80)) == (["decode"], "prefill_sm90", 80)
@@ -120,9 +142,9 @@ def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_ro
     assert prefix_of(fp8._replace(**one_block), decodes(16)) == (by_codes, "prefill_sm90", 16)
     assert prefix_of(native._replace(**one_block), decodes(16)) == (["decode"], "decode", 64)
     mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
-    assert prefix_of(SHAPE, mixed) == (["decode_quantised", "prefill_sm90"], "decode_quantised", 16)
+    assert prefix_of(SHAPE, mixed) == (["decode_sm90", "prefill_sm90"], "decode_sm90", 16)
     short = BatchBounds(43, 4, 3, 40, 4096, 4096)  # whose prompt is served by the same family
-    assert prefix_of(SHAPE._replace(codes=K8V4), short) == (["decode_quantised"] * 2, "decode_quantised", 16)
+    assert prefix_of(SHAPE._replace(codes=K8V4), short) == (["decode_sm90"] * 2, "decode_sm90", 16)
 
 
 def test_prompts_of_few_rows_are_served_without_a_copy() -> None:
@@ -130,12 +152,12 @@ def test_prompts_of_few_rows_are_served_without_a_copy() -> None:
         return BatchBounds(2 * tokens + 3, 5, 3, tokens, 4096, 4096)
 
     shape = SHAPE._replace(codes=K8V4)
-    assert kernels(shape, prompts(64)) == ["decode_quantised", "decode_quantised"]
+    assert kernels(shape, prompts(64)) == ["decode_sm90", "decode_sm90"]
     plan = plan_attention(shape, prompts(65), CPU)
-    assert [launch.span.kernel for launch in plan.launches] == ["decode_quantised", "prefill_sm90"] and plan.copy_turns
-    assert kernels(SHAPE, prompts(64)) == ["decode_quantised", "prefill_sm90"], "which reads such codes"
+    assert [launch.span.kernel for launch in plan.launches] == ["decode_sm90", "prefill_sm90"] and plan.copy_turns
+    assert kernels(SHAPE, prompts(64)) == ["decode_sm90", "prefill_sm90"], "which reads such codes"
     assert kernels(shape._replace(deterministic=True), prompts(64)) == ["prefill"]
-    assert "decode_quantised" not in kernels(shape, prompts(64), has_words=False)
+    assert "decode_sm90" not in kernels(shape, prompts(64), has_words=False)
 
 
 @pytest.mark.parametrize("here", ["no Hopper GPU", "kernels are interpreted"])
@@ -149,7 +171,7 @@ def test_a_plan_is_not_for_a_cache_of_odd_strides() -> None:
     problem = make_problem(case, CPU)
     inputs = inputs_of(problem, torch.empty(2, 4, 64, dtype=torch.bfloat16), None)
     plan = plan_call(inputs)
-    assert [launch.span.kernel for launch in plan.launches] == ["decode_quantised"] and plan.serves(inputs)
+    assert [launch.span.kernel for launch in plan.launches] == ["decode_sm90"] and plan.serves(inputs)
     wide = torch.zeros(*inputs.key.shape[:-1], 65, dtype=torch.int8)
     odd = inputs._replace(key=wide[..., :64])
     assert has_words(inputs) and not has_words(odd) and not has_words(inputs._replace(value=wide[..., 1:]))
@@ -164,30 +186,28 @@ def test_a_plan_is_not_for_a_cache_of_odd_strides() -> None:
 
 
 def test_programs_and_workspace() -> None:
-    many = quantised_decode_config(SHAPE, decodes(64), H200)
+    many = hopper_decode_config(SHAPE, decodes(64), H200)
     assert (many.programs, many.rows, many.tuning.warps) == (12 * 132, 8, 1)
-    some = quantised_decode_config(SHAPE, decodes(32), H200)
+    some = hopper_decode_config(SHAPE, decodes(32), H200)
     assert (some.programs, some.tuning.warps) == (6 * 132, 2)
-    few = quantised_decode_config(SHAPE, decodes(1, 1 << 17), H200)
+    few = hopper_decode_config(SHAPE, decodes(1, 1 << 17), H200)
     assert (few.programs, few.tuning.warps) == (3 * 132 // 8 * 8, 4)
-    few_keys = quantised_decode_config(SHAPE, decodes(1, 1 << 13), H200)
+    few_keys = hopper_decode_config(SHAPE, decodes(1, 1 << 13), H200)
     assert (few_keys.programs, few_keys.tuning.warps) == (132 // 8 * 8, 4), "partial states cost more than keys"
-    assert quantised_decode_config(SHAPE, decodes(64, 256), H200).programs == many.programs, (
-        "a warp for each item or so"
-    )
-    short = quantised_decode_config(SHAPE, decodes(1, 300), H200)
+    assert hopper_decode_config(SHAPE, decodes(64, 256), H200).programs == many.programs, "a warp for each item or so"
+    short = hopper_decode_config(SHAPE, decodes(1, 300), H200)
     assert short.programs == 5 * 8, "no more than tiles of keys"
-    large = quantised_decode_config(SHAPE._replace(head_dim=256), decodes(64), H200)
+    large = hopper_decode_config(SHAPE._replace(head_dim=256), decodes(64), H200)
     assert large.programs == 8 * 132 and large.tuning.max_registers == 255
-    tokens = quantised_decode_config(SHAPE, decodes(tokens=4), H200)
+    tokens = hopper_decode_config(SHAPE, decodes(tokens=4), H200)
     assert tokens.rows == 16 and tokens.workspace > 2 * tokens.programs * 16 * 128
     assert all(one.programs % SHAPE.num_kv_heads == 0 for one in (many, some, few, few_keys, short, large, tokens))
-    assert not _is_countable(quantised_decode_config(SHAPE, decodes(1 << 14, 1 << 23), H200))
-    assert kernels(SHAPE._replace(num_kv_heads=4096), decodes()) != ["decode_quantised"], "more heads than counters"
+    assert not _is_countable(hopper_decode_config(SHAPE, decodes(1 << 14, 1 << 23), H200))
+    assert kernels(SHAPE._replace(num_kv_heads=4096), decodes()) != ["decode_sm90"], "more heads than counters"
 
 
 def test_the_plan_says_so() -> None:
     bounds = decodes(2, 512)
     plan = plan_attention(SHAPE, bounds, CPU)
-    assert plan.describe() == "decode kernel: 2 sequences (for codes, 64 programs, tiles of 64 keys)"
+    assert plan.describe() == "decode kernel: 2 sequences (for Hopper, 64 programs, tiles of 64 keys)"
     assert plan.workspace_size == plan.launches[0].config.workspace  # type: ignore[union-attr]

@@ -17,6 +17,7 @@ _DIMS = (64, 128, 256)
 _MASKS = ("sliding_window", "earlier_blocks", "recent_blocks", "from_block")
 _4_BITS = (("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4"))
 _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"), *_4_BITS)
+_NATIVE = (None, None)  # elements that are stored as they are
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 168 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
 FEW_ROWS = 16  # of a query block, tokens times heads of a group, that products of a warp's own keys are made with
@@ -26,7 +27,7 @@ GROUP = 16  # partial states that one program adds up
 _MANY_DIM = 128
 
 
-class QuantisedDecodeTuning(NamedTuple):
+class HopperDecodeTuning(NamedTuple):
     """What is chosen by measurement: warps of a program, programs of an SM, registers of a thread, tiles that an item
     counts for beyond its keys' when they are split, since it takes time until its first keys are there, and keys of a
     warp."""
@@ -46,10 +47,15 @@ class QuantisedDecodeTuning(NamedTuple):
 _MOST_WARPS = 4  # of a program
 _PROGRAMS_OF_ITEM = 4  # that share an item at most, if programs have fewer warps than that
 _FEW_KEYS = 1024  # of an SM
-_MANY = QuantisedDecodeTuning(4, 2, 255, 2)  # of query blocks of MANY_ROWS
+_MANY = HopperDecodeTuning(4, 2, 255, 2)  # of query blocks of MANY_ROWS
+_NATIVE_TUNING = HopperDecodeTuning(4, 3, 168, 1)
+_NATIVE_ROWS = 8
+_NATIVE_DIM = 128
+_NATIVE_ITEMS = 2  # of an SM, from which on it is faster than the kernel for every cache,
+_NATIVE_KEYS = 512  # where sequences may have more than so many
 
 
-class QuantisedDecodeConfig(NamedTuple):
+class HopperDecodeConfig(NamedTuple):
     """A launch of `programs` programs over query blocks of `rows` rows.
 
     tiles: the most tiles of keys there can be; state: elements of a partial state.
@@ -59,7 +65,7 @@ class QuantisedDecodeConfig(NamedTuple):
     programs: int
     tiles: int
     state: int
-    tuning: QuantisedDecodeTuning
+    tuning: HopperDecodeTuning
 
     @property
     def workspace(self) -> int:
@@ -72,7 +78,8 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
     where they are served. most_rows: beyond which another kernel is to be preferred."""
     if here:
         return here
-    if shape.codes not in _CODES or shape.dtype.itemsize != 2:
+    native = shape.codes == _NATIVE and shape.stored_dtype == shape.dtype
+    if not (native or shape.codes in _CODES) or shape.dtype.itemsize != 2:
         return f"codes {shape.codes} under {shape.dtype} queries"
     if shape.head_dim not in _DIMS or shape.head_dim_v not in _DIMS:
         return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"
@@ -80,12 +87,22 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
         return f"blocks of {shape.block_size} tokens, served: multiples of {KEYS_PER_WARP}"
     if unserved := Mask.of(shape.mask).unserved(_MASKS):
         return f"masks with {', '.join(unserved)}"
-    most = min(FEW_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
+    most = _NATIVE_ROWS if native else min(FEW_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
     rows = max_query_len * shape.group
-    many = shape.head_dim == shape.head_dim_v == _MANY_DIM and shape.group <= MANY_ROWS
+    many = not native and shape.head_dim == shape.head_dim_v == _MANY_DIM and shape.group <= MANY_ROWS
     if rows > (most_rows if many else most):
         return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of {_MANY_DIM} {most_rows}"
     return ""
+
+
+def is_faster(shape: AttentionShape, bounds: BatchBounds, target: Target) -> bool:
+    """Whether decodes that are served are faster by this kernel than by the one for every cache, as those over codes
+    are."""
+    if shape.codes != _NATIVE:
+        return True
+    seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
+    many = bounds.num_seqs * shape.num_kv_heads >= _NATIVE_ITEMS * target.num_sms and seen > _NATIVE_KEYS
+    return many and bounds.max_query_len <= 1 and max(shape.head_dim, shape.head_dim_v) <= _NATIVE_DIM
 
 
 def has_words(inputs: AttentionInputs) -> bool:
@@ -101,22 +118,23 @@ def has_words(inputs: AttentionInputs) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def quantised_decode_config(
-    shape: AttentionShape, bounds: BatchBounds, target: Target, tuning: QuantisedDecodeTuning | None = None
-) -> QuantisedDecodeConfig:
+def hopper_decode_config(
+    shape: AttentionShape, bounds: BatchBounds, target: Target, tuning: HopperDecodeTuning | None = None
+) -> HopperDecodeConfig:
     """The configuration of a launch over sequences of these bounds; `tuning` is taken as it is."""
     needed = bounds.max_query_len * shape.group
     rows = 8 if needed <= 8 else FEW_ROWS if needed <= FEW_ROWS else MANY_ROWS
     items = bounds.num_seqs * shape.num_kv_heads * -(-bounds.max_query_len // (rows // shape.group))
     state, twice = rows * max(shape.head_dim, shape.head_dim_v), _has_double_tiles(shape)
     if tuning is None:
-        tuning = _MANY if rows == MANY_ROWS else _tuning(items, bounds.max_seq_len, state, twice, target)
+        several = _MANY if rows == MANY_ROWS else _tuning(items, bounds.max_seq_len, state, twice, target)
+        tuning = _NATIVE_TUNING if shape.codes == _NATIVE else several
     tiles = items * max(1, -(-bounds.max_seq_len // tuning.tile))
     programs = min(target.num_sms * tuning.per_sm, tiles, COUNTERS)
     if rows == MANY_ROWS:  # of whose states a second level takes longer than fewer programs
         programs = min(programs, GROUP * items)
     programs = max(1, programs // shape.num_kv_heads) * shape.num_kv_heads  # each head has as many as every other
-    return QuantisedDecodeConfig(rows, programs, tiles, rows * (shape.head_dim_v + 2), tuning)
+    return HopperDecodeConfig(rows, programs, tiles, rows * (shape.head_dim_v + 2), tuning)
 
 
 def _has_double_tiles(shape: AttentionShape) -> bool:
@@ -126,7 +144,7 @@ def _has_double_tiles(shape: AttentionShape) -> bool:
     return whole and shape.codes in _4_BITS and max(shape.head_dim, shape.head_dim_v) <= 128
 
 
-def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -> QuantisedDecodeTuning:
+def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -> HopperDecodeTuning:
     """Twelve warps an SM, eight where their states are large: in programs of one warp where there are many items, of
     several where there are so few that programs would share them too often, and all states would have to be added up.
     Of few items with few keys one program an SM, for the same reason. That it takes time until an item's first keys are
@@ -137,4 +155,4 @@ def _tuning(items: int, seq_len: int, state: int, twice: bool, target: Target) -
     each = max(least, min(next_power_of_2(-(-warps * target.num_sms // (_PROGRAMS_OF_ITEM * items))), _MOST_WARPS))
     few = each == _MOST_WARPS
     few_keys = few and items * seq_len <= _FEW_KEYS * target.num_sms
-    return QuantisedDecodeTuning(each, 1 if few_keys else warps // each, registers, 0 if few else 2, keys)
+    return HopperDecodeTuning(each, 1 if few_keys else warps // each, registers, 0 if few else 2, keys)
