@@ -117,7 +117,7 @@ def test_graphs_and_overlap_give_the_tokens_of_eager_steps(kinds: list[dict[str,
     assert len({token for each in wanted for token in each}) > 60
 
 
-@pytest.mark.parametrize("name", ["int4", "int4:skip=0", "turboquant4:window=40:first=4"])
+@pytest.mark.parametrize("name", ["int4", "int4:skip=0", "turboquant2:window=40:first=4"])
 def test_captured_steps_encode_the_blocks_that_they_fill(name: str, folder: Path, tmp_path: Path) -> None:
     """Over formats with a second cache, which have layers of one kind only."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "use_sliding_window": False}), encoding="utf-8")
