@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +18,12 @@ from fake_gpu import launched
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
 from pagedattn.kernels import hopper
-from pagedattn.kernels.prefill_sm90 import fp8_kernel, int8_kernel, kernel, parts_kernel
+from pagedattn.kernels.dequantise import kernel as dequantise
+from pagedattn.kernels.dequantise import plan as copies
+from pagedattn.kernels.prefill_sm90 import copy_kernel, fp8_kernel, int8_kernel, kernel, parts_kernel
 
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
-MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel, parts_kernel)
+MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel, parts_kernel, copy_kernel, dequantise)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
@@ -38,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "turboquant4, long": {"query_lens": [300], "kv_cache_dtype": "turboquant4"},
     "fp8, long": {"query_lens": [300], "kv_cache_dtype": "fp8_e4m3"},
     "int8, D 256, long": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 256},
+    "int4": {"query_lens": [300], "kv_cache_dtype": "int4", "block_size": 32},
+    "int4, decodes": {"query_lens": [1, 1], "kv_cache_dtype": "int4", "block_size": 32},
+    "k8v4, in turns": {"query_lens": [300] * 20, "keys": 3700, "kv_cache_dtype": "k8v4"},
+    "k8v4, in passes": {"query_lens": [300], "keys": 3000, "kv_cache_dtype": "k8v4", "most_bytes": 1 << 20},
     "k8v4 and decodes": {"query_lens": [1, 1, 300], "kv_cache_dtype": "k8v4"},
 }
 
@@ -48,17 +56,22 @@ def run(
     dim: int = 128,
     block_size: int | None = 16,
     keys: int = 500,
+    most_bytes: int = copies.MOST_BYTES,
     **options: Any,
 ) -> dict[str, Any]:
     """Launches of a step's plan, of a layer's call, of a captured plan and of its rewriting; and what is described."""
+    copies.MOST_BYTES = most_bytes
     dtype, layout = torch.bfloat16, options.get("cache_layout", "NHD")
     layer = Attention(heads[0], dim, heads[1], block_size=block_size, backend="TRITON", dtype=dtype, **options)
     lens = [keys + n for n in query_lens]
     table = torch.zeros(len(lens), 256, dtype=torch.int32)
     stored = options.get("kv_cache_dtype", "auto")
-    caches = PagedKVCache(2, 90, 16, heads[1], dim, dtype=dtype, layout=layout, kv_cache_dtype=stored)
+    recent = stored == "int4"
+    known: dict[str, Any] = {"dtype": dtype, "layout": layout, "recent_blocks": 90 if recent else None}
+    caches = PagedKVCache(2, 90, 32 if recent else 16, heads[1], dim, kv_cache_dtype=stored, **known)
     cache = caches.layer(0)
-    common = CommonAttentionMetadata.from_lengths(query_lens, lens, table)
+    second = {"recent_table": table, "block_size": block_size} if recent and block_size else {}
+    common = CommonAttentionMetadata.from_lengths(query_lens, lens, table, **second)  # type: ignore[arg-type]
     fused = torch.zeros(sum(query_lens), heads[0] + 2 * heads[1], dim, dtype=dtype)
     counts = [len(launched)]
     plan = plan_step([layer], common)
@@ -79,25 +92,52 @@ def run(
 def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: StepMetadata) -> dict[str, bool]:
     """Of a second layer's call, whether it is made without checks, and launches what one with all checks does, and what
     Triton itself does."""
+    slabs = [caches.slabs, *([] if caches.recent is None else [caches.recent.slabs])]
     (metadata,), out, lines = plan.by_key.values(), torch.empty(query.shape, dtype=query.dtype), []
-    assert metadata.plan is not None
+    assert metadata.repeated is not None
+    made, alive, launch = list[weakref.ref[torch.Tensor]](), [0], dequantise.launch
+
+    def seen(*args: Any) -> Any:
+        made.append(weakref.ref((copied := launch(*args)).key))
+        alive.append(len({id(one()) for one in made if one() is not None}))
+        return copied
+
+    dequantise.launch = seen
     layer(query, None, None, caches.layer(0), plan, out)
-    kept = dict(metadata.plan.calls)
+    dequantise.launch = launch
+    launched.clear()
+    freed = max(alive) <= 1 and not any(one() is not None for one in made)
+    kept = dict(metadata.repeated.calls)
     for calls, direct in ((kept, True), ({}, True), ({}, False)):
         for module in MODULES:
             module._launch._direct = direct
-        metadata.plan.calls.clear()
-        metadata.plan.calls.update(calls)
+        metadata.repeated.calls.clear()
+        metadata.repeated.calls.update(calls)
         launched.clear()
         layer(query[:, :], None, None, caches.layer(1), plan, out)
-        lines.append([line for call in launched for line in call])
+        lines.append(_placed([line for call in launched for line in call], (query, out, *slabs)))
     again, careful, own = lines
     for module in MODULES:
         module._launch._direct = True
     # What is compiled in, and hooks that nobody listens to, Triton passes too.
-    pairs = [(x.data_ptr() if isinstance(x, torch.Tensor) else x, y) for x, y in zip(own, again, strict=True)]
-    same = all(y is None or x == y for x, y in pairs)
-    return {"kept": len(kept) == 2, "careful": again == careful != [], "triton": same}
+    same = all(y is None or x == y for x, y in zip(own, again, strict=True))
+    return {"kept": len(kept) == 2, "freed": freed, "careful": again == careful != [], "triton": same}
+
+
+def _placed(arguments: list[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Arguments of launches, of which addresses outside `tensors` are numbered: copies lie elsewhere in each call."""
+    ranges = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+    numbers: dict[int, int] = {}
+
+    def one(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(one, x))
+        x = x.data_ptr() if isinstance(x, torch.Tensor) else x
+        if not isinstance(x, int) or x < 1 << 32 or any(start <= x < start + size for start, size in ranges):
+            return x
+        return "elsewhere", numbers.setdefault(x, len(numbers))
+
+    return [one(x) for x in arguments]
 
 
 WAYS: dict[str, tuple[list[int], str]] = {

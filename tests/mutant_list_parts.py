@@ -27,7 +27,7 @@ FAULTS = (
     Fault("a call of two parts repeated", "CompositeBuilder.build",
           "parts[0].metadata.plan if len(parts) == 1 else None", "parts[0].metadata.plan",
           "test_composite.py has_its_plan"),
-    Fault("a call repeated that no plan made", "run_and_keep", "plan.executed == executed + 1 and", "",
+    Fault("a call repeated that no plan made", "run_and_keep", "once and", "",
           "test_launcher.py plan_does_not_serve"),
     Fault("a write of its own repeated", "_write_kv", "is not AttentionImpl.write_kv:", "is None:",
           "test_launcher.py writes_itself"),

@@ -96,9 +96,25 @@ def test_a_wrong_argument_is_told_after_a_right_call_too() -> None:
         assert kept.startswith("InvalidInputError: "), name
 
 
+def test_an_argument_varies_with_the_nearest_tensor() -> None:
+    """Where blocks have keys and values, these lie between the first key and the last one."""
+    launch = import_module("pagedattn.runtime.launcher").Launch
+    blocks, other = torch.zeros(4, 2, 64), torch.zeros(8)
+    key, value = blocks[:, 0], blocks[:, 1]
+
+    def places(*args: torch.Tensor | float, bases: Any = (None, None), others: Any = (key, value)) -> Any:
+        made = launch(0, cast(Any, None), [], [], args, [(0, 0), (1, 1)][: len(args)])
+        return made.places(bases, others)
+
+    assert places(key, value) == [(0, 2, 0), (1, 3, 0)] and places(key[:, 16:], 2.0) == [(0, 2, 64), (1, 1, 0)]
+    assert places(key, value, bases=(key, value), others=()) == [(0, 0, 0), (1, 1, 0)]
+    assert places(value, key, bases=(key, other)) == [(0, 3, 0), (1, 2, 0)], "not of the first base that reaches so far"
+    assert places(other) is None and places(blocks.flatten()[1:], bases=(blocks.flatten()[1:], None), others=()) is None
+
+
 @pytest.mark.parametrize("varying", [[], [(0, 0)]])
 def test_a_launch_that_cannot_be_made_again_keeps_no_tensors(varying: list[tuple[int, int]]) -> None:
-    """A copy of a cache, which that of the next turn is to take the place of."""
+    """Which may be large, and are to be freed before the next launch."""
     module = import_module("pagedattn.runtime.launcher")
     launcher = object.__new__(module.Launcher)
     launch = module.Launch(0, cast(Any, None), [], [], (torch.zeros(1),), varying)

@@ -13,7 +13,7 @@ from ..errors import CapacityError, InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache
 from ..formats.mla_rows.format import split
 from ..kernels.mla_decode.plan import MLADecodePlan
-from ..ops.launch_plan import LaunchPlan
+from ..ops.launch_plan import LaunchPlan, RepeatedPlan
 from ..spec import AttentionSpec, GraphLevel, Scale
 from ..spec.capabilities import Capabilities, Rejection
 from ..step.bounds import check_bounds
@@ -51,6 +51,11 @@ class AttentionMetadata:
     # What a layer launches, where its attention is these launches and nothing else; None where it is more, or unknown.
     plan: LaunchPlan | None = field(default=None, kw_only=True)
     mla_plan: MLADecodePlan | None = field(default=None, kw_only=True)  # the same of absorbed latent attention
+
+    @property
+    def repeated(self) -> RepeatedPlan | None:
+        """The plan by whose launches calls are made again, where they are all that attention does."""
+        return self.plan
 
     @property
     def shares_prefix(self) -> bool:

@@ -9,9 +9,10 @@ then attends to both, by two calls or three with a mask each, which add to one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from .. import ops
 from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError, UnsupportedError
 from ..formats.base import LayerCache
+from ..ops.launch_plan import LaunchPlan, RepeatedPlan
 from ..spec import AttentionSpec, Scale
 from ..step.metadata import CommonAttentionMetadata
 from .base import (
@@ -33,6 +35,24 @@ from .base import (
 _REMEDY = "build the cache by PagedKVCache(..., recent_blocks=) and pass cache.layer(i)"
 
 
+@dataclass(slots=True, eq=False)
+class PartsPlan:
+    """The plans of all calls, as a layer asks of one by which its calls are made again."""
+
+    parts: tuple[LaunchPlan, ...]
+    calls: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def executions(self) -> tuple[int, ...]:
+        return tuple(part.executed for part in self.parts)
+
+    @property
+    def num_launches(self) -> int:
+        """0 where a part's launches are not all that it does, or states are merged."""
+        counts = [part.num_launches for part in self.parts]
+        return sum(counts) if all(counts) and _first_of(part.accumulates for part in self.parts) is not None else 0
+
+
 @dataclass(slots=True)
 class RecentMetadata(AttentionMetadata):
     """Of all calls. `common` has the slots of the second cache, where new rows are written.
@@ -40,11 +60,17 @@ class RecentMetadata(AttentionMetadata):
     calls: over full blocks, over open ones, and over first ones where the format keeps these; None of a step without a
         `recent_table`, which has no cache.
     dense: plans the step for keys that come with the call, which are not stored.
+    together: the plans of all calls, where each has one.
     """
 
     calls: tuple[AttentionMetadata, ...] | None
     dense: Callable[[], AttentionMetadata]
     captured: bool = False
+    together: PartsPlan | None = None
+
+    @property
+    def repeated(self) -> RepeatedPlan | None:
+        return self.together
 
     def describe(self) -> str:
         if self.calls is None:
@@ -87,7 +113,9 @@ class RecentBuilder(AttentionMetadataBuilder):
             sealed.common = mine.replace(num_decodes=sealed.common.num_decodes)
             for call in recent:
                 call.common = _of_recent(sealed.common)
-        built = RecentMetadata(mine, (sealed, *recent), plan_dense, capture)
+        plans = tuple(one.plan for one in (sealed, *recent) if one.plan is not None)
+        together = PartsPlan(plans) if len(plans) == 1 + len(recent) else None
+        built = RecentMetadata(mine, (sealed, *recent), plan_dense, capture, together)
         self._update(built, common.slot_mapping)
         return built
 
@@ -163,11 +191,14 @@ class RecentImpl(AttentionImpl):
         # A sink joins the denominator once: here with the keys that every query has one of at least, its own.
         calls = [call._replace(sinks=None), recent, *[recent._replace(sinks=None)] * len(self._first)]
         parts = list(zip((self._sealed, self._recent, *self._first), calls, metadata.calls, strict=True))
-        adding = [impl.accumulates(step) for impl, _, step in parts]
-        for at in (1, 0):
-            if all((*adding[:at], *adding[at + 1 :])):
-                return _add_up([parts.pop(at), *parts], call, dim)
-        return _merge(parts, call, dim)
+        first = _first_of(impl.accumulates(step) for impl, _, step in parts)
+        return _merge(parts, call, dim) if first is None else _add_up([parts.pop(first), *parts], call, dim)
+
+
+def _first_of(adding: Iterable[bool]) -> int | None:
+    """Which call is to be the first, to whose outputs the others add, as they all must be able to; None of none."""
+    able = list(adding)
+    return next((at for at in (1, 0) if all((*able[:at], *able[at + 1 :]))), None)
 
 
 _Part = tuple[AttentionImpl, AttentionCall, AttentionMetadata]

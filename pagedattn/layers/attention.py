@@ -207,7 +207,11 @@ class Attention(PagedLayer):
         # Keys that come with the call are not quantised.
         scales = self._placed_scales.of_call(k_scale, v_scale) if kv_cache is not None else (None, None)
         call = AttentionCall(query, kv_cache, key, value, out, None, self.sinks, self._slopes, *scales)
-        plan = None if kv_cache is None or torch.compiler.is_dynamo_compiling() else built.plan
+        plan = None if kv_cache is None or torch.compiler.is_dynamo_compiling() else built.repeated
+        if (
+            key is not None and getattr(kv_cache, "recent", None) is not None
+        ):  # a seal follows, of which it has no launch
+            plan = None
         if plan is None:
             return self._call(call, built, None)
         layout = layout_of(self._kind, call)
@@ -216,7 +220,7 @@ class Attention(PagedLayer):
             result = known.again(self._impl, call, built.common.slot_mapping)
             if result is not None:
                 return result
-        return self._call(call, built, layout)
+        return self._call(call, built, layout if plan.num_launches else None)
 
     @torch.no_grad()
     def seal(self, kv_cache: LayerCache, metadata: StepMetadata | AttentionMetadata) -> None:

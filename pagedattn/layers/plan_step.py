@@ -68,7 +68,8 @@ class StepMetadata:
     @property
     def seals_at_end(self) -> bool:
         """Whether blocks that the step fills may be encoded after all layers' calls (`seal_layers`): where no sequence
-        has more than one new token, no query reads one encoded."""
+        has more than one new token, no query reads one encoded, unless it is another sequence's by then; that is so
+        only where blocks are shared before the step that fills them."""
         return all(metadata.common.max_query_len <= 1 for metadata in self.by_key.values())
 
     def describe(self) -> str:

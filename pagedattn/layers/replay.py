@@ -3,7 +3,7 @@
 A layer's checks (PAGEDATTN_CHECK=1) and its launches depend on the step's plan, the layer's spec and the layout of its
 tensors, and on nothing else of them. So the launches of a call are recorded and kept in the plan under that layout;
 where they are found, what remains is to allocate the output and to launch. That is so only where the plan is all that
-attention does; backends know nothing of it.
+attention does (`AttentionMetadata.repeated`).
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ class Recorded(NamedTuple):
             out = self.empty(query)
         q, k, v, o = query.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr(), out.data_ptr()
         ks, vs = _second_planes(cache)
+        rk, rv = (0, 0) if cache.recent is None else (cache.recent.key.data_ptr(), cache.recent.value.data_ptr())
+        aligned, planes = q | k | v | o | ks | vs | rk | rv, (ks, vs, None, None, rk, rv)
         if sinks is None and slopes is None and k_scale is None and v_scale is None:
-            values = (q, k, v, o, None, None, None, None, self.scale, 1.0, ks, vs)
-            return out if self.attend(q | k | v | o | ks | vs, values) else None
+            values = (q, k, v, o, None, None, None, None, self.scale, 1.0, *planes)
+            return out if self.attend(aligned, values) else None
         if not (_is_valid(k_scale) and _is_valid(v_scale)):
             return None
         sink, slope = (0 if x is None else x.data_ptr() for x in (sinks, slopes))
         (k_address, k_number), (v_address, v_number) = _scale_values(k_scale), _scale_values(v_scale)
-        values = (q, k, v, o, sink, slope, k_address, v_address, self.scale * k_number, v_number, ks, vs)
-        return out if self.attend(q | k | v | o | sink | slope | k_address | v_address | ks | vs, values) else None
+        values = (q, k, v, o, sink, slope, k_address, v_address, self.scale * k_number, v_number, *planes)
+        return out if self.attend(aligned | sink | slope | k_address | v_address, values) else None
 
 
 def layout_of(kind: object, call: AttentionCall) -> tuple[object, ...] | None:
@@ -97,27 +99,33 @@ def layout_of(kind: object, call: AttentionCall) -> tuple[object, ...] | None:
 def run_and_keep(
     impl: AttentionImpl, call: AttentionCall, metadata: AttentionMetadata, given: torch.Tensor, layout: object
 ) -> torch.Tensor:
-    """Write and attend, and keep the launches under the layout where the plan is all that was done.
+    """Write and attend, and keep the launches under the layout where the plan is all that was done. Not for keys that
+    are given with a cache that has a second one: they are to be encoded there, which no plan has launches of.
 
     Args:
         call: with heads apart. given: the query as it came, flat or not.
     """
-    plan, cache = metadata.plan, call.kv_cache
+    plan, cache = metadata.repeated, call.kv_cache
     if plan is None or cache is None:
         raise ValueError("run_and_keep takes a call over a cache and metadata with a plan")
-    slots, executed = metadata.common.slot_mapping, plan.executed
+    slots, before = metadata.common.slot_mapping, plan.executions
     with load("runtime.launcher").recording() as made:
         written, count = _write_kv(impl, call, cache, slots), len(made)
         out = impl.forward(call, metadata)
         attends = made[count:]
-    known = plan.executed == executed + 1 and 0 < len(attends) == plan.num_launches
-    if known and all(one is not None and one.repeatable() for one in attends):
+    once = plan.executions == tuple(count + 1 for count in before)
+    given_to = (call.query, cache.key, cache.value, out, call.sinks, call.alibi_slopes, call.k_scale, call.v_scale)
+    bases = (*given_to, None, None, cache.key_scale, cache.value_scale, None, None)  # in the order of VARYING
+    bases = tuple(x if isinstance(x, _Tensor) else None for x in bases)
+    others = () if cache.recent is None else (cache.recent.key, cache.recent.value)
+    places = [None if one is None else one.places(bases, others) for one in attends]
+    if once and len(attends) == plan.num_launches and None not in places:
         again = load("runtime.launcher").Replay
         write = again(made[:1]) if written and count == 1 and made[0] is not None and made[0].repeatable() else None
         if len(plan.calls) >= _MOST_CALLS:
             plan.calls.clear()
         result = out.flatten(1) if given.dim() == 2 else out
-        plan.calls[layout] = Recorded(write, again(attends), impl.spec.softmax_scale, _allocates(given, result))
+        plan.calls[layout] = Recorded(write, again(attends, places), impl.spec.softmax_scale, _allocates(given, result))
     return out
 
 

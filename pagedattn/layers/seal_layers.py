@@ -24,6 +24,11 @@ def seal_layers(layers: Sequence[Attention], caches: Sequence[LayerCache], metad
         layers, caches: the model's attention layers, which were called without keys as `Attention.seal` says, and what
             each was called with.
     """
+    if torch.compiler.is_dynamo_compiling():  # which traces neither ids nor addresses
+        for layer, cache in zip(layers, caches, strict=True):
+            if cache.recent is not None:
+                layer.seal(cache, metadata)
+        return
     kinds: dict[int, list[tuple[Attention, LayerCache]]] = {}
     for layer, cache in zip(layers, caches, strict=True):
         if cache.recent is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +34,18 @@ class KernelLaunch(NamedTuple):
 
     span: Span
     config: DecodeConfig | HopperDecodeConfig | AttentionConfig | sm90.TileSchedulerParams
+
+
+class RepeatedPlan(Protocol):
+    """What a layer asks of a plan by which its calls are made again (`pagedattn.layers.replay`)."""
+
+    calls: dict[object, Any]
+
+    @property
+    def executions(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_launches(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +79,18 @@ class LaunchPlan:
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
+    def executions(self) -> tuple[int, ...]:
+        """`executed`, of each plan that has launches of a call."""
+        return (self.executed,)
+
+    @property
     def num_launches(self) -> int:
-        """Of kernels, by each call."""
-        return len(self.launches) + (0 if self.prefix is None else self.prefix.num_launches)
+        """Of kernels, by each call; 0 where they are not all that a call does."""
+        if self.passes:
+            return 0
+        copied = any(launch.span.kernel == "prefill_sm90" for launch in self.launches) and self.copy_turns
+        more = 2 * copied - 1 if copied else 0  # a turn is a copy and what attends to it
+        return len(self.launches) + more + (0 if self.prefix is None else self.prefix.num_launches)
 
     @property
     def prefix_dtype(self) -> torch.dtype:

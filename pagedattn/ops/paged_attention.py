@@ -172,9 +172,10 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
         return
     dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
     heads, tile = inputs.key.shape[2] // plan.copy_turns, sm90.keys_per_tile(plan.shape.head_dim)
+    copy = None
     for first in range(0, inputs.key.shape[2], heads):
-        # No name for the copy, so that it is freed before the next one is made.
-        attend(dequantise(inputs.heads(first, first + heads), tile), plan.tile_schedule, plan.workspace)
+        copy = dequantise(inputs.heads(first, first + heads), tile, copy)
+        attend(copy, plan.tile_schedule, plan.workspace)
 
 
 def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:

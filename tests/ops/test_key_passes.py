@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ def test_a_pass_has_as_many_keys_as_a_copy_has_room_for() -> None:
     def keys(**bounds: int) -> int:
         return dequantise.keys_per_pass(SHAPE, LONG._replace(**bounds), 128)
 
+    def one_of(bounds: BatchBounds) -> LaunchPlan:
+        return replace(plan_attention(SHAPE, bounds, CPU), passes=plan_passes(SHAPE, bounds, CPU))
+
     assert dequantise.copy_turns(SHAPE, LONG) == 0 and keys() == 1 << 14, "of all heads"
     assert keys(num_seqs=6) == 2688 and keys(num_seqs=70, num_decodes=64) == 2688
     assert keys(num_seqs=16) == 2048 and keys(num_seqs=100) == 1280, "of two heads, and of one"
@@ -42,6 +46,7 @@ def test_a_pass_has_as_many_keys_as_a_copy_has_room_for() -> None:
         assert [one.first * 32 for one in passes] == [*range(0, 200_000, most)]
         assert all((one.last - one.first) * 32 == one.plan.bounds.max_keys == most for one in passes)
         turns = dequantise.copy_turns(SHAPE, passes[0].plan.bounds)
+        assert one_of(bounds).num_launches == 0, "they are added up by torch"
         assert turns and most * count * 512 * (8 // turns) <= dequantise.MOST_BYTES
 
 

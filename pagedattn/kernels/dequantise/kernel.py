@@ -9,7 +9,7 @@ import triton.language as tl
 from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..inputs import AttentionInputs
+from ..inputs import VARYING, AttentionInputs
 from ..masking import end_key, first_encoded, stops_early
 from ..planes import scale_rows
 from .plan import FLOAT16_KEYS, num_warps
@@ -70,11 +70,13 @@ def _dequantise_kernel(
     tl.store(to_value + row * DV + dim, v.to(to_value.dtype.element_ty), mask=known[:, None] & (dim < DV))
 
 
-_launch = Launcher(_dequantise_kernel)
+SCRATCH = ("to_key", "to_value", "to_table", "to_scales")  # `../prefill_sm90/copy_kernel.py` has them in this order
+_launch = Launcher(_dequantise_kernel, VARYING, SCRATCH)
 
 
-def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
-    """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size.
+def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = None) -> AttentionInputs:
+    """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size. before: a
+    call over such a copy of as many heads, which is done with: its place is taken.
 
     Values are times their scales, and rounded to the queries' dtype. Keys whose rows have scales are float16, times a
     power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits;
@@ -90,9 +92,12 @@ def launch(inputs: AttentionInputs, tile: int) -> AttentionInputs:
     scaled = of_key.kernels.row_scale is not None
     key_dtype = torch.float16 if of_key.codes in FLOAT16_KEYS else query.dtype
     rows, tiles = (count * columns, size, heads), triton.cdiv(columns * size, tile)
-    to_key = query.new_empty(*rows, dims[0], dtype=key_dtype)
-    to_value, to_table = query.new_empty(*rows, dims[1]), table.new_empty(count, columns)
-    to_scales = query.new_empty(count, heads, tiles, dtype=torch.float32) if scaled else None
+    if before is None:
+        to_key = query.new_empty(*rows, dims[0], dtype=key_dtype)
+        to_value, to_table = query.new_empty(*rows, dims[1]), table.new_empty(count, columns)
+        to_scales = query.new_empty(count, heads, tiles, dtype=torch.float32) if scaled else None
+    else:
+        to_key, to_value, to_table, to_scales = before.key, before.value, before.block_table, before.k_scale_cache
     arguments = (
         *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_table),
         *(to_scales, blocks, columns, *key.stride()[:3], *value.stride()[:3], table.stride(0)),

@@ -12,7 +12,7 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...spec import Mask
 from ..gluon_device import LOG2E
-from ..inputs import AttentionInputs
+from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
 from .kernel import cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
@@ -27,12 +27,13 @@ from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 )
 def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, tile_scales, k_scale, v_scale, heads, max_keys,
-    scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t,
-    so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS:
-    gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL:
-    gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr, RECENT:
-    gl.constexpr, FIRST: gl.constexpr,
+    qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns,
+    so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
+    PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr,
+    RECENT: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
+    scale = qk_scale * LOG2E
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -78,7 +79,8 @@ def _prefill_kernel(
     )
 
 
-_launch = Launcher(_prefill_kernel)
+# What is copied, in the order of `../dequantise/kernel.py`.
+_launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "tile_scales"))
 
 
 def block_constants(mask: Mask) -> dict[str, int]:
@@ -98,7 +100,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, scales),
-        *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale * LOG2E.value),
+        *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale),
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
