@@ -336,8 +336,7 @@ def _launch(
         return KernelLaunch(span, params)
     if span.kernel == "decode":
         served = not sm90_decode.why_not(shape, bounds.max_query_len, not_sm90_decode, most_rows)
-        # What follows a prefix of a 16-bit cache has few keys, as a rule, for which the other kernel has a tuning.
-        if served and sm90_decode.is_faster(shape, bounds, target) and not (is_rest and shape.codes[0] is None):
+        if served and sm90_decode.is_faster(shape, bounds, target, short=is_rest):
             config = sm90_decode.hopper_decode_config(shape, bounds, target)
             if _is_countable(config):
                 return KernelLaunch(Span("decode_sm90", *span[1:]), config)

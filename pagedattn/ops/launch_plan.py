@@ -88,9 +88,8 @@ class LaunchPlan:
         """Of kernels, by each call; 0 where they are not all that a call does."""
         if self.passes:
             return 0
-        copied = any(launch.span.kernel == "prefill_sm90" for launch in self.launches) and self.copy_turns
-        more = 2 * copied - 1 if copied else 0  # a turn is a copy and what attends to it
-        return len(self.launches) + more + (0 if self.prefix is None else self.prefix.num_launches)
+        copies = max(2 * self.copy_turns - 1, 0)  # a turn is a copy and what attends to it
+        return len(self.launches) + copies + (0 if self.prefix is None else self.prefix.num_launches)
 
     @property
     def prefix_dtype(self) -> torch.dtype:

@@ -95,11 +95,13 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
     return ""
 
 
-def is_faster(shape: AttentionShape, bounds: BatchBounds, target: Target) -> bool:
+def is_faster(shape: AttentionShape, bounds: BatchBounds, target: Target, short: bool = False) -> bool:
     """Whether decodes that are served are faster by this kernel than by the one for every cache, as those over codes
-    are."""
+    are. short: sequences have few keys as a rule, for which that one has a tuning."""
     if shape.codes != _NATIVE:
         return True
+    if short:
+        return False
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     many = bounds.num_seqs * shape.num_kv_heads >= _NATIVE_ITEMS * target.num_sms and seen > _NATIVE_KEYS
     return many and bounds.max_query_len <= 1 and max(shape.head_dim, shape.head_dim_v) <= _NATIVE_DIM

@@ -277,6 +277,7 @@ def staging_of(
         k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
     if v_scale_cache is not None:
         v_scales = (v_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
-    of_head = (key + head_offset(kv_head, sk_h, ALIGNED), value + head_offset(kv_head, sv_h, ALIGNED))
-    codes = (of_head[0], of_head[1], sk_b, sv_b)
+    key += head_offset(kv_head, sk_h, ALIGNED)
+    value += head_offset(kv_head, sv_h, ALIGNED)
+    codes = (key, value, sk_b, sv_b)
     return Staging(codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES)

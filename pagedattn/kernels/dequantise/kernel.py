@@ -70,8 +70,8 @@ def _dequantise_kernel(
     tl.store(to_value + row * DV + dim, v.to(to_value.dtype.element_ty), mask=known[:, None] & (dim < DV))
 
 
-SCRATCH = ("to_key", "to_value", "to_table", "to_scales")  # `../prefill_sm90/copy_kernel.py` has them in this order
-_launch = Launcher(_dequantise_kernel, VARYING, SCRATCH)
+# `../prefill_sm90/copy_kernel.py` has what is copied in this order.
+_launch = Launcher(_dequantise_kernel, VARYING, ("to_key", "to_value", "to_table", "to_scales"))
 
 
 def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = None) -> AttentionInputs:
