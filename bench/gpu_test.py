@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent
 SUITES = (
     *("tests/gpu", "tests/backends", "tests/ops", "tests/test_deterministic.py", "tests/test_compile.py"),
     *("tests/engine/test_fused_ops.py", "tests/engine/test_draw_kernels.py", "tests/engine/test_decode_inputs.py"),
-    "tests/engine/test_token_counts.py",
+    *("tests/engine/test_token_counts.py", "tests/test_rounding.py", "tests/test_format_int4.py"),
+    *("tests/test_format_k8v4.py", "tests/test_format_turboquant.py"),
     *("tests/integrations/test_hf_generate_gpu.py", "tests/integrations/test_engine_graphs_gpu.py"),
 )
 ALONE = (  # these take most of the device's memory

@@ -374,7 +374,8 @@ def compile_writes() -> None:
     for name, size, recent in (("int4", 32, 0), ("turboquant_k3v4", 48, 2)):
         given = {"SEQS": 256, "S": size, "D": 128, "DV": 128, "PARTS": 4, "RECENT": recent, **format_of_kernels(name)}
         types = {**tables, **rows, **dict.fromkeys(("key_cache", "value_cache"), "*u8"), **plane_types(name)}
-        report(f"seal_blocks-sm80-{name}", seal_blocks._seal_blocks_kernel, types, given, 80, num_warps=2)
+        options = {"num_warps": 2, "maxnreg": seal_blocks._MAX_REGISTERS}
+        report(f"seal_blocks-sm80-{name}", seal_blocks._seal_blocks_kernel, types, given, 80, **options)
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..rounding import nearest_even
 from . import rotation, steps
 
 block_of = triton.constexpr_function(rotation.block_of)
@@ -41,8 +42,8 @@ def hadamard(x, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def rotated_steps(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Of float32 rows [H, WIDTH]: steps int32, 0 outside `mask`, the powers of two [H], and which rows are finite.
-    `steps.rotated_steps` says what they are."""
+    """Of float32 rows [H, WIDTH]: steps, whole numbers as float32, 0 outside `mask`, the powers of two [H], and which
+    rows are finite. `steps.rotated_steps` says what they are."""
     # The largest of bits, in which NaN is larger than all numbers.
     largest = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = largest < 0x7F800000
@@ -51,8 +52,7 @@ def rotated_steps(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     turned = hadamard(row * down[:, None] * signs(tl.arange(0, WIDTH))[None, :], D, WIDTH)
     turned = tl.where(mask & finite[:, None], turned, 0.0)
-    # Below 2**22 an addition of 1.5 * 2**23 leaves float32 no digits behind the point.
-    return ((turned * _steps_per_unit(D, FRACTION) + 12582912.0) - 12582912.0).to(tl.int32), up, finite
+    return nearest_even(turned * _steps_per_unit(D, FRACTION)), up, finite
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..base import RowKernels
 from ..native.device import load_tile
+from ..rounding import nearest_even
 
 
 @triton.jit
@@ -34,13 +35,6 @@ def encode_rows(rows):
     of_row = tl.where(of_row == 0, 1.0, of_row)
     code = nearest_even(tl.div_rn(rows, tl.broadcast_to(of_row[:, None], rows.shape)))
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8), of_row
-
-
-@triton.jit
-def nearest_even(x):
-    """Of a magnitude below 2**22: there an addition of 1.5 * 2**23 leaves float32 no digits behind the point. Of larger
-    ones something as large."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit

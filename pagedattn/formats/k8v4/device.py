@@ -9,9 +9,10 @@ from ..base import RowKernels
 from ..bit_packing.device import load_codes, store_codes
 from ..hadamard.device import FRACTION, rotate_back, rotated_steps, step_size
 from ..int8.device import row_scale
+from ..rounding import nearest_integer
 from .format import HALF_STEPS
 
-_HALF_STEPS = tl.constexpr(HALF_STEPS)
+_HALF_STEPS = tl.constexpr(float(HALF_STEPS))
 
 
 @triton.jit
@@ -35,16 +36,26 @@ def write_row(
 def encode_rotated(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     """Codes int32 [H, WIDTH], 0 beyond D, and scales float32 [H]. `RotatedRows4.encode` says how."""
     steps, up, finite = rotated_steps(row, mask, D, WIDTH)
-    size = tl.abs(steps)  # below 2**18, as are elements below 2
-    most = tl.max(size, 1)
-    number = tl.zeros(steps.shape, tl.int32)
-    for edge in tl.static_range(2, 16, 2):
-        number += (size * _HALF_STEPS >= (most * edge)[:, None]).to(tl.int32)
+    number = edges_below(tl.abs(steps))
     level = tl.where(mask, 2 * number + 1, 0)
     norm = tl.maximum(tl.sum(level * level, 1), 1)  # 0 of no head
-    found = tl.div_rn(tl.sum(size * level, 1).to(tl.float32), norm.to(tl.float32))
+    found = tl.div_rn(tl.sum(nearest_integer(tl.abs(steps)) * level, 1).to(tl.float32), norm.to(tl.float32))
     of_row = tl.where(finite, found * step_size(D, FRACTION) * up, float("nan"))
-    return tl.where(mask, tl.where(steps < 0, 7 - number, 8 + number), 0), of_row
+    mirrored = number ^ (steps.to(tl.int32, bitcast=True) >> 31)  # of negative elements -1 - number
+    return tl.where(mask, 8 + mirrored, 0), of_row
+
+
+@triton.jit
+def edges_below(size):
+    """int32: how many of the edges 2, 4, ..., 14 half steps between levels sizes [H, WIDTH] have reached; of rows of
+    zeros, all seven. Sizes are float32 whole numbers of at most 2**18, as those of elements below 2 are.
+
+    Quotients by a row's largest size are whole, or 2**-19 or more below the next whole number, while what is rounded
+    here is off by at most 2**-20 below 7: `bias` is half way between. That was tried for every row and edge."""
+    most = tl.max(size, 1)
+    per_size = tl.div_rn(tl.full(most.shape, 0.5 * _HALF_STEPS, tl.float32), tl.maximum(most, 1.0))
+    bias = tl.where(most > 0, 2.0**-20 - 0.5, 7.0)
+    return nearest_integer(tl.minimum(size * per_size[:, None] + bias[:, None], 7.0))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from ..base import RowKernels
 from ..bit_packing.device import load_codes, store_codes
 from ..bit_packing.packing import bytes_of
 from ..hadamard.device import FRACTION, rotate, rotate_back, rotated_steps, step_size
+from ..rounding import nearest_integer
 from . import codebook
 from .format import LARGEST
 
@@ -34,9 +35,9 @@ def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr)
     """Codes int32 [H, WIDTH], 0 beyond D, and factors float16 [H]. `TurboQuantRows.encode` says how."""
     HALF: tl.constexpr = 1 << BITS - 1
     steps, up, finite = rotated_steps(row, mask, D, WIDTH)
-    wide = steps.to(tl.int64)
+    wide = nearest_integer(steps).to(tl.int64)
     length = tl.sqrt_rn(tl.sum(wide * wide, 1).to(tl.float32))
-    size = tl.abs(steps).to(tl.float32)
+    size = tl.abs(steps)
     number = tl.zeros(steps.shape, tl.int32)
     for at in tl.static_range(HALF - 1):
         number += (size >= (length * _edge_of(_LEVELS[BITS], _UNITS[BITS], at, D))[:, None]).to(tl.int32)
