@@ -38,6 +38,7 @@ from pagedattn.cli import packaged_model
 from pagedattn.engine import LLM
 from pagedattn.errors import PagedAttnError
 from pagedattn.integrations.transformers import PackedModel, disable, enable, new_cache
+from pagedattn.spec import ContextParallel
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-qwen3"
@@ -90,9 +91,14 @@ def wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
     call(metadata=CommonAttentionMetadata.from_lengths([3], [3], torch.tensor([[9, 2]], dtype=torch.int32)))
 
 
-def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDATTN_CHECK", "2")
+def wrong_scales() -> None:
     call({**FP8, "k_scale": torch.tensor([1.0, math.nan])}, FP8)
+
+
+def scales_of_int8() -> None:
+    cache = PagedKVCache(1, 4, num_kv_heads=2, head_dim=64, dtype=torch.float32, kv_cache_dtype="int8").layer(0)
+    rows, slots = torch.zeros(1, 2, 64), torch.zeros(1, dtype=torch.int64)
+    ops.reshape_and_cache(rows, rows, cache.key, cache.value, slots, **cache.stored, k_scale=2.0)
 
 
 def capture() -> None:
@@ -224,6 +230,9 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     env.check_level()
 
 
+RANKS = ContextParallel(world=2, rank=0)
+
+
 class Here:
     """What a provocation may need."""
 
@@ -235,17 +244,19 @@ class Here:
 PROVOKED: dict[str, Callable[[Here], object]] = {
     "backend must be one of": lambda here: select_backend(SPEC, "TORHC"),
     "backend FLASHINFER, asked for": lambda here: select_backend(SPEC, "FLASHINFER"),
-    "no backend can serve": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
-    "... FLASHINFER: ...": lambda here: select_backend(SPEC.replace(kv_scale="token_head")),
+    "no backend can serve": lambda here: select_backend(SPEC.replace(context_parallel=RANKS)),
+    "... FLASHINFER: ...": lambda here: select_backend(SPEC.replace(context_parallel=RANKS)),
     "query must be [T, 8, 64]": lambda here: call(query=torch.zeros(3, 4, 64)),
     "query must be torch.float32": lambda here: call(query=torch.zeros(3, 8, 64, dtype=torch.float16)),
     "kv_cache must be blocks of 16": lambda here: call({"block_size": 16}, {"block_size": 32}),
     "kv_cache_dtype must be one of": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int9"),
     "... kv_cache_dtype=int8": lambda here: select_backend(SPEC.replace(kv_cache_dtype="int8"), "FLASHINFER"),
     "... block_size=2048": lambda here: select_backend(SPEC.replace(block_size=2048), "TRITON"),
-    "k_scale must be positive finite numbers": lambda here: wrong_scales(here.monkeypatch),
+    "k_scale must be positive finite numbers": lambda here: wrong_scales(),
     "kv_cache.key_scale must be": lambda here: without_a_plane(),
     "k_scale, v_scale, kv_scale must be": lambda here: call({"kv_cache_dtype": "int8", "k_scale": 1.0}),
+    "k_scale, v_scale must be": lambda here: scales_of_int8(),
+    "kv_scale must be 'none'": lambda here: SPEC.replace(kv_cache_dtype="int8", kv_scale="head"),
     "k_scale must be a tensor": lambda here: call({**FP8, "k_scale": math.nan}),
     "head_dim must be 576": lambda here: MLASpec(head_dim=40, latent_dim=32, kv_cache_dtype="fp8_ds_mla"),
     "kv_cache_dtype must be a format of keys": lambda here: attend_to_latent_rows(),
@@ -255,7 +266,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "recent_blocks must be": lambda here: PagedKVCache(1, 4, 32, kv_cache_dtype="int4"),
     "recent_table must be": lambda here: without_recent_table(),
     "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
-    "kv_cache must be of torch.float8": lambda here: call({"kv_cache_dtype": "fp8"}),
+    "kv_cache must be of kv_cache_dtype": lambda here: call({"kv_cache_dtype": "fp8"}),
     "metadata must be planned": lambda here: other_plan(),
     "seq_lens must be at most": lambda here: CommonAttentionMetadata.from_lengths(
         [20], [20], torch.zeros(1, 1, dtype=torch.int32)

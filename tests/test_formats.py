@@ -113,8 +113,9 @@ def test_a_cache_of_other_planes_has_another_layout() -> None:
     ("layer", "cache", "match"),
     [
         ("int8", "auto", "int8"),
-        ("auto", "int8", "float32"),
-        ("fp8", "fp8_e5m2", "float8_e4m3fn"),
+        ("auto", "int8", "'auto', got 'int8'"),
+        ("k8v4", "int8", "'k8v4', got 'int8'"),
+        ("fp8", "fp8_e5m2", "'fp8_e4m3', got 'fp8_e5m2'"),
     ],
 )
 def test_a_layer_and_its_cache_have_one_format(layer: str, cache: str, match: str) -> None:
@@ -131,7 +132,7 @@ def test_scales_of_its_own_are_part_of_an_int8_cache() -> None:
     cache, new = PagedKVCache(**SHAPE, kv_cache_dtype="int8").layer(0), torch.zeros(1, 2, 8)
     bare = LayerCache(cache.key, cache.value, format="int8")
     unnamed = LayerCache(cache.key, cache.value, cache.key_scale, cache.value_scale)
-    for other, match in ((bare, "key_scale"), (unnamed, "of kv_cache_dtype='int8', got None")):
+    for other, match in ((bare, "key_scale"), (unnamed, "of kv_cache_dtype='int8', got 'auto', as its dtype says")):
         with pytest.raises(InvalidInputError, match=match):
             attention(torch.zeros(1, 4, 8), new, new, other, attention.build(common))
     with pytest.raises(InvalidInputError, match="k_scale, v_scale, kv_scale must be given for fp8"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, paged_attention
-from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.errors import InvalidInputError
 from pagedattn.spec.scales import LayerScales, scale_kind
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -80,8 +80,13 @@ def test_what_contradicts_itself_is_refused() -> None:
         attend(layer_of(kv_scale="head"), k_scale=0.5, v_scale=0.5)
     with pytest.raises(InvalidInputError, match="kind announced, kv_scale=None"):
         attend(layer_of(), k_scale=0.5, v_scale=0.5)
-    with pytest.raises(UnsupportedError, match="kv_scale=token_head"):
+    for one in ({"k_scale": 0.5}, {"v_scale": 0.5}):
+        with pytest.raises(InvalidInputError, match=r"kv_scale='float', got no [kv]_scale; pass both"):
+            attend(layer_of(kv_scale="float"), **one)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="kv_scale must be one of"):
         layer_of(kv_scale="token_head")
+    with pytest.raises(InvalidInputError, match="k_scale must be a tensor, or a positive finite number, got True"):
+        layer_of(k_scale=True)
     assert LayerScales.given(None, 0.5, None, "fp8_e5m2", KV_HEADS).kind == "float"
 
 
@@ -154,7 +159,9 @@ def test_one_scale_per_head_of_one_head() -> None:
 def test_a_cache_of_other_elements_is_refused() -> None:
     wrong = PagedKVCache(1, 4, 16, KV_HEADS, DIM).layer(0)
     common = CommonAttentionMetadata.from_lengths([1], [1], torch.tensor([[1]], dtype=torch.int32))
-    with pytest.raises(InvalidInputError, match=r"kv_cache must be of .*float8_e4m3fn"):
+    with pytest.raises(
+        InvalidInputError, match="kv_cache must be of kv_cache_dtype='fp8_e4m3', got 'auto'; build layer and cache"
+    ):
         layer_of()(torch.randn(1, HEADS, DIM), None, None, wrong, common)
     with pytest.raises(InvalidInputError, match="given for fp8 caches only"):
         paged_attention(torch.randn(1, HEADS, DIM), None, None, wrong, common, k_scale=0.5)
@@ -163,18 +170,19 @@ def test_a_cache_of_other_elements_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -0.02, 1e-60])
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_elements_of_scales_are_looked_at_by_level_2(name: str, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the layer and of the call, in the layer and in the function, whether something is written or not."""
+    """Of a call, in the layer and in the function, whether something is written or not; of a layer when it is built."""
     scales: dict[str, Any] = {"k_scale": PER_HEAD[0], "v_scale": PER_HEAD[1], name: torch.tensor([0.02, wrong])}
     message = rf"{name} must be positive finite numbers, got \S+ at index 1; stored is value / scale"
-    own, announced = layer_of(**scales), layer_of(kv_scale="head")
-    for out, *_ in (attend(own), attend(announced, **scales)):  # nothing is found without a look at the device
-        assert out.shape == (20, HEADS, DIM)
+    announced = layer_of(kv_scale="head")
+    out, *_ = attend(announced, **scales)  # of a call, nothing is found without a look at the device
+    assert out.shape == (20, HEADS, DIM)
+    with pytest.raises(InvalidInputError, match=message):
+        layer_of(**scales)  # on the CPU
     monkeypatch.setenv("PAGEDATTN_CHECK", "2")
     cache = PagedKVCache(1, 4, 16, KV_HEADS, DIM, kv_cache_dtype="fp8").layer(0)
     common = CommonAttentionMetadata.from_lengths([1], [20], torch.tensor([[2, 1]], dtype=torch.int32))
     query = torch.zeros(1, HEADS, DIM)
     for run in (
-        lambda: attend(own),
         lambda: attend(announced, **scales),
         lambda: announced(query, None, None, cache, common, **scales),
         lambda: paged_attention(query, None, None, cache, common, **scales),

@@ -216,7 +216,6 @@ def test_every_refusal_has_values(name: str) -> None:
     odd = SPEC.replace(
         device_type="tpu",
         dtype=torch.int32,
-        kv_scale="token_head",
         head_dim=601,
         head_dim_v=600,
         block_size=4096,
@@ -226,7 +225,7 @@ def test_every_refusal_has_values(name: str) -> None:
     )
     found = registry.get_backend(name).rejections(odd)
     features = {one.feature for one in found}
-    assert {"device_type", "dtype", "kv_scale", "context_parallel"} <= features
+    assert {"device_type", "dtype", "context_parallel"} <= features
     assert all(one.feature and str(one.requested) and str(one.supported) for one in found)
 
 

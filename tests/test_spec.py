@@ -63,7 +63,7 @@ RESTRICTIONS = {
     "max_capability": ((9, 0), {"capability": (10, 0)}, "capability", (10, 0), "at most (9, 0)"),
     "dtypes": ((torch.float32, torch.float16), {"dtype": torch.bfloat16}, "dtype", "bfloat16", "float32, float16"),
     "kv_cache_dtypes": (("auto", "int8"), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8_e4m3", "auto, int8"),
-    "kv_scales": (("none", "float"), {"kv_scale": "head"}, "kv_scale", "head", "none, float"),
+    "kv_scales": (("none", "float"), {"kv_cache_dtype": "fp8", "kv_scale": "head"}, "kv_scale", "head", "none, float"),
     "head_dims": (IntRange(16, 256, 8), {"head_dim": 100}, "head_dim", 100, "multiples of 8 in 16..256"),
     "any_head_dim_v": (False, {"head_dim_v": 32}, "head_dim_v", 32, "head_dim (64) only"),
     "latent_dims": (IntRange(values=(256,)), LATENT, "latent_dim", 512, "256"),

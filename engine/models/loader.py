@@ -28,8 +28,13 @@ _DTYPES = ("F16", "BF16", "F32", "F64")
 _MAX_HEADER_BYTES = 100_000_000
 _FOREIGN = {b"PK\x03\x04": "a zip archive (torch.save)", b"GGUF": "a GGUF file"}
 _DUMMY_STD = 0.02
-# `model.layers.3.self_attn.k_scale`; older writers say kv_scale of both, or name them under `attn` or a projection.
-_KV_SCALE = re.compile(r"(?:^|\.)(\d+)\.(?:self_)?attn\.(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale$")
+# `model.layers.3.self_attn.k_scale`; older writers say kv_scale of both, or name them under `attn` or a projection, or
+# as what k_proj and v_proj give out.
+_KV_SCALE = re.compile(
+    r"(?:^|\.)(\d+)\.(?:self_)?attn\.(?:(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale)$"
+)
+# Of queries and probabilities in fp8, which no kernel here needs: they are quantised by their own size, if at all.
+_UNUSED_SCALE = re.compile(r"(?:^|\.)\d+\.(?:self_)?attn\.(?:attn\.|q_proj\.)?(?:q|prob)_scale$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +92,42 @@ def read_tensors(folder: ModelFolder) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_kv_scales(folder: ModelFolder) -> dict[int, tuple[float | None, float | None]]:
-    """The k_scale and v_scale of each layer that has one in the checkpoint, by its index.
+def read_kv_scales(folder: ModelFolder) -> dict[int, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """The k_scale and v_scale of each layer that has one in the checkpoint, by its index: float32, of one element or of
+    one for each KV head of the model.
 
     Raises:
-        WeightsError: one is no positive finite number, or there are several.
+        WeightsError: an element is no positive finite number, or a layer has several such tensors.
     """
-    found: dict[int, list[float | None]] = {}
+    found: dict[int, list[torch.Tensor | None]] = {}
     for name, tensor in _text_inventory(folder).items():
         match = _KV_SCALE.search(name)
         if match is None:
             continue
         with safe_open(tensor.file, framework="pt") as file:
-            values = file.get_tensor(tensor.name).float()
-        scale = values.item() if values.numel() == 1 else math.nan
-        pair, sides = found.setdefault(int(match[1]), [None, None]), {"k": (0,), "v": (1,), "kv": (0, 1)}[match[2]]
-        if not 0 < scale < math.inf or any(pair[side] is not None for side in sides):
-            got = f"{values.flatten()[:8].tolist()} of shape {list(values.shape)}"
-            raise WeightsError(
-                f"tensor {name!r} must be one positive finite number, the layer's only one, got {got}; "
-                "give kv_scales=, a file of `pagedattn calibrate`, in its place"
-            )
+            scale = file.get_tensor(tensor.name).float().flatten()
+        pair = found.setdefault(int(match[1]), [None, None])
+        sides = {"k": (0,), "v": (1,), "kv": (0, 1)}[match[2] or match[3]]
+        known = bool(((scale > 0) & (scale < math.inf)).all()) and scale.numel() > 0
+        if not known or any(pair[side] is not None for side in sides):
+            raise refused_scale(name, scale, "of the layer's keys or values alone")
         for side in sides:
             pair[side] = scale
     return {index: (pair[0], pair[1]) for index, pair in found.items()}
 
 
+def refused_scale(name: str, scale: torch.Tensor, expected: str) -> WeightsError:
+    """Of a tensor of scales that the engine cannot use."""
+    return WeightsError(
+        f"tensor {name!r} must be positive finite numbers, one or one per KV head, {expected}, got "
+        f"{scale[:8].tolist()} of {len(scale)} elements; give kv_scales=, a file of `pagedattn calibrate`, in its place"
+    )
+
+
 def _inventory(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """The weights of `_text_inventory`, without scales of a cache."""
-    return {name: tensor for name, tensor in _text_inventory(folder).items() if not _KV_SCALE.search(name)}
+    """The weights of `_text_inventory`, without scales of a cache, of queries and of probabilities."""
+    every = _text_inventory(folder).items()
+    return {name: one for name, one in every if not (_KV_SCALE.search(name) or _UNUSED_SCALE.search(name))}
 
 
 def _text_inventory(folder: ModelFolder) -> dict[str, StoredTensor]:

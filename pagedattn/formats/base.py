@@ -43,6 +43,14 @@ def check_scales(name: str, planes: Sequence[Plane], scales: torch.Tensor | None
     raise InvalidInputError(name, expected, got, "pass all planes of one LayerCache, as PagedKVCache.layer(i) has them")
 
 
+def check_takes_scales(form: CacheFormat, k_scale: object, v_scale: object) -> None:
+    """Raise InvalidInputError where a call brings scales for a format that computes them itself. Elements of the
+    model's dtype may be multiplied when they are read."""
+    if (k_scale is not None or v_scale is not None) and not form.takes_scales and form.name != "auto":
+        name, remedy = "k_scale, v_scale", "leave them out, or take kv_cache_dtype='fp8'"
+        raise InvalidInputError(name, "given for fp8 caches only", f"one for kv_cache_dtype={form.name!r}", remedy)
+
+
 def plane_strides(plane: torch.Tensor | None) -> tuple[int, int, int] | None:
     """By block, slot and head, of a plane [P, S or 1, Hkv, n]; one of blocks has the same for all slots."""
     if plane is None:

@@ -57,9 +57,13 @@ class KVCacheDtype:
         name = "auto" if name is None else name
         if not isinstance(name, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(name))
-        if window or first or ":" in name:
+        if window or first:
             name = format_of(name).with_native(window, first).name
-        native, skip_layers = format_of(name).name == "auto", tuple(skip_layers)
+        name = format_of(name).name  # of an alias too: what is stored alike is equal
+        native = name == "auto"
+        if not isinstance(skip_layers, Sequence):
+            raise InvalidInputError("skip_layers", "integers, each once", repr(skip_layers), "(0,) skips layer 0")
+        skip_layers = tuple(skip_layers)
         if any(type(index) is not int for index in skip_layers) or len({*skip_layers}) < len(skip_layers):
             raise InvalidInputError("skip_layers", "integers, each once", repr(skip_layers))
         if native and skip_layers:

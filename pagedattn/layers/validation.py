@@ -12,6 +12,7 @@ from ..formats.base import LayerCache, check_scales
 from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.registry import stored_as
 from ..spec import AttentionSpec, AttentionType
+from ..spec.scales import check_elements
 from ..step.bounds import (
     check_lengths_fit_table,
     check_lengths_within_bounds,
@@ -132,6 +133,10 @@ def _check_latent_cache(
 
 def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
     form = spec.format
+    stored = stored_as(kv_cache.format, kv_cache.key.dtype)
+    if stored is not form:
+        got = f"{stored.name!r}{', as its dtype says' if kv_cache.format is None else ''}"
+        raise InvalidInputError("kv_cache", f"of kv_cache_dtype={form.name!r}", got, _ONE_FORMAT)
     keys, values = form.key.planes(spec.head_dim, spec.dtype), form.value.planes(spec.value_dim, spec.dtype)
     got = tuple(kv_cache.key.shape[2:]), tuple(kv_cache.value.shape[2:])
     want = (spec.kv_heads, keys[0].width), (spec.kv_heads, values[0].width)
@@ -140,8 +145,6 @@ def _planes(spec: AttentionSpec, kv_cache: LayerCache) -> None:
     if (kv_cache.key.dtype, kv_cache.value.dtype) != (keys[0].dtype, values[0].dtype):
         expected = f"of {keys[0].dtype}, as kv_cache_dtype={spec.kv_cache_dtype!r} says"
         raise InvalidInputError("kv_cache", expected, kv_cache.key.dtype, _ONE_FORMAT)
-    if stored_as(kv_cache.format, kv_cache.key.dtype) is not form:
-        raise InvalidInputError("kv_cache", f"of kv_cache_dtype={form.name!r}", repr(kv_cache.format), _ONE_FORMAT)
     check_scales("kv_cache.key_scale", keys, kv_cache.key_scale, kv_cache.key)
     check_scales("kv_cache.value_scale", values, kv_cache.value_scale, kv_cache.value)
 
@@ -222,11 +225,8 @@ def _check_recent_table(
 
 def _contents_of_scales(call: AttentionCall) -> None:
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-        elements = scale.reshape(-1).tolist() if isinstance(scale, torch.Tensor) else []
-        for index, element in enumerate(elements):
-            if not is_scale(element):
-                got = f"{element} at index {index}"
-                raise InvalidInputError(name, "positive finite numbers", got, POSITIVE_SCALE)
+        if isinstance(scale, torch.Tensor):
+            check_elements(name, scale)
 
 
 def _packed(key: torch.Tensor | None, value: torch.Tensor | None, seq_lens: torch.Tensor | None) -> None:

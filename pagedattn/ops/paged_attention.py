@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.base import check_takes_scales
+from ..formats.registry import stored_as
 from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.reference import attention
@@ -61,7 +63,8 @@ def paged_attention(
             token each (or, in a batch of nothing else, none: the padding of a captured graph).
         mask: which keys a query sees, causal where it leaves that open; a mask_mod is for the torch path only, and not
             traceable. softcap: cap * tanh(logit / cap), None is no cap.
-        k_scale, v_scale: what stored elements are multiplied with: a float, or float32 [1] or [Hkv]; None is 1.
+        k_scale, v_scale: what elements of the query's dtype or of fp8 are multiplied with: a float, or float32 [1] or
+            [Hkv]; None is 1.
         sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
         accumulate: out and lse hold attention of the same rows over other keys, with their sinks; afterwards they hold
             attention over both. Rows of no key here keep what they hold.
@@ -84,6 +87,7 @@ def paged_attention(
     """
     if out is None:
         out = query.new_empty(len(query), query.shape[1], value.shape[-1])
+    check_takes_scales(stored_as(kv_cache_dtype, key.dtype), k_scale, v_scale)
     k_scale, k_factor = scale_parts("k_scale", k_scale, key.shape[-2], key.device)
     v_scale, v_factor = scale_parts("v_scale", v_scale, key.shape[-2], key.device)
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import InvalidInputError
-from ..formats.base import RowFormat, check_scales
+from ..formats.base import RowFormat, check_scales, check_takes_scales
 from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.native.format import NATIVE
 from ..formats.registry import stored_as
@@ -66,6 +66,7 @@ def reshape_and_cache(
         _check(value, value_cache, v_scale_cache, slot_mapping, form.value, "value")
         if value_cache.shape[:3] != key_cache.shape[:3]:
             refuse("value_cache", f"{list(key_cache.shape[:3])} and Dv", value_cache)
+    check_takes_scales(form, k_scale, v_scale)
     k_tensor, k_value = split_scale(k_scale, key, key_cache, "k_scale")
     v_tensor, v_value = (None, 1.0) if value is None else split_scale(v_scale, value, value_cache, "v_scale")
     stored = (k_scale_cache, v_scale_cache, kv_cache_dtype)

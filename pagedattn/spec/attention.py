@@ -15,7 +15,7 @@ from ..formats.registry import NAMES, format_of
 from .mask import Mask
 
 KV_CACHE_DTYPES = NAMES
-KV_SCALES = ("none", "float", "tensor", "head", "token_head")
+KV_SCALES = ("none", "float", "tensor", "head")
 CACHE_LAYOUTS = ("NHD", "HND")
 # What to pass where a latent layer has no scale: it cannot be told from the width of a row.
 LATENT_SCALE = "pass (nope_dim + rope_dim) ** -0.5, times the square of yarn's mscale where the model has one"
@@ -158,6 +158,9 @@ class AttentionSpec:
         ):
             if getattr(self, name) not in known:
                 raise InvalidInputError(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
+        if self.kv_scale != "none" and self.uses_cache and not self.format.takes_scales:
+            expected = f"'none' for kv_cache_dtype={self.kv_cache_dtype!r}, as scales are given for fp8 caches only"
+            raise InvalidInputError("kv_scale", expected, repr(self.kv_scale), "take kv_cache_dtype='fp8'")
 
     @property
     def kv_heads(self) -> int:

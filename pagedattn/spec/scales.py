@@ -99,10 +99,11 @@ class LayerScales:
         """
         if key is None and value is None and self.announced is None:
             return self.key, self.value
-        kind = scale_kind(key, value)
+        kind = scale_kind(key, value) if key is not None and value is not None else "none"
         if kind != self.announced and (kind, self.announced) != ("tensor", "head"):  # one element serves every head
             expected = f"of the kind announced, kv_scale={self.announced!r}"
-            got = "neither" if kind == "none" else repr(kind)
+            missing = [name for name, scale in (("k_scale", key), ("v_scale", value)) if scale is None]
+            got = f"no {' and no '.join(missing)}" if missing else repr(kind)
             remedy = "pass both with each call" if self.announced else "build the layer with kv_scale= for it"
             raise InvalidInputError("k_scale and v_scale", expected, got, remedy)
         return key, value
@@ -115,17 +116,27 @@ def _kind(scale: float | torch.Tensor) -> str:
 
 
 def _given(name: str, scale: Scale, kv_heads: int) -> Scale:
-    """A scale as the layer keeps it; what a tensor holds is not looked at, which could wait for a device."""
+    """A scale as the layer keeps it; what a tensor on a device holds is not looked at, which would wait for it."""
     if scale is None:
         return None
     if isinstance(scale, torch.Tensor):
         if scale.numel() not in (1, kv_heads):
             expected = f"of 1 or {kv_heads} elements, one per KV head"
             raise InvalidInputError(name, expected, list(scale.shape), "give this layer's heads only")
+        if scale.device.type == "cpu":
+            check_elements(name, scale)
         return scale.float().reshape(-1)
-    if not isinstance(scale, int | float) or not is_scale(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not is_scale(scale):
         raise InvalidInputError(name, "a tensor, or a positive finite number", scale, POSITIVE_SCALE)
     return float(scale)
+
+
+def check_elements(name: str, scale: torch.Tensor) -> None:
+    """Raise InvalidInputError for an element that is no scale; waits for the tensor's device."""
+    for index, element in enumerate(scale.reshape(-1).tolist()):
+        if not is_scale(element):
+            got = f"{element} at index {index}"
+            raise InvalidInputError(name, "positive finite numbers", got, POSITIVE_SCALE)
 
 
 def _tensor(scale: float | torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def test_serves_all_it_must() -> None:
         ({"compile": True}, "compile"),
         ({"mask_mod": torch.ge}, "mask_mod"),
         ({"graph_level": GraphLevel.UNIFORM_BATCH}, "graph_level"),
-        ({"kv_cache_dtype": "int8", "kv_scale": "token_head"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "fp8", "kv_scale": "head"}, "kv_scale"),
         ({"kv_cache_dtype": "fp8", "head_dim": 64}, "kv_cache_dtype"),
         ({"causal": False, "sliding_window": 9}, "sliding_window"),

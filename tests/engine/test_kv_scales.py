@@ -157,11 +157,31 @@ def test_scales_of_a_checkpoint_are_used(made: tuple[Path, KVScales], impl: str,
     assert (tokens == exact).sum() > (lost == exact).sum()  # one scale of both heads is not enough for this model
 
 
-@pytest.mark.parametrize("wrong", [[-1.0], [0.0], [float("nan")], [1.0, 2.0]])
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_scales_of_each_head_and_of_others_in_a_checkpoint(
+    made: tuple[Path, KVScales], impl: str, tmp_path: Path
+) -> None:
+    """One per KV head, as what projections give out, beside one for all; those of queries are not read."""
+    folder, scales = made
+    pairs, stored = scales.scales("fp8"), dict[str, torch.Tensor]()
+    for index, (key, value) in enumerate(pairs):
+        layer = f"model.layers.{index}.self_attn"
+        stored |= {f"{layer}.q_scale": torch.tensor(0.5), f"{layer}.attn.prob_scale": torch.tensor(0.5)}
+        stored |= {f"{layer}.k_proj.output_scale": key, f"{layer}.v_scale": value if index else value.max()[None]}
+    copy = with_scales(folder, tmp_path / "model", stored, quantization_config=SCHEME)
+    tokens, _, llm = run(copy, model_impl=impl, kv_cache_dtype="fp8")
+    for index, (pair, want) in enumerate(zip(given_scales(llm), pairs, strict=True)):
+        assert torch.equal(pair[0], want[0]) and torch.equal(pair[1], want[1] if index else want[1].max().expand(2))
+    if impl == "native":
+        wanted, _, _ = run(folder, kv_cache_dtype="fp8", kv_scales=folder / "kv_scales.json")
+        assert (tokens == wanted).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("wrong", [[-1.0], [0.0], [float("nan")], [1.0, -2.0], [1.0, 2.0, 3.0], []])
 def test_a_scale_of_a_checkpoint_that_is_none_is_refused(folder: Path, wrong: list[float], tmp_path: Path) -> None:
     copy = with_scales(folder, tmp_path / "model", {"model.layers.1.self_attn.v_scale": torch.tensor(wrong)})
     with pytest.raises(
-        WeightsError, match=r"layers\.1\.self_attn\.v_scale' must be one positive .*pagedattn calibrate"
+        WeightsError, match=r"(layers\.1\.self_attn\.v_scale|of layer 1)' must be positive .*pagedattn calibrate"
     ):
         run(copy, kv_cache_dtype="fp8")
     run(copy, kv_cache_dtype="int8")
