@@ -129,7 +129,7 @@ def test_scales_that_cannot_be_are_refused(name: str) -> None:
 
 def test_a_cache_of_another_format_is_refused() -> None:
     for layer, model in ((layer_of(**FORM), Model([6])), (layer_of(), StoredModel([6]))):
-        with pytest.raises(InvalidInputError, match="^kv_cache must be of kv_cache_dtype="):
+        with pytest.raises(InvalidInputError, match=r"^kv_cache must be of kv_cache_dtype="):
             model.run(layer, [2], [6])
     with pytest.raises(UnsupportedError, match=r"kv_cache_dtype=fp8_e5m2 \(serves auto, fp8_e4m3, fp8_ds_mla\)"):
         layer_of(kv_cache_dtype="fp8_e5m2")
