@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from ..errors import InvalidInputError
+from ..formats.base import RowFormat, check_scales, check_takes_scales
+from ..formats.registry import stored_as
 from ..runtime.op_registry import choose, csrc_op, expect, load, register
 
 
@@ -15,22 +20,36 @@ def gather_kv(
     num_tokens: int,
     *,
     starts: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    head_dims: tuple[int, int] | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
     path: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows starts[b] .. starts[b] + cu_lens[b + 1] - cu_lens[b] - 1 of each sequence b, packed in order.
 
     Args:
-        key_cache: [P, S, Hkv, D]. value_cache: [P, S, Hkv, Dv] or None.
+        key_cache: [P, S, Hkv, D], or codes of a format [P, S, Hkv, n]. value_cache: the same of values, or None.
         block_table: [B, max_blocks] int32. cu_lens: [B + 1] int32, not falling, from 0. starts: [B] int32, zeros
             where None.
         num_tokens: rows of the result, a host integer, at least cu_lens[B]; rows past that are zero.
+        dtype: None copies elements and codes as they are stored. Else rows are what their format decodes, in this
+            dtype, which the arguments that follow are for; the cache alone is read, where a format of whole blocks has
+            no rows of open ones. A format decodes in torch, in float32.
+        head_dims: D and Dv; None: as many as there are codes, which formats that pack them do not say.
+        k_scale, v_scale: of fp8 caches, a float, or float32 [1] or [Hkv]; None is 1.
+        kv_cache_dtype: the name of the cache's format; "auto": as its dtype says.
+        k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own.
 
     Returns:
         key [num_tokens, Hkv, D] and value [num_tokens, Hkv, Dv] (None where there is no value_cache). A row past the
         table or in a block outside the cache is zero.
 
     Raises:
-        InvalidInputError: wrong ranks, lengths, dtypes or devices.
+        InvalidInputError: wrong ranks, lengths, dtypes, devices, planes or scales.
     """
     expect(key_cache.dim() == 4 and key_cache.stride(3) == 1, "key_cache", "[P, S, Hkv, D], last stride 1", key_cache)
     table_ok = block_table.dim() == 2 and block_table.dtype == torch.int32
@@ -44,8 +63,49 @@ def gather_kv(
     for name, tensor in others.items():
         if tensor is not None:
             expect(tensor.device == key_cache.device, name, f"on {key_cache.device} as key_cache", tensor)
-    key = _op(key_cache, block_table, cu_lens, starts, num_tokens, path)
-    return key, None if value_cache is None else _op(value_cache, block_table, cu_lens, starts, num_tokens, path)
+
+    def gather(plane: torch.Tensor) -> torch.Tensor:
+        return _op(plane, block_table, cu_lens, starts, num_tokens, path)
+
+    if dtype is None:
+        return gather(key_cache), None if value_cache is None else gather(value_cache)
+    form = stored_as(kv_cache_dtype, key_cache.dtype)
+    check_takes_scales(form, k_scale, v_scale)
+    dims = head_dims or (key_cache.shape[3], 0 if value_cache is None else value_cache.shape[3])
+    key = _decoded(gather, "key", form.key, key_cache, k_scale_cache, k_scale, dims[0], dtype)
+    if value_cache is None:
+        return key, None
+    return key, _decoded(gather, "value", form.value, value_cache, v_scale_cache, v_scale, dims[1], dtype)
+
+
+def _decoded(
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+    form: RowFormat,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    scale: float | torch.Tensor | None,
+    dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    planes = form.planes(dim, cache.dtype if cache.dtype.is_floating_point else torch.float32)  # codes are no elements
+    if (planes[0].dtype, planes[0].width) != (cache.dtype, cache.shape[3]):
+        expected = f"{planes[0].dtype} [P, S, Hkv, {planes[0].width}], as {form.name!r} stores {dim} elements"
+        got = f"{cache.dtype} {list(cache.shape)}"
+        raise InvalidInputError(f"{name}_cache", expected, got, "pass kv_cache_dtype= and head_dims=")
+    check_scales(f"{name[0]}_scale_cache", planes, scales, cache)
+    gathered = [gather(cache)]
+    if scales is not None:  # of a block the same for all its rows
+        gathered.append(gather(scales.expand(-1, cache.shape[1], -1, -1)))
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = form.decode(gathered, dim, wide)
+    if isinstance(scale, torch.Tensor):
+        fits = scale.dtype == torch.float32 and scale.numel() in (1, cache.shape[2]) and scale.device == cache.device
+        expect(fits, f"{name[0]}_scale", f"float32 [1] or [{cache.shape[2]}] on {cache.device}", scale)
+        rows = rows * scale.reshape(-1, 1)
+    elif scale is not None:
+        rows = rows * scale
+    return rows.to(dtype)
 
 
 def _check_per_sequence(tensor: torch.Tensor, name: str, count: int, expected: str) -> None:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedattn import ops
+from pagedattn import PagedKVCache, ops
 from pagedattn.errors import InvalidInputError
+from pagedattn.formats.registry import FORMATS
 from pagedattn.testing.op_oracles import gather_kv_oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
@@ -138,3 +139,45 @@ def test_tensors_of_another_device_are_refused(name) -> None:
     }
     with pytest.raises(InvalidInputError, match=f"{name} must be on cpu as key_cache"):
         ops.gather_kv(**{**good, name: good[name].to("meta")})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_what_their_format_decodes(device, any_path, name: str, dtype: torch.dtype) -> None:
+    """Heads of 40 and 24, also in an odd block; of fp8 times scales of each head."""
+    form, size, dims = FORMATS[name], 32, (40, 24)
+    options = {"head_dim_v": dims[1], "kv_cache_dtype": name, "recent_blocks": 1 if form.whole_blocks else None}
+    cache = PagedKVCache(1, 5, size, 2, dims[0], dtype=torch.float32, device=device, **options).layer(0)
+    sides = (form.key, cache.key, cache.key_scale, dims[0]), (form.value, cache.value, cache.value_scale, dims[1])
+    scales = torch.tensor([0.5, 3.0], device=device) if form.takes_scales else None
+    table = torch.tensor([[3, 0], [4, 99]], dtype=torch.int32, device=device)
+    cu, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 40, 45], [7, 0]))
+    want = []
+    for rows, codes, second, dim in sides:
+        blocks = torch.randn(5, size, 2, dim, generator=torch.Generator().manual_seed(dim)).to(device)
+        encoded = rows.encode(blocks, scales)
+        for plane, stored in zip((codes, second), encoded, strict=False):
+            assert plane is not None
+            plane.copy_(stored)
+        decoded = rows.decode(encoded, dim, torch.float32) * (1 if scales is None else scales[:, None])
+        packed = torch.cat((decoded[3, 7:], decoded[0, :15], decoded[4, :5])).to(dtype)
+        want.append(torch.cat((packed, packed.new_zeros(3, 2, dim))))
+    given = {"k_scale": scales, "v_scale": scales, "dtype": dtype, "head_dims": dims, **cache.stored}
+    got = ops.gather_kv(cache.key, cache.value, table, cu, 48, starts=starts, path=any_path, **given)
+    for rows, exact in zip(got, want, strict=True):
+        assert rows is not None and rows.dtype == dtype and torch.equal(rows, exact)
+
+
+def test_what_cannot_be_decoded_is_refused(device) -> None:
+    cache = PagedKVCache(1, 3, 16, 2, 40, kv_cache_dtype="k8v4", device=device).layer(0)
+    table, cu = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1, 1), (2,)))
+
+    def refused(message: str, **given) -> None:
+        options = {"dtype": torch.float32, "head_dims": (40, 40), **cache.stored, **given}
+        with pytest.raises(InvalidInputError, match=message):
+            ops.gather_kv(cache.key, cache.value, table, cu, 1, **options)
+
+    refused(r"value_cache must be .* as 'rotated_int4' stores 20 elements, got .*head_dims=", head_dims=None)
+    refused("key_cache must be torch.float32", kv_cache_dtype="auto")
+    refused("k_scale_cache must be", k_scale_cache=None)
+    refused("k_scale, v_scale must be given for fp8 caches only", k_scale=2.0)
