@@ -28,6 +28,9 @@ def test_what_it_says_of_each_layer() -> None:
     assert KVCacheDtype.of("int8:skip=0,-1") == some == KVCacheDtype.of(some) and str(some) == "int8:skip=0,-1"
     assert KVCacheDtype.of("fp8").of_layers(2) == ["fp8_e4m3", "fp8_e4m3"] and str(KVCacheDtype()) == "auto"
     assert KVCacheDtype("fp8") == KVCacheDtype("fp8_e4m3"), "one format by two names"
+    for wrong in ("64", 64.5, True):
+        with pytest.raises(InvalidInputError, match="window must be a number of tokens, got"):
+            KVCacheDtype("turboquant4", window=wrong)  # type: ignore[arg-type]
     for wrong in (0, None):
         with pytest.raises(InvalidInputError, match="skip_layers must be integers, each once, got"):
             KVCacheDtype("int8", wrong)  # type: ignore[arg-type]

@@ -118,6 +118,8 @@ def test_who_cannot_take_a_usual_cache_is_not_chosen_unasked(
     selector._warn_once.cache_clear()
     assert (select_backend(SPEC).name, select_backend(SPEC).block_size) == ("TORCH", 16)
     assert select_backend(SPEC, "LARGE").block_size == 256
+    assert select_backend(SPEC.replace(kv_cache_dtype="turboquant4")).block_size == 32, "read fastest so"
+    assert select_backend(SPEC.replace(kv_cache_dtype="int8")).block_size == 16
     assert select_backend(SPEC.replace(block_size=256)).name == "LARGE"
     assert not caplog.records
     assert select_backend(SPEC.replace(block_size=32)).name == "TORCH"

@@ -243,7 +243,8 @@ class AttentionBackend(ABC):
     @classmethod
     def preferred_block_size(cls, spec: AttentionSpec) -> int:
         """The block size it wants of a cache that is yet to be built."""
-        return cls.capabilities().default_block_size
+        own = cls.capabilities().default_block_size
+        return max(own, spec.format.default_block_size) if spec.uses_cache else own
 
     @classmethod
     def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:

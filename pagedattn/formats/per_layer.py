@@ -57,6 +57,9 @@ class KVCacheDtype:
         name = "auto" if name is None else name
         if not isinstance(name, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(name))
+        for kind, count in (("window", window), ("first", first)):
+            if type(count) is not int:
+                raise InvalidInputError(kind, "a number of tokens", repr(count))
         if window or first:
             name = format_of(name).with_native(window, first).name
         name = format_of(name).name  # of an alias too: what is stored alike is equal

@@ -19,7 +19,7 @@ from .native.format import NATIVE
 from .turboquant.format import TURBOQUANT
 
 FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURBOQUANT)}
-ALIASES = {"fp8": "fp8_e4m3"}
+ALIASES = {"fp8": "fp8_e4m3", "k4v3": "turboquant_k4v3", "k3v4": "turboquant_k3v4"}
 NAMES = (*FORMATS, *ALIASES)
 _BY_NAME = {**FORMATS, DS_MLA.name: DS_MLA}
 _NAME = re.compile(r"([^:]*)(?::window=(\d+))?(?::first=(\d+))?", re.ASCII)

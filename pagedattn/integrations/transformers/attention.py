@@ -6,9 +6,8 @@ Everything the function needs comes with the forward, as the keyword `paged_step
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,8 +30,7 @@ class MissingStepError(UnsupportedError):
     """Attention was called without the keyword `paged_step`."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What one layer asks of attention, all of it from the call itself and nothing from the config.
 
     `sliding_window` counts the token itself (transformers keeps q - k < W). Sinks come with the call.
