@@ -7,7 +7,7 @@ import torch
 from ..formats.fp8.format import E4M3
 from ..formats.mla_rows import deepseek
 from ..formats.mla_rows.format import join
-from ..runtime.op_registry import choose, load, refuse, register
+from ..runtime.op_registry import choose, csrc_op, load, refuse, register
 from .reshape_and_cache import WIDE, put_encoded, put_rows, split_scale
 
 _CODES = (torch.float8_e4m3fn, torch.uint8)  # of rows that are not of the parts' dtype
@@ -81,8 +81,15 @@ def _run(
     if slot_mapping.numel() == 0 or rows.numel() == 0:
         return
     slots, count = slot_mapping.contiguous(), len(slot_mapping)
-    if choose(path, rows.device) == "triton":
+    # Rows of bytes have scales in them, which the extension does not compute.
+    chosen = choose(path, rows.device, "" if rows.dtype == torch.uint8 else "concat_and_cache_mla")
+    if chosen == "triton":
         load("kernels.cache_write.latent_kernel").launch(latent, k_pe, rows, slots, k_scale, k_scale_value)
+    elif chosen == "csrc":
+        # What writes keys and values writes two parts of a row: both caches are views of the rows.
+        parts, width = (latent[:, None], k_pe[:, None] if k_pe.shape[1] else None), latent.shape[1]
+        caches = rows[..., :width], rows[..., width:] if k_pe.shape[1] else None
+        csrc_op("reshape_and_cache")(*parts, *caches, slots, k_scale, k_scale, k_scale_value, k_scale_value)
     elif rows.dtype == torch.uint8:
         put_rows(deepseek.encode(join(latent[:count], k_pe[:count])), rows, slots, rows.shape[1])
     else:

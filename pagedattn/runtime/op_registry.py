@@ -26,6 +26,7 @@ _PATHS_OF = {
     "copy_blocks": PATHS[1:],
     "swap_blocks": PATHS[1:],
     "gather_kv": PATHS[1:],
+    "concat_and_cache_mla": ("triton", "csrc", "torch"),  # the extension was not measured yet
     "decode_attention": ("csrc", "torch"),
 }
 _log = logging.getLogger("pagedattn")
@@ -112,7 +113,7 @@ def choose(path: str, device: torch.device, op: str = "", needs: str = "") -> st
             raise UnsupportedError(f"path={path!r}{f' of {op}' if op else ''}: {reason}")
         return path
     able = _first_able(device, paths, needs)
-    if able != "csrc" and "csrc" in paths and device.type == "cuda":
+    if device.type == "cuda" and "csrc" in paths[: paths.index(able)]:
         _warn_without_csrc(device)
     return able
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagedattn import ops
-from pagedattn.errors import InvalidInputError
+from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.formats.mla_rows.format import join, split
 from pagedattn.testing.op_oracles import reshape_and_cache_oracle
 
@@ -28,22 +28,22 @@ def tensors(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", [(512, 64), (12, 4), (7, 3), (16, 0)])
 def test_rows_are_written_to_their_slots_and_others_are_skipped(
-    device, path: str, sizes: tuple[int, int], dtype: torch.dtype
+    device, any_path: str, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
     latent, k_pe, cache, slots = tensors(device, *sizes, dtype)
     want = reshape_and_cache_oracle(join(latent, k_pe)[: len(slots)].cpu(), cache.cpu(), SLOTS)
-    ops.concat_and_cache_mla(latent, k_pe, cache, slots, path=path)
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots, path=any_path)
     assert torch.equal(cache.cpu().view(torch.uint8), want.view(torch.uint8))
     for part, got in zip((latent, k_pe), split(cache[2, 1, 0], sizes[0]), strict=True):
         assert torch.equal(part[0], got)
 
 
-def test_a_cache_of_any_strides_and_nothing_around_it(device, path: str) -> None:
+def test_a_cache_of_any_strides_and_nothing_around_it(device, any_path: str) -> None:
     latent, k_pe, _, slots = tensors(device)
     room = torch.full((P + 2, 1, 2 * S, 20), 7.0, device=device)
     cache = room[1 : P + 1, :, ::2, 2:18].transpose(1, 2)
     before = room.clone()
-    ops.concat_and_cache_mla(latent, k_pe, cache, slots, path=path)
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots, path=any_path)
     want = reshape_and_cache_oracle(
         join(latent, k_pe)[: len(slots)].cpu(), before[1 : P + 1, :, ::2, 2:18].cpu().transpose(1, 2), SLOTS
     )
@@ -60,8 +60,8 @@ def bits_of(codes: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("scale", [None, 0.03, torch.tensor([0.03])], ids=["none", "float", "tensor"])
-def test_rows_of_e4m3_are_quotients_saturated(device, path: str, scale: Any, dtype: torch.dtype) -> None:
-    if path == "triton" and dtype == torch.bfloat16 and device.type == "cpu":
+def test_rows_of_e4m3_are_quotients_saturated(device, any_path: str, scale: Any, dtype: torch.dtype) -> None:
+    if any_path == "triton" and dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("the interpreter has no bfloat16")
     latent, k_pe, _, slots = tensors(device, 12, 4, dtype)
     latent[0, :4] = torch.tensor([1000.0, -torch.inf, torch.nan, 2.0**-9 * 0.03])
@@ -71,15 +71,15 @@ def test_rows_of_e4m3_are_quotients_saturated(device, path: str, scale: Any, dty
         join(latent, k_pe)[: len(slots)].cpu().float(), cache.cpu(), SLOTS, 1.0 if scale is None else torch.tensor(0.03)
     )
     given = scale.to(device) if isinstance(scale, torch.Tensor) else scale
-    ops.concat_and_cache_mla(latent, k_pe, cache, slots, k_scale=given, path=path)
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots, k_scale=given, path=any_path)
     assert torch.equal(bits_of(cache.cpu()), bits_of(want))
     assert cache[2, 1, 0, 0].float() == 448 and bool(cache[2, 1, 0, 2].float().isnan())
 
 
-def test_nothing_is_written_for_no_slots(device, path: str) -> None:
+def test_nothing_is_written_for_no_slots(device, any_path: str) -> None:
     latent, k_pe, cache, slots = tensors(device)
-    ops.concat_and_cache_mla(latent, k_pe, cache, slots[:0], path=path)
-    ops.concat_and_cache_mla(latent, k_pe, cache[:0], slots, path=path)
+    ops.concat_and_cache_mla(latent, k_pe, cache, slots[:0], path=any_path)
+    ops.concat_and_cache_mla(latent, k_pe, cache[:0], slots, path=any_path)
     assert bool(cache.isnan().all())
 
 
@@ -122,3 +122,10 @@ def test_scales_that_do_not_fit_are_refused(name: str) -> None:
         ops.concat_and_cache_mla(latent, k_pe, cache, slots, k_scale=1.0)
     with pytest.raises(InvalidInputError, match=r"^latent must be torch.float8_e5m2"):
         ops.concat_and_cache_mla(latent, k_pe, stored.to(torch.float8_e5m2), slots)
+
+
+def test_rows_of_bytes_are_not_for_the_extension(device) -> None:
+    parts = torch.zeros(1, 512, device=device), torch.zeros(1, 64, device=device)
+    rows, slots = torch.zeros(P, S, 1, 656, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(UnsupportedError, match=r"path=.csrc.*use one of auto, triton, torch"):
+        ops.concat_and_cache_mla(*parts, rows, slots.to(device), path="csrc")
