@@ -19,7 +19,9 @@ from pagedattn import (
     plan_step,
 )
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
-from pagedattn.layers.mla_step import LatentDims, MLAMetadata, plan_chunks
+from pagedattn.layers.mla_forms import LatentDims
+from pagedattn.layers.mla_pieces import ExpandedBytes, plan_chunks
+from pagedattn.layers.mla_step import MLAMetadata
 from pagedattn.spec import GraphLevel
 from pagedattn.testing import interpreted, mla_expanded_oracle
 from pagedattn.testing.stored import bits
@@ -96,17 +98,16 @@ def layer_of(**options: Any) -> MLAAttention:
     return MLAAttention(**SIZES, scale=SCALE, **{"device": DEVICE, **options})
 
 
-KEY_BYTES = LatentDims(HEADS, L, R, N, V).expanded_bytes(4)
+BYTES = ExpandedBytes.of(LatentDims(HEADS, L, R, N, V), torch.float32, None)
 FORMS: dict[str, dict[str, Any]] = {
     "as arithmetic says": {},
     "absorbed": {"max_absorbed_len": 1 << 20},
     "expanded": {"max_absorbed_len": 0},
     "decodes absorbed": {"max_absorbed_len": 1},
-    "expanded, 5 keys at once": {
-        "max_absorbed_len": 0,
-        "workspace_bytes": 5 * KEY_BYTES,
-    },
-    "expanded, a key at once": {"max_absorbed_len": 0, "workspace_bytes": 1},
+    "expanded, few keys at once": {"max_absorbed_len": 0, "workspace_bytes": 24 * HEADS * BYTES.merged_row},
+    "expanded, a head at once": {"max_absorbed_len": 0, "workspace_bytes": 60 * BYTES.merged_row},
+    "expanded, few rows of a head at once": {"max_absorbed_len": 0, "workspace_bytes": 10 * BYTES.merged_row},
+    "expanded, a row and a key at once": {"max_absorbed_len": 0, "workspace_bytes": 1},
 }
 STEPS = {
     "prompts": ([9, 1, 14], [9, 1, 14]),
@@ -127,7 +128,7 @@ def test_every_form_is_the_oracle(form: str, step: str) -> None:
     torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded", "expanded, 5 keys at once"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded", "expanded, few keys at once"])
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sliding_window": 5}], ids=str)
 def test_soft_cap_and_window(form: str, options: dict[str, Any]) -> None:
     model = Model([20, 9])
@@ -255,7 +256,7 @@ def test_a_captured_step_is_absorbed_and_rewritten_in_place() -> None:
         plan_step([layer], model.step([4, 1], [6, 21]), into=step)
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded", "expanded, a head at once"])
 def test_it_compiles_without_a_graph_break(form: str) -> None:
     model, layer = Model([7, 9]), layer_of(**FORMS[form])
     model.fill([6, 4])
@@ -271,7 +272,6 @@ def test_break_even_is_where_the_multiplications_are_equal() -> None:
         absorbed, expanded = rows * (512 + 64 + 512), rows * (128 + 64 + 128) + 512 * (128 + 128)
         assert (absorbed < expanded) == absorbed_is_less
     assert LatentDims(4, 8, 8, 64, 64).break_even > 1 << 20  # rows so narrow that they are always less
-    assert LatentDims(128, 512, 64, 128, 128).expanded_bytes(2) == 2 * (128 * 320 + 576)
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 1000])

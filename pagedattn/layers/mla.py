@@ -18,11 +18,13 @@ from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
 from ..spec.scales import LayerScales
 from ..step.metadata import CommonAttentionMetadata
 from .base import PagedLayer
-from .mla_step import KeyChunk, LatentDims, MLAMetadata, MLAMetadataBuilder
+from .mla_forms import LatentDims
+from .mla_pieces import ExpandedBytes
+from .mla_step import DenseAttention, DenseCall, ExpandedRows, KeyChunk, MLAMetadata, MLAMetadataBuilder
 from .plan_step import Key, StepMetadata
 from .validation import check_latent_call
 
-WORKSPACE_BYTES = 512 << 20  # of the keys and values that are expanded at once, where the layer is given no other bound
+WORKSPACE_BYTES = 512 << 20  # that attention to expanded keys allocates, where the layer is given no other bound
 
 
 class MLAAttention(PagedLayer):
@@ -31,8 +33,8 @@ class MLAAttention(PagedLayer):
     What is cached of a token is one row [latent | k_pe], whatever the number of heads (`MLASpec`). Sequences of few new
     tokens are attended to absorbed: W_UK is applied to their queries and W_UV to their outputs, and all heads read the
     rows as they are. Those of many are attended to expanded: rows are gathered, W_UK and W_UV make keys and values of
-    every head from them, at most `workspace_bytes` of these at once, and the chunks' attention is merged. Both are the
-    same function; they round differently. Source: DeepSeek-V2 (2024), section 2.1.
+    every head from them, of so many heads and tokens at once that `workspace_bytes` is kept, and the chunks' attention
+    is merged. Both are the same function; they round differently. Source: DeepSeek-V2 (2024), section 2.1.
 
     Args:
         latent_dim, rope_dim: L and R of a row. nope_dim, v_dim: N and V of an expanded head, which has N + R and V.
@@ -45,7 +47,10 @@ class MLAAttention(PagedLayer):
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         max_absorbed_len: new tokens of a sequence up to which it is absorbed; None takes what arithmetic says, 171 for
             DeepSeek's sizes (`LatentDims.break_even`).
-        workspace_bytes: of the keys and values that are expanded at once; one token's at least.
+        workspace_bytes: that the expanded form allocates at once beside the output, whatever the lengths: gathered and
+            decoded rows, expanded keys and values, queries, and partial results with their LSE. A row and a key of
+            one head are always attended to, up to 12 KB of DeepSeek's sizes. Not counted: what the dense backend needs
+            beside its output and LSE (logits of TORCH), the step's metadata, and calls without a cache.
         clean_cache: unused slots never hold NaN or Inf, see `PagedKVCache.zero_blocks`; some backends need that.
         graph_level: what a CUDA graph is to capture; captured steps are absorbed.
         backend: the name of one for both forms, or `prefill=A,decode=B`: A attends expanded, B absorbed.
@@ -120,9 +125,6 @@ class MLAAttention(PagedLayer):
         dense = Request(asked.prefill, asked.prefill, asked.source)
         self.expanded_selection: Selection = select_backend(self._expanded_spec(spec, causal=True), dense)
         self._impl = self.selection.decode.impl(self.selection.spec)
-        self._dense = {
-            causal: self.expanded_selection.prefill.impl(self._expanded_spec(spec, causal)) for causal in (True, False)
-        }
         self._builder: MLAMetadataBuilder | None = None
         form = f"{self.selection.served_by}, expanded {self.dims.nope}/{self.dims.value} by"
         served = f"{form} {self.expanded_selection.served_by} from {self._most_absorbed + 1} tokens on"
@@ -153,11 +155,15 @@ class MLAAttention(PagedLayer):
     def builder(self) -> MLAMetadataBuilder:
         """The metadata builder, made on first use."""
         if self._builder is None:
-            device, spec, dense = self._anchor.device, self.spec, self.expanded_selection.prefill.builder
+            device, spec = self._anchor.device, self.spec
             absorbed = self.selection.decode.builder(spec, device)
-            causal, full = (dense(self._expanded_spec(spec, one), device) for one in (True, False))
-            most = max(1, self._workspace_bytes // self.dims.expanded_bytes(spec.dtype.itemsize))
-            self._builder = MLAMetadataBuilder(absorbed, causal, full, self._most_absorbed, most)
+            specs = {causal: self._expanded_spec(spec, causal) for causal in (True, False)}
+            dense = DenseAttention(self.expanded_selection.prefill, specs, device)
+            (plane,) = spec.format.key.planes(spec.head_dim, spec.dtype)
+            stored = None if plane.dtype == spec.dtype else plane.width * plane.dtype.itemsize
+            size = ExpandedBytes.of(self.dims, spec.dtype, stored)
+            most = self._workspace_bytes
+            self._builder = MLAMetadataBuilder(absorbed, dense, self._most_absorbed, size, most)
         return self._builder
 
     def split_kv_b(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,19 +217,18 @@ class MLAAttention(PagedLayer):
         if kv_cache is None and built.packed is not None and latent is not None and k_pe is not None:
             key, value = self._expand(latent[:, None], k_pe[:, None], w_uk, w_uv)
             call = AttentionCall(torch.cat((q_nope, q_pe), -1), None, key, value, out)
-            return self._dense[True].forward(call, built.packed)
+            return built.packed.impl.forward(call, built.packed.metadata)
         if kv_cache is None or built.packed is not None:
             expected, got = "None exactly where the metadata have no block table", type(kv_cache).__name__
             raise InvalidInputError("kv_cache", f"{expected}, and then with a latent", got, "pass cache.layer(i)")
         if latent is not None and k_pe is not None:
             ops.concat_and_cache_mla(latent, k_pe, kv_cache.key, built.common.slot_mapping, k_scale=self.k_scale)
-        first, last = built.first_row, built.first_row + built.num_rows
         if built.absorbed is not None:
-            rows = slice(None) if not built.num_rows else slice(0, first)
+            rows = slice(None) if not built.num_rows else slice(0, built.first_row)
             self._attend_absorbed(q_nope[rows], q_pe[rows], w_uk, w_uv, kv_cache, built.absorbed, out[rows])
-        if built.num_rows:
-            query = torch.cat((q_nope[first:last], q_pe[first:last]), -1)
-            self._attend_expanded(query, w_uk, w_uv, kv_cache, built, out[first:last])
+        for piece in built.pieces:
+            rows = piece.rows
+            self._attend_expanded(q_nope[rows], q_pe[rows], w_uk, w_uv, kv_cache, piece, out[rows])
         return out
 
     def _attend_absorbed(
@@ -246,32 +251,42 @@ class MLAAttention(PagedLayer):
 
     def _attend_expanded(
         self,
-        query: torch.Tensor,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
         w_uk: torch.Tensor,
         w_uv: torch.Tensor,
         kv_cache: LayerCache,
-        metadata: MLAMetadata,
+        piece: ExpandedRows,
         out: torch.Tensor,
     ) -> None:
-        """query [T', H, N + R]. Partial results are float32 (float64 of float64), and rounded once."""
-        wide, state = lse_dtype(query.dtype), None
-        for chunk in metadata.chunks:
-            rows = self._gather(chunk, kv_cache, metadata.block_table)
-            key, value = self._expand(*split(rows, self.dims.latent), w_uk, w_uv)
-            for causal, dense in chunk.calls:
-                lse = torch.empty(query.shape[:2], dtype=wide, device=query.device)
-                call = AttentionCall(query, None, key, value, out if len(metadata.chunks) == 1 else None, lse)
-                new = self._dense[causal].forward(call, dense), lse
-                state = new if state is None else _merged(state, new, wide)
-        if state is None:  # no keys at all
+        """Rows of a piece, by groups of its heads. What is allocated here and below is counted by `ExpandedBytes`."""
+        if not piece.chunks:  # no keys at all
             out.zero_()
-        elif state[0] is not out:
-            out.copy_(state[0])
+            return
+        for first in range(0, self.dims.num_heads, piece.heads):
+            heads = slice(first, first + piece.heads)
+            query = torch.cat((q_nope[:, heads], q_pe[:, heads]), -1)
+            state = _Accumulated(query, sum(len(chunk.calls) for chunk in piece.chunks), out[:, heads])
+            for chunk in piece.chunks:
+                self._attend_chunk(chunk, piece.block_table, w_uk[heads], w_uv[heads], kv_cache, state)
+            del query, state  # before those of the next heads are made
 
-    def _gather(self, chunk: KeyChunk, kv_cache: LayerCache, block_table: torch.Tensor | None) -> torch.Tensor:
+    def _attend_chunk(
+        self,
+        chunk: KeyChunk,
+        block_table: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        kv_cache: LayerCache,
+        state: _Accumulated,
+    ) -> None:
+        rows = self._gather(chunk, kv_cache, block_table)
+        key, value = self._expand(*split(rows, self.dims.latent), w_uk, w_uv)
+        for call in chunk.calls:
+            state.attend(call, key, value)
+
+    def _gather(self, chunk: KeyChunk, kv_cache: LayerCache, block_table: torch.Tensor) -> torch.Tensor:
         """The rows of a chunk as they stand in the cache, [n, 1, L + R] in the layer's dtype."""
-        if block_table is None:
-            raise InvalidInputError("metadata", "with the block table of expanded sequences", "None")
         spans = (block_table, chunk.cu_lens, chunk.num_keys)
         rows, _ = ops.gather_kv(kv_cache.key, None, *spans, starts=chunk.starts)
         return decode(rows, self.k_scale, self.spec.dtype)
@@ -279,8 +294,10 @@ class MLAAttention(PagedLayer):
     def _expand(
         self, latent: torch.Tensor, k_pe: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [n, H, N + R] and values [n, H, V] of n rows: latent [n, 1, L] and k_pe [n, 1, R]."""
-        heads, _, rope, nope, value_dim = self.dims
+        """Keys [n, h, N + R] and values [n, h, V] of n rows, latent [n, 1, L] and k_pe [n, 1, R], for the h heads that
+        w_uk [h, N, L] and w_uv [h, V, L] are of."""
+        _, _, rope, nope, value_dim = self.dims
+        heads = len(w_uk)
         shared = latent.transpose(0, 1).expand(heads, -1, -1)
         key = latent.new_empty(len(latent), heads, nope + rope)
         _multiply(shared, w_uk.transpose(1, 2), key[..., :nope].transpose(0, 1))
@@ -312,9 +329,28 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.bmm(a, b, out=out)
 
 
-_State = tuple[torch.Tensor, torch.Tensor]  # output and LSE
+class _Accumulated:
+    """Attention of query rows over disjoint sets of keys, call by call: float32 (float64 of float64) where there are
+    several, and rounded once. The last call writes `out`."""
 
+    def __init__(self, query: torch.Tensor, num_calls: int, out: torch.Tensor) -> None:
+        """query: [T', h, N + R]. out: [T', h, V]."""
+        states, wide = min(num_calls, 2), lse_dtype(query.dtype)
+        self._query, self._out, self._left = query, out, num_calls
+        self._lses = query.new_empty(states, *out.shape[:2], dtype=wide)
+        # The first is that of all calls so far, the second that of a new one.
+        self._outputs = query.new_empty(states, *out.shape, dtype=wide) if states == 2 else None
+        self._at = 0
 
-def _merged(one: _State, other: _State, wide: torch.dtype) -> _State:
-    outputs = torch.stack((one[0].to(wide), other[0].to(wide)))
-    return ops.merge_attn_states(outputs, torch.stack((one[1], other[1])))
+    def attend(self, call: DenseCall, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key: [n, h, N + R]. value: [n, h, V]."""
+        self._left -= 1
+        target, lse = self._out if self._outputs is None else None, self._lses[self._at]
+        new = call.impl.forward(AttentionCall(self._query, None, key, value, target, lse), call.metadata)
+        if self._outputs is None:
+            return
+        self._outputs[self._at].copy_(new)
+        if self._at:
+            merged = self._outputs[0] if self._left else self._out
+            self._lses[0].copy_(ops.merge_attn_states(self._outputs, self._lses, out=merged)[1])
+        self._at = 1

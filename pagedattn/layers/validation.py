@@ -19,7 +19,7 @@ from ..step.bounds import (
     check_shared_length,
 )
 from ..step.metadata import CommonAttentionMetadata
-from .mla_step import LatentDims
+from .mla_forms import LatentDims
 
 _ONE_FORMAT = "build layer and cache with one kv_cache_dtype"
 
