@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import fields
 
 from ..backends.base import Availability
 from ..backends.flash_attn.versions import VERSIONS
 from ..backends.registry import backend_names, get_backend
-from ..backends.selector import Selection, select_backend, why_passed_over
+from ..backends.selector import Selection, current_request, select_backend, why_passed_over
 from ..errors import UnsupportedError
+from ..layers.mla_forms import LatentDims, LatentForms, expanded_spec, select_forms
 from ..spec import AttentionSpec
 from ..spec.capabilities import Capabilities, Rejection
 from . import display
-from .spec_options import spec_of
+from .spec_options import latent_dims_of, spec_of
 from .terminal import show_matrix, show_rows
 
 Probed = tuple[Availability, Capabilities | None]  # whether it can run here, and what it serves
@@ -81,25 +83,47 @@ def state_of(state: Availability) -> str:
 def why(args: argparse.Namespace) -> int:
     """Which backend serves the layer that `args` describe, and why no other; status 1 where none can."""
     spec = spec_of(args)
+    dims = latent_dims_of(args, spec)
+    specs = {"": spec} if dims is None else {"absorbed": spec, "expanded": expanded_spec(spec, dims)}
+    rejections = {form: {name: _rejections(name, one) for name in backend_names()} for form, one in specs.items()}
+    selections, facts, error = {}, {}, None
     try:
-        selection, error = select_backend(spec, args.backend), None
-    except UnsupportedError as failure:
-        selection, error = None, str(failure).replace(str(spec), "this")
-    facts = {} if selection is None else _winners(selection)
-    rejections = {name: _rejections(name, spec) for name in backend_names()}
-    if args.json:
-        display.print_json({"spec": spec, **facts, "error": error, "rejections": rejections})
-    else:
-        print(_told(spec))
-        if selection is not None:
-            show_rows((name, str(value)) for name, value in facts.items() if value)
-            for drawback in _drawbacks(selection):
-                print(display.wrapped(drawback, 4))
-            print(_losers(selection))
+        if dims is None:
+            selections = {"": select_backend(spec, args.backend)}
+            facts = _winners(selections[""])
         else:
-            able = [name for name, reasons in rejections.items() if not reasons]
-            print(error, *([f"who can: {', '.join(able)}"] if able else []), sep="\n")
-    return int(selection is None)
+            forms = select_forms(spec, dims, current_request(args.backend))
+            selections, facts = {"absorbed": forms.absorbed, "expanded": forms.expanded}, _winners_of_forms(forms, dims)
+    except UnsupportedError as failure:
+        error = str(failure)
+        for one in specs.values():
+            error = error.replace(str(one), "this")
+    if args.json:
+        told = {_of(form, "rejections"): one for form, one in rejections.items()}
+        asked = {one.name: getattr(spec, one.name) for one in fields(spec)} | ({} if dims is None else {"scale": None})
+        display.print_json({"spec": asked, **facts, "error": error, **told})
+        return int(error is not None)
+    print(_told(spec))
+    if facts:
+        show_rows((name, str(value)) for name, value in facts.items() if value)
+    for form, selection in selections.items():
+        for drawback in _drawbacks(selection):
+            print(display.wrapped(drawback, 4))
+        print(_losers(selection, form))
+    if error is not None:
+        print(error, *_able(rejections), sep="\n")
+    return int(error is not None)
+
+
+def _of(form: str, name: str) -> str:
+    """`name` of a form: of the expanded one behind its name."""
+    return f"{form}_{name}" if form == "expanded" else name
+
+
+def _able(rejections: Mapping[str, Mapping[str, list[Rejection]]]) -> list[str]:
+    """Lines that say who could serve, by form."""
+    able = {form: [name for name, reasons in one.items() if not reasons] for form, one in rejections.items()}
+    return [f"who can{f' attend {form}' if form else ''}: {', '.join(names)}" for form, names in able.items() if names]
 
 
 def _winners(selection: Selection) -> dict[str, object]:
@@ -113,6 +137,20 @@ def _winners(selection: Selection) -> dict[str, object]:
     }
 
 
+def _winners_of_forms(forms: LatentForms, dims: LatentDims) -> dict[str, object]:
+    absorbed, expanded = forms.absorbed, forms.expanded
+    return {
+        "absorbed": absorbed.decode.name,
+        "absorbed_variant": absorbed.decode.variant(absorbed.spec),
+        "expanded": expanded.prefill.name,
+        "expanded_variant": expanded.prefill.variant(expanded.spec),
+        "expanded_head": f"{dims.nope + dims.rope}/{dims.value}",
+        "expanded_from": forms.expanded_from,  # new tokens of a sequence
+        "block_size": absorbed.block_size,
+        "chosen_by": absorbed.source,
+    }
+
+
 def _drawbacks(selection: Selection) -> list[str]:
     """A line for each backend that serves, but less well than it could, with the remedy."""
     found = {one.name: one.availability() for one in (selection.prefill, selection.decode)}
@@ -120,10 +158,11 @@ def _drawbacks(selection: Selection) -> list[str]:
     return [f"{name}: {state.reason} ({state.hint})" for name, state in kept.items()]
 
 
-def _losers(selection: Selection) -> str:
+def _losers(selection: Selection, form: str) -> str:
     lines = []
     for name, reasons in selection.rejections.items():
-        lines += [f"not {name}:" if reasons else f"not {name}: {why_passed_over(name, selection.spec)}"]
+        begin = f"{form}, not {name}:" if form else f"not {name}:"
+        lines += [begin if reasons else f"{begin} {why_passed_over(name, selection.spec)}"]
         lines += [display.wrapped(f"  {reason}", 4) for reason in reasons]
     return "\n".join(lines)
 
@@ -131,6 +170,8 @@ def _losers(selection: Selection) -> str:
 def _told(spec: AttentionSpec) -> str:
     """What the spec asks for: every field but those that are None, False or GraphLevel.NEVER (which is 0)."""
     pairs = ((one.name, getattr(spec, one.name)) for one in fields(spec))
+    if spec.latent_dim is not None:  # whose scale is to be given, and changes nobody's answer
+        pairs = ((name, value) for name, value in pairs if name != "scale")
     asked = " ".join(f"{name}={display.text(name, value)}" for name, value in pairs if value not in (None, False))
     if spec.device_type == "cuda" and spec.capability is None:
         asked += " (compute capability unknown, not checked: name one with --capability)"

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..formats.per_layer import KVCacheDtype
+from ..layers.mla_forms import LatentDims
 from ..spec import (
     CACHE_LAYOUTS,
     KV_CACHE_DTYPES,
@@ -21,7 +22,8 @@ from ..spec import (
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-_LATENT_DIM, _ROPE_DIM, _NOPE_DIM = 512, 64, 128  # of the models that have latent attention
+_LATENT_DIM, _ROPE_DIM = 512, 64  # of a row, in most models that have latent attention
+_NOPE_DIM, _V_DIM = 128, 128  # of a head there
 _BY_TORCH = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -36,9 +38,11 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=_LATENT_DIM,
         metavar="LATENT",
-        help=f"latent attention, absorbed: LATENT elements of a cached row are latent, {_LATENT_DIM} where not given; "
+        help=f"latent attention: LATENT elements of a cached row are latent, {_LATENT_DIM} where not given; "
         f"--head-dim is the whole row, LATENT + {_ROPE_DIM} where not given",
     )
+    option("--nope-dim", type=int, default=_NOPE_DIM, help=f"of --mla, a head's keys without rotation ({_NOPE_DIM})")
+    option("--v-dim", type=int, default=_V_DIM, help=f"of --mla, a head's values, expanded ({_V_DIM})")
     option("--kv-heads", type=int, help="KV heads; as many as query heads where not given")
     option("--head-dim-v", type=int, help="size of a value head; --head-dim where not given")
     option("--dtype", type=dtype_of, help="of the model, as bf16 or bfloat16; bf16 on a GPU, else fp32 where not given")
@@ -100,14 +104,15 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
         capability = torch.cuda.get_device_capability()
     if args.head_dim is None and args.mla is None:
         raise InvalidInputError("--head-dim", "given, but for --mla", "None")
+    head_dim = args.mla + _ROPE_DIM if args.head_dim is None else args.head_dim
     return AttentionSpec(
         num_heads=args.heads,
-        head_dim=args.mla + _ROPE_DIM if args.head_dim is None else args.head_dim,
+        head_dim=head_dim,
         num_kv_heads=args.kv_heads,
         head_dim_v=args.head_dim_v,
         latent_dim=args.mla,
         # Of a latent layer it is to be given; no backend's answer depends on it.
-        scale=None if args.mla is None else (_NOPE_DIM + _ROPE_DIM) ** -0.5,
+        scale=None if args.mla is None else (args.nope_dim + head_dim - args.mla) ** -0.5,
         dtype=args.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
         device_type=device,
         capability=capability,
@@ -127,3 +132,17 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
         graph_level=GraphLevel[args.graph_level.upper()],
         clean_cache=args.clean_cache,
     )
+
+
+def latent_dims_of(args: argparse.Namespace, spec: AttentionSpec) -> LatentDims | None:
+    """Sizes of the latent layer that parsed options describe; None for another layer.
+
+    Raises:
+        InvalidInputError: sizes that no head has.
+    """
+    if spec.latent_dim is None:
+        return None
+    for option, value in (("--nope-dim", args.nope_dim), ("--v-dim", args.v_dim)):
+        if value < 1:
+            raise InvalidInputError(option, "at least 1", value)
+    return LatentDims(spec.num_heads, spec.latent_dim, spec.head_dim - spec.latent_dim, args.nope_dim, args.v_dim)

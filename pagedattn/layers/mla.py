@@ -9,16 +9,16 @@ import torch
 
 from .. import env, ops
 from ..backends.base import AttentionMetadata
-from ..backends.selector import Request, Selection, current_request, select_backend
+from ..backends.selector import Selection, current_request
 from ..call import AttentionCall, lse_dtype
 from ..errors import InvalidInputError
 from ..formats.base import LayerCache
 from ..formats.mla_rows.format import decode, split
-from ..spec import AttentionSpec, AttentionType, GraphLevel, Mask, Scale
+from ..spec import AttentionSpec, GraphLevel, Mask, Scale
 from ..spec.scales import LayerScales
 from ..step.metadata import CommonAttentionMetadata
 from .base import PagedLayer
-from .mla_forms import LatentDims
+from .mla_forms import LatentDims, expanded_spec, select_forms
 from .mla_pieces import ExpandedBytes
 from .mla_step import DenseAttention, DenseCall, ExpandedRows, KeyChunk, MLAMetadata, MLAMetadataBuilder
 from .plan_step import Key, StepMetadata
@@ -107,8 +107,7 @@ class MLAAttention(PagedLayer):
             graph_level=graph_level,
         )
         self._scales = LayerScales.given(k_scale, None, None, self._base.kv_cache_dtype, 1)
-        usual = self.dims.break_even if sliding_window is None else 1 << 30
-        self._most_absorbed = usual if max_absorbed_len is None or sliding_window else max_absorbed_len
+        self._max_absorbed_len = max_absorbed_len
         self._workspace_bytes = workspace_bytes
         self._request = current_request(backend)
         self._anchor_to(dtype, device)
@@ -116,35 +115,18 @@ class MLAAttention(PagedLayer):
 
     def _resolve(self) -> None:
         """Choose the backends for the dtype and device that the layer has now."""
-        spec, asked = self._spec_here(), self._request
-        absorbed = Request(asked.decode, asked.decode, asked.source)
-        selection = select_backend(spec.replace(kv_scale=self._scales.kind), absorbed)
+        spec = self._spec_here()
+        scaled = spec.replace(kv_scale=self._scales.kind)
+        self._forms = select_forms(scaled, self.dims, self._request, self._max_absorbed_len)
         source = self._scales.source if spec.format.takes_scales else ""
-        self.selection: Selection = replace(selection, scales=source)
+        self.selection: Selection = replace(self._forms.absorbed, scales=source)
+        self.expanded_selection: Selection = self._forms.expanded
         self._placed_scales = self._scales.to(self._anchor.device)
-        dense = Request(asked.prefill, asked.prefill, asked.source)
-        self.expanded_selection: Selection = select_backend(self._expanded_spec(spec, causal=True), dense)
         self._impl = self.selection.decode.impl(self.selection.spec)
         self._builder: MLAMetadataBuilder | None = None
-        form = f"{self.selection.served_by}, expanded {self.dims.nope}/{self.dims.value} by"
-        served = f"{form} {self.expanded_selection.served_by} from {self._most_absorbed + 1} tokens on"
+        form = f"{self.selection.served_by}, expanded {self.dims.nope + self.dims.rope}/{self.dims.value} by"
+        served = f"{form} {self.expanded_selection.served_by} from {self._forms.expanded_from} tokens on"
         self._plan_key: Key = (self._kv_group, self.selection.spec, served)
-
-    def _expanded_spec(self, spec: AttentionSpec, causal: bool) -> AttentionSpec:
-        """Dense attention over packed keys and values of every head."""
-        return AttentionSpec(
-            num_heads=spec.num_heads,
-            head_dim=self.dims.nope + self.dims.rope,
-            head_dim_v=self.dims.value,
-            dtype=spec.dtype,
-            device_type=spec.device_type,
-            capability=spec.capability,
-            attn_type=AttentionType.ENCODER_ONLY,
-            scale=spec.scale,
-            mask=Mask(causal, spec.sliding_window if causal else None),
-            softcap=spec.softcap,
-            needs_lse=True,
-        )
 
     @property
     def k_scale(self) -> Scale:
@@ -157,13 +139,13 @@ class MLAAttention(PagedLayer):
         if self._builder is None:
             device, spec = self._anchor.device, self.spec
             absorbed = self.selection.decode.builder(spec, device)
-            specs = {causal: self._expanded_spec(spec, causal) for causal in (True, False)}
+            specs = {causal: expanded_spec(spec, self.dims, causal) for causal in (True, False)}
             dense = DenseAttention(self.expanded_selection.prefill, specs, device)
             (plane,) = spec.format.key.planes(spec.head_dim, spec.dtype)
             stored = None if plane.dtype == spec.dtype else plane.width * plane.dtype.itemsize
             size = ExpandedBytes.of(self.dims, spec.dtype, stored)
             most = self._workspace_bytes
-            self._builder = MLAMetadataBuilder(absorbed, dense, self._most_absorbed, size, most)
+            self._builder = MLAMetadataBuilder(absorbed, dense, self._forms.most_absorbed, size, most)
         return self._builder
 
     def split_kv_b(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,14 @@
-"""The two forms of latent attention (MLA): the sizes that decide which one a sequence takes."""
+"""The two forms of latent attention (MLA): who serves each, and how many new tokens of a sequence are which."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from ..backends.selector import Request, Selection, select_backend
+from ..errors import NoBackendError
+from ..spec import AttentionSpec, AttentionType, Mask
+
+_NEVER = 1 << 30  # new tokens that no sequence has
 
 
 class LatentDims(NamedTuple):
@@ -23,4 +29,53 @@ class LatentDims(NamedTuple):
         131072 / 768 = 171. Where memory limits and not arithmetic, the absorbed form wins longer than that.
         """
         saved = 2 * self.latent + self.rope - (self.nope + self.rope + self.value)
-        return -(-self.latent * (self.nope + self.value) // saved) if saved > 0 else 1 << 30
+        return -(-self.latent * (self.nope + self.value) // saved) if saved > 0 else _NEVER
+
+
+class LatentForms(NamedTuple):
+    """Who attends absorbed and who expanded, and the new tokens up to which a sequence is attended to absorbed."""
+
+    absorbed: Selection
+    expanded: Selection
+    most_absorbed: int
+
+    @property
+    def expanded_from(self) -> int | None:
+        """New tokens of a sequence from which on it is attended to expanded; None where none ever is."""
+        return None if self.most_absorbed >= _NEVER else self.most_absorbed + 1
+
+
+def select_forms(
+    spec: AttentionSpec, dims: LatentDims, request: Request, max_absorbed_len: int | None = None
+) -> LatentForms:
+    """Choose for both forms: decodes are absorbed, so that who is asked for decodes attends absorbed at any length.
+
+    Raises:
+        NoBackendError: a form that the one asked for, or anybody, cannot serve.
+    """
+    absorbed = select_backend(spec, Request(request.decode, request.decode, request.source))
+    asked = Request(request.prefill, request.prefill, request.source)
+    try:
+        expanded = select_backend(expanded_spec(spec, dims), asked)
+    except NoBackendError as error:
+        raise NoBackendError(f"the expanded form, which `prefill=` names a backend for: {error}") from None
+    if spec.sliding_window is not None:  # a chunk of keys does not tell distances
+        return LatentForms(absorbed, expanded, _NEVER)
+    return LatentForms(absorbed, expanded, dims.break_even if max_absorbed_len is None else max_absorbed_len)
+
+
+def expanded_spec(spec: AttentionSpec, dims: LatentDims, causal: bool = True) -> AttentionSpec:
+    """Dense attention over packed keys and values of every head."""
+    return AttentionSpec(
+        num_heads=spec.num_heads,
+        head_dim=dims.nope + dims.rope,
+        head_dim_v=dims.value,
+        dtype=spec.dtype,
+        device_type=spec.device_type,
+        capability=spec.capability,
+        attn_type=AttentionType.ENCODER_ONLY,
+        scale=spec.scale,
+        mask=Mask(causal, spec.sliding_window if causal else None),
+        softcap=spec.softcap,
+        needs_lse=True,
+    )
