@@ -11,6 +11,7 @@ from hf_models import MODELS, VOCAB, prompts
 from hf_more_models import ALL, batch, generate, model_of
 
 import pagedattn.integrations.transformers as hf
+from pagedattn.errors import UnsupportedError
 
 RAGGED = (17, 3, 30, 9)
 WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
@@ -284,10 +285,7 @@ def test_torch_compile(name: str, backend: str) -> None:
 
     torch.compiler.reset()
     counters.clear()
-    dense: dict[str, Any] = (
-        {"first_k_dense_replace": 2} if name == "deepseek_v3" else {}
-    )  # its experts, run eagerly, cannot be traced
-    model, inputs = model_of(name, **dense), batch(*RAGGED)
+    model, inputs = model_of(name, **_dense(name)), batch(*RAGGED)
     wanted = generate(model, inputs, max_new_tokens=4)
     hf.enable(model, block_size=4)
     model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
@@ -295,6 +293,56 @@ def test_torch_compile(name: str, backend: str) -> None:
     first = counters["stats"]["unique_graphs"]
     assert torch.equal(generate(model, batch(*RAGGED), max_new_tokens=4), wanted)
     assert counters["stats"]["unique_graphs"] == first and 2 <= first <= 3
+
+
+# By default keys and values of heads; latent rows take 8 s each.
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.grid) for name in ("deepseek_v2", "deepseek_v3"))]
+)
+def test_torch_compile_with_symbolic_sizes(name: str) -> None:
+    """`dynamic=True` makes head sizes symbolic too."""
+    torch.compiler.reset()
+    model, inputs = model_of(name, **_dense(name)), batch(*RAGGED)
+    wanted = generate(model, inputs, max_new_tokens=2)
+    hf.enable(model, block_size=4)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(generate(model, inputs, max_new_tokens=2), wanted)
+
+
+@pytest.mark.grid
+def test_a_compiled_model_is_refused_that_asks_for_something_else() -> None:
+    """Sizes that are symbolic still have to be those that the layer was made for. An error breaks the graph."""
+    torch.compiler.reset()
+    model = model_of("llama")
+    hf.enable(model, block_size=4)
+    layer = model.model.layers[1].self_attn
+    layer.scaling *= 2
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    with pytest.raises(UnsupportedError, match=r"layer 1 asks for .*, it used to"):
+        generate(model, batch(9), max_new_tokens=1)
+    layer.scaling /= 2
+    assert generate(model, batch(9), max_new_tokens=1).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama", "head_dim"), pytest.param("deepseek_v3", "qk_nope_head_dim", marks=pytest.mark.grid)],
+)
+def test_torch_compile_of_a_second_model_with_other_heads(name: str, size: str) -> None:
+    """Models of a class share the code that is traced, so that a size in which they differ becomes symbolic."""
+    torch.compiler.reset()
+    for number in (8, 16):
+        changes: dict[str, Any] = {**_dense(name), size: number}
+        model, inputs = model_of(name, **changes), batch(*RAGGED)
+        wanted = generate(model, inputs, max_new_tokens=2)
+        hf.enable(model, block_size=4)
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+        assert torch.equal(generate(model, inputs, max_new_tokens=2), wanted)
+
+
+def _dense(name: str) -> dict[str, Any]:
+    """No layers of experts, which cannot be traced as they are run on a CPU."""
+    return {"first_k_dense_replace": 2} if name.startswith("deepseek") else {}
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])

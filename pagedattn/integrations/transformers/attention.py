@@ -33,6 +33,9 @@ class MissingStepError(UnsupportedError):
 class AttentionCall(NamedTuple):
     """What one layer asks of attention, all of it from the call itself and nothing from the config.
 
+    A tuple, whose fields torch.compile compares one by one, so that a symbolic size becomes a guard; a dataclass it
+    compares as a constant or not at all.
+
     `sliding_window` counts the token itself (transformers keeps q - k < W). Sinks come with the call.
     """
 
