@@ -15,6 +15,7 @@ PHASES = {
     "mla": ("mla",),
 }
 BEHIND = 0.95  # a ratio below which a row is behind its peer, however much measurements vary
+JUDGED = "TRITON"  # whose ratios say how this library does: our kernels, called through our layer
 TRITON_AUTO = "TRITON auto"  # over a cache in the model's dtype, beside the same rows in a format
 
 
@@ -44,6 +45,11 @@ def add_ratios(rows: Sequence[Row], peers: Iterable[str]) -> None:
         if best and row["backend"] not in others and row["us"] is not None:
             ratios = row["ratios"] = {name: round(us / row["us"], 4) for name, us in best.items()}
             row["ratio"] = min((ratios[name] for name in ratios if name != TRITON_AUTO), default=None)
+
+
+def judged_ratio(rows: Iterable[Row]) -> float | None:
+    """Of the rows of one case that of `JUDGED`; None where it was not timed or no peer was."""
+    return next((row["ratio"] for row in rows if row["backend"] == JUDGED), None)
 
 
 def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
