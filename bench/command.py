@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from pagedattn.formats.registry import format_of
 from . import cache_ops
 from .contenders import by_own_kernels, contenders
 from .measure import measure, release
-from .random_shapes import random_cases
+from .random_shapes import random_cases, seeds_of
 from .ratios import BEHIND, JUDGED, Row, judged_ratio
 from .report import Progress, ResultFile, header, line, summary_lines
 from .table import FORMATS, LATENT, NO_ATTENTION, RANDOM, SUITES, Case, case_of, cases, latent_cases
@@ -38,14 +39,16 @@ def run(
     seed: int | None = None,
     count: int | None = None,
     heads: Sequence[int] = (),
+    commit: str | None = None,
 ) -> int:
     """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
 
     Each case of attention or of the engine is measured over caches of each of the formats `kv_cache_dtypes`; without
     any, of "auto", of the suite FORMATS over all others, and those of the engine as the table has them. seed, count: of
-    the suite RANDOM, by default 0 and 20; where TRITON is behind a peer by 5 % the case is measured three times, and
-    the run with the median of its ratio counts. heads: of the suite LATENT, which of its cases are measured, or a
-    workload's heads; without any, all.
+    the suite RANDOM, by default 0 and 20; commit: in place of a seed the full hash of one, of whose five seeds
+    (`random_shapes.seeds_of`) so many cases each are measured. Where TRITON is behind a peer by 5 % the case is
+    measured three times, and the run with the median of its ratio counts. heads: of the suite LATENT, which of its
+    cases are measured, or a workload's heads; without any, all.
 
     Returns:
         0; 1 where kernels of this library computed something wrong, or nothing could be timed. A wrong result of
@@ -56,36 +59,23 @@ def run(
         InvalidInputError: an unknown suite, contender or format, a format for a suite without attention, a workload of
             another grammar, a file that cannot be written, or no matplotlib for `plot`.
     """
-    if suite not in SUITES:
-        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
-    formats = _formats(suite, kv_cache_dtypes)
-    if suite != RANDOM and (seed, count) != (None, None):
-        raise InvalidInputError("--seed and --cases", f"used with the suite {RANDOM}", f"the suite {suite}")
-    if heads and suite != LATENT:
-        raise InvalidInputError("--heads", f"used with the suite {LATENT}", f"the suite {suite}")
-    if count is not None and count < 1:
-        raise InvalidInputError("--cases", "a positive integer", str(count))
+    formats = _formats_of(suite, kv_cache_dtypes, workloads)
+    _check_options(suite, seed, count, heads, commit, plot)
     if suite == "engine":
         from . import engine_bench
 
         return engine_bench.run(backends, workloads, json, formats)
-    if suite in NO_ATTENTION and not workloads and {*formats} - {"auto"}:
-        raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention or engine", f"the suite {suite}")
-    if suite == LATENT and {*formats} - {*LATENT_DTYPES}:
-        served = f"of {', '.join(LATENT_DTYPES)} over latent rows"
-        raise InvalidInputError("--kv-cache-dtype", served, ", ".join(formats))
-    if plot and find_spec("matplotlib") is None:
-        raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
     gpu = torch.cuda.is_available()
     chosen = contenders(backends, suite)
-    plain = _plain_cases(suite, workloads, gpu, seed or 0, _CASES if count is None else count, heads)
+    seeds, count = seeds_of(commit) if commit is not None else [seed or 0], _CASES if count is None else count
+    plain = _plain_cases(suite, workloads, gpu, seeds, count, heads)
     todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats or ["auto"]]
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
     result = ResultFile(json, {}, chosen)
     progress.tell("ceilings of this machine")
     limits = ceilings()
-    result.meta |= limits | ({"seed": seed or 0} if suite == RANDOM else {})
+    result.meta |= limits | (_drawn(seeds, count, commit) if suite == RANDOM else {})
     progress.say(header(suite))
 
     def told(rows: list[Row]) -> None:
@@ -101,6 +91,11 @@ def run(
     if with_cache:
         for rows in cache_ops.measure(limits, progress.tell):
             told(rows)
+    return _finish(result, limits, progress, json, plot)
+
+
+def _finish(result: ResultFile, limits: Mapping[str, float], progress: Progress, json: Path | None, plot: bool) -> int:
+    """The last lines, the pictures, and the exit status."""
     for text in [*(f"{name} {value}" for name, value in limits.items()), *summary_lines(result.meta)]:
         progress.say(text)
     if plot:
@@ -116,14 +111,50 @@ def run(
 
 
 def _plain_cases(
-    suite: str, workloads: Sequence[str], gpu: bool, seed: int, count: int, heads: Sequence[int]
+    suite: str, workloads: Sequence[str], gpu: bool, seeds: Sequence[int], count: int, heads: Sequence[int]
 ) -> list[Case]:
     """What is measured, before formats."""
     if suite == LATENT:
         return latent_cases(workloads, heads, gpu)
     if workloads:
         return [case_of(text, gpu) for text in workloads]
-    return random_cases(seed, count, gpu) if suite == RANDOM else cases(suite, gpu)
+    if suite == RANDOM:
+        return [case for seed in seeds for case in random_cases(seed, count, gpu)]
+    return cases(suite, gpu)
+
+
+def _drawn(seeds: Sequence[int], count: int, commit: str | None) -> dict[str, Any]:
+    """What the file says of random cases: `cases` are those of each seed."""
+    return {"seeds": [*seeds], "cases": count} | ({} if commit is None else {"seeds_of": commit})
+
+
+def _check_options(
+    suite: str, seed: int | None, count: int | None, heads: Sequence[int], commit: str | None, plot: bool
+) -> None:
+    if suite != RANDOM and (seed, count, commit) != (None, None, None):
+        expected = f"used with the suite {RANDOM}"
+        raise InvalidInputError("--seed, --seeds-of and --cases", expected, f"the suite {suite}")
+    if seed is not None and commit is not None:
+        raise InvalidInputError("--seed", "left out with --seeds-of", str(seed), "pass one of the two")
+    if heads and suite != LATENT:
+        raise InvalidInputError("--heads", f"used with the suite {LATENT}", f"the suite {suite}")
+    if count is not None and count < 1:
+        raise InvalidInputError("--cases", "a positive integer", str(count))
+    if plot and suite != "engine" and find_spec("matplotlib") is None:
+        raise InvalidInputError("--plot", "used where matplotlib is", "none", "pip install pagedattn[bench]")
+
+
+def _formats_of(suite: str, given: Sequence[str], workloads: Sequence[str]) -> list[str]:
+    """As `_formats`; raises InvalidInputError for a suite, or a format that it does not have."""
+    if suite not in SUITES:
+        raise InvalidInputError("suite", f"one of {', '.join(SUITES)}", repr(suite))
+    formats = _formats(suite, given)
+    if suite in NO_ATTENTION and suite != "engine" and not workloads and {*formats} - {"auto"}:
+        raise InvalidInputError("--kv-cache-dtype", "used with a suite of attention or engine", f"the suite {suite}")
+    if suite == LATENT and {*formats} - {*LATENT_DTYPES}:
+        served = f"of {', '.join(LATENT_DTYPES)} over latent rows"
+        raise InvalidInputError("--kv-cache-dtype", served, ", ".join(formats))
+    return formats
 
 
 def _formats(suite: str, given: Sequence[str]) -> list[str]:

@@ -5,8 +5,12 @@ A case depends on the seed and on its number alone, so that more cases of a seed
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from random import Random
+
+from pagedattn.errors import InvalidInputError
 
 from .table import Case
 
@@ -19,15 +23,31 @@ LAYERS = (
 KINDS = ("decode", "speculative", "append", "prefill", "mixed")
 _KEYS = (128, 1 << 16)  # of a context
 _MOST_BYTES, _MOST_FLOPS = 4 << 30, 1e13  # of a layer's 16-bit cache, and of its products
+_SEEDS = 5  # that a commit is judged on
 _SMALL = 64  # times fewer keys, and as many times fewer of both, where there is no GPU
 
 
 def random_cases(seed: int, count: int, gpu: bool = True) -> list[Case]:
     """`count` cases of a seed, of each kind in turn; without a GPU small ones in float32."""
-    return [_case(Random(f"{seed}/{number}"), KINDS[number % len(KINDS)], gpu) for number in range(count)]
+    return [_case(f"{seed}/{number}", KINDS[number % len(KINDS)], gpu) for number in range(count)]
 
 
-def _case(draw: Random, kind: str, gpu: bool) -> Case:
+def seeds_of(commit: str) -> list[int]:
+    """Five seeds that follow from a commit, so that nobody chose them: of each index from 0 on the first 4 bytes, as a
+    big-endian number, of the SHA-256 of `HASH:INDEX`.
+
+    Raises:
+        InvalidInputError: no full hash; a shorter one of the same commit would have other seeds.
+    """
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        expected = "a commit's full hash, 40 hexadecimal digits in lower case"
+        raise InvalidInputError("--seeds-of", expected, repr(commit), "`git rev-parse HEAD` prints it")
+    digests = (hashlib.sha256(f"{commit}:{index}".encode()).digest() for index in range(_SEEDS))
+    return [int.from_bytes(digest[:4], "big") for digest in digests]
+
+
+def _case(drawn: str, kind: str, gpu: bool) -> Case:
+    draw = Random(drawn)
     less = 1 if gpu else _SMALL
     while True:
         heads, kv_heads, dim = draw.choice(LAYERS)
@@ -38,6 +58,7 @@ def _case(draw: Random, kind: str, gpu: bool) -> Case:
             window=draw.choice((512, 1024, 4096)) // less if draw.random() < 0.15 else 0,
             softcap=draw.choice((30.0, 50.0)) if draw.random() < 0.1 else 0.0,
             sinks=draw.random() < 0.1,
+            draw=drawn,
         )
         nbytes, flops = 4 * sum(case.work.seq_lens) * kv_heads * dim, case.flops
         if nbytes <= _MOST_BYTES / less**2 and flops <= _MOST_FLOPS / less**2:

@@ -35,6 +35,7 @@ class Case(NamedTuple):
     softcap: float = 0.0
     sinks: bool = False
     latent: int = 0  # of absorbed latent attention (MLA): how much of a row of `dim` is the value; 0: not latent
+    draw: str = ""  # of a random one SEED/NUMBER, by which it is drawn again
 
     @property
     def work(self) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -14,10 +15,13 @@ from pagedattn.bench import command
 from pagedattn.bench.contenders import contenders
 from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.problem import make_problem
-from pagedattn.bench.random_shapes import KINDS, LAYERS, random_cases
+from pagedattn.bench.random_shapes import KINDS, LAYERS, random_cases, seeds_of
 from pagedattn.bench.table import Case
 from pagedattn.bench.workload import parse
+from pagedattn.cli import main
 from pagedattn.errors import InvalidInputError
+
+HASH = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_seed_has_the_same_cases_however_many() -> None:
@@ -47,6 +51,24 @@ def test_kinds_and_limits(gpu: bool) -> None:
             assert longest <= 16
         if case.suite == "append":
             assert 4 * longest <= min(work.seq_lens)
+
+
+def test_a_commit_has_five_seeds_by_its_full_hash() -> None:
+    expected = [int(hashlib.sha256(f"{HASH}:{index}".encode()).hexdigest()[:8], 16) for index in range(5)]
+    assert seeds_of(HASH) == expected and len({*expected, *seeds_of(HASH[::-1])}) == 10
+    for text in (HASH[:7], HASH.upper(), HASH + "0", "HEAD"):
+        with pytest.raises(InvalidInputError, match=r"--seeds-of must be a commit's full hash, 40 .* rev-parse HEAD"):
+            seeds_of(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_five_seeds_from_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    assert main(["bench", "random", "--seeds-of", HASH, "--cases", "1", "--json", str(path)]) == 0
+    content = json.loads(path.read_text(encoding="utf-8"))
+    meta, seeds = content["meta"], seeds_of(HASH)
+    assert (meta["seeds"], meta["cases"], meta["seeds_of"]) == (seeds, 1, HASH)
+    assert [row["draw"] for row in content["rows"]] == [f"{seed}/0" for seed in seeds]
 
 
 def test_contexts_are_log_uniform() -> None:
@@ -125,8 +147,12 @@ def test_the_suite_from_the_command(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     assert command.run("random", None, [], path, plot=False, seed=3, count=5) == 0
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["meta"]["seed"] == 3 and [row["suite"] for row in content["rows"]] == [*KINDS]
-    with pytest.raises(InvalidInputError, match="used with the suite random"):
-        command.run("decode", None, [], None, plot=False, seed=3)
+    assert content["meta"]["seeds"] == [3] and content["meta"]["cases"] == 5 and "seeds_of" not in content["meta"]
+    assert [(row["suite"], row["draw"]) for row in content["rows"]] == [(k, f"3/{i}") for i, k in enumerate(KINDS)]
+    for option in ({"seed": 3}, {"commit": HASH}, {"count": 3}):
+        with pytest.raises(InvalidInputError, match="used with the suite random"):
+            command.run("decode", None, [], None, plot=False, **option)
+    with pytest.raises(InvalidInputError, match="--seed must be left out with --seeds-of, got 3"):
+        command.run("random", None, [], None, plot=False, seed=3, commit=HASH)
     with pytest.raises(InvalidInputError, match="--cases must be a positive integer"):
         command.run("random", None, [], None, plot=False, count=0)

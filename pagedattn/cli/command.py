@@ -143,7 +143,8 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--plot", action="store_true", help="draw into the folder plots beside FILE; needs matplotlib")
     add("--seed", type=int, help="of the suite random; 0 where not given")
-    add("--cases", type=int, help="how many the suite random has; 20 where not given")
+    add("--seeds-of", metavar="HASH", help="of the suite random: in place of --seed five that follow from a commit")
+    add("--cases", type=int, help="how many of each seed the suite random has; 20 where not given")
     add(
         "--heads",
         action="append",
@@ -160,4 +161,4 @@ def _bench(args: argparse.Namespace) -> int:
     run = import_module("pagedattn.bench.command").run
     formats = args.kv_cache_dtype or ()
     given = (args.suite, args.backends, args.workload, args.json, args.plot, formats)
-    return run(*given, seed=args.seed, count=args.cases, heads=args.heads)
+    return run(*given, seed=args.seed, count=args.cases, heads=args.heads, commit=args.seeds_of)
