@@ -44,9 +44,9 @@ def run(
     """Measure and report. `json` is a file for meta and rows, or `report.STDOUT`; then lines go to standard error.
 
     Each case of attention or of the engine is measured over caches of each of the formats `kv_cache_dtypes`; without
-    any, of "auto", of the suite FORMATS over all others, and those of the engine as the table has them. seed, count: of
-    the suite RANDOM, by default 0 and 20; commit: in place of a seed the full hash of one, of whose five seeds
-    (`random_shapes.seeds_of`) so many cases each are measured. Where TRITON is behind a peer by 5 % the case is
+    any, of "auto", of the suite FORMATS over all others, and those of the engine and of RANDOM as they are. seed,
+    count: of the suite RANDOM, by default 0 and 20; commit: in place of a seed the full hash of one, of whose five
+    seeds (`random_shapes.seeds_of`) so many cases each are measured. Where TRITON is behind a peer by 5 % the case is
     measured three times, and the run with the median of its ratio counts. heads: of the suite LATENT, which of its
     cases are measured, or a workload's heads; without any, all.
 
@@ -69,7 +69,7 @@ def run(
     chosen = contenders(backends, suite)
     seeds, count = seeds_of(commit) if commit is not None else [seed or 0], _CASES if count is None else count
     plain = _plain_cases(suite, workloads, gpu, seeds, count, heads)
-    todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats or ["auto"]]
+    todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats or [case.kv_cache_dtype]]
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
     result = ResultFile(json, {}, chosen)

@@ -31,6 +31,9 @@ def fa3(problem: Problem) -> Run:
     Over an 8-bit cache queries are fp8 as well; that somebody has to make them so in each layer is not counted.
     """
     case, plain = _without_sinks(problem), problem.case.kv_cache_dtype == "auto"
+    if case.draw and case.kv_cache_dtype not in ("auto", _FA3_STORED):
+        # Random cases are judged by their ratios: only a peer that stores what they do is one.
+        raise UnsupportedError(f"it reads 16-bit and {_FA3_STORED} caches, and no {case.kv_cache_dtype}")
     form = "auto" if plain else _FA3_STORED
     paged, calls = problem.paged(kv_cache_dtype=form), library(FA3)
     common, queries, descales = paged.common, problem.queries, {}

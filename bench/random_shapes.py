@@ -21,8 +21,12 @@ LAYERS = (
     *((16, 8, 256), (32, 8, 96), (32, 32, 96), (40, 10, 128), (32, 8, 80), (8, 1, 128), (16, 2, 128)),
 )
 KINDS = ("decode", "speculative", "append", "prefill", "mixed")
+# Of caches that are not in the model's dtype, all alike; each serves every layer above, in blocks as large as it has.
+FORMATS = ("fp8_e4m3", "int8", "k8v4", "int4", "turboquant4")
+_STORED = 0.3  # of the cases have such a one
 _KEYS = (128, 1 << 16)  # of a context
 _MOST_BYTES, _MOST_FLOPS = 4 << 30, 1e13  # of a layer's 16-bit cache, and of its products
+_ENCODED = 4  # times smaller where rows are encoded, which takes several times their memory
 _SEEDS = 5  # that a commit is judged on
 _SMALL = 64  # times fewer keys, and as many times fewer of both, where there is no GPU
 
@@ -48,7 +52,10 @@ def seeds_of(commit: str) -> list[int]:
 
 def _case(drawn: str, kind: str, gpu: bool) -> Case:
     draw = Random(drawn)
-    less = 1 if gpu else _SMALL
+    less, most_bytes = 1 if gpu else _SMALL, _MOST_BYTES
+    form = _format(Random(f"format {drawn}"))  # apart, so that it changes nothing of the shape
+    if form != "auto":
+        most_bytes //= _ENCODED
     while True:
         heads, kv_heads, dim = draw.choice(LAYERS)
         case = Case(
@@ -59,10 +66,15 @@ def _case(drawn: str, kind: str, gpu: bool) -> Case:
             softcap=draw.choice((30.0, 50.0)) if draw.random() < 0.1 else 0.0,
             sinks=draw.random() < 0.1,
             draw=drawn,
+            kv_cache_dtype=form,
         )
         nbytes, flops = 4 * sum(case.work.seq_lens) * kv_heads * dim, case.flops
-        if nbytes <= _MOST_BYTES / less**2 and flops <= _MOST_FLOPS / less**2:
+        if nbytes <= most_bytes / less**2 and flops <= _MOST_FLOPS / less**2:
             return case
+
+
+def _format(draw: Random) -> str:
+    return draw.choice(FORMATS) if draw.random() < _STORED else "auto"
 
 
 def _text(draw: Random, kind: str, less: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from pagedattn import AttentionSpec, Mask
+from pagedattn.backends.registry import get_backend
 from pagedattn.bench import command
 from pagedattn.bench.contenders import contenders
 from pagedattn.bench.measure import empty_row, measure
+from pagedattn.bench.peers import fa3
 from pagedattn.bench.problem import make_problem
-from pagedattn.bench.random_shapes import KINDS, LAYERS, random_cases, seeds_of
+from pagedattn.bench.random_shapes import FORMATS, KINDS, LAYERS, random_cases, seeds_of
+from pagedattn.bench.ratios import summarise
 from pagedattn.bench.table import Case
 from pagedattn.bench.workload import parse
 from pagedattn.cli import main
-from pagedattn.errors import InvalidInputError
+from pagedattn.errors import InvalidInputError, UnsupportedError
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
 
@@ -51,6 +56,55 @@ def test_kinds_and_limits(gpu: bool) -> None:
             assert longest <= 16
         if case.suite == "append":
             assert 4 * longest <= min(work.seq_lens)
+
+
+def test_formats_are_drawn_and_served_in_every_layer() -> None:
+    cases = random_cases(5, 1000)
+    stored = [case for case in cases if case.kv_cache_dtype != "auto"]
+    assert 0.25 < len(stored) / 1000 < 0.35 and {case.kv_cache_dtype for case in stored} == {*FORMATS}
+    assert {case.suite for case in stored} == {*KINDS}
+    for layer, name in itertools.product(LAYERS, FORMATS):
+        for size in (16, 32, 64, 128):
+            case = Case("decode", "1q1s4k", *layer, block_size=size, kv_cache_dtype=name)
+            spec = AttentionSpec(
+                **{"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.dim},
+                **{"dtype": torch.float16, "device_type": "cuda", "capability": (9, 0)},
+                **{"block_size": case.size_of_blocks(name), "kv_cache_dtype": name, "clean_cache": True},
+                **{"mask": Mask(causal=True, sliding_window=512), "softcap": 30.0, "has_sinks": True},
+            )
+            assert not get_backend("TRITON").rejections(spec), (layer, name, size)
+
+
+def test_formats_are_measured_as_drawn_or_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Case] = []
+
+    def stub(case: Case, *_: object) -> list[dict[str, Any]]:
+        measured.append(case)
+        return [{**empty_row("decode", case.text, "TORCH"), "us": 1.0}]
+
+    monkeypatch.setattr(command, "measure", stub)
+    monkeypatch.setattr(command, "ceilings", dict)
+    drawn = random_cases(9, 12, torch.cuda.is_available())
+    assert {case.kv_cache_dtype == "auto" for case in drawn} == {True, False}
+    for asked, expected in (((), drawn), (("int8",), [case._replace(kv_cache_dtype="int8") for case in drawn])):
+        command.run("random", "TORCH", [], None, plot=False, kv_cache_dtypes=asked, seed=9, count=12)
+        assert measured == expected
+        measured.clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is timed for longer")
+@pytest.mark.parametrize("name", ["int4", "turboquant4"])
+def test_a_case_without_a_peer_is_checked_and_not_averaged(name: str) -> None:
+    case = Case("decode", "2q1s40", 4, 2, 64, dtype="float32", kv_cache_dtype=name, draw="0/1")
+    rows = measure(case, contenders("TORCH"), {})
+    assert rows[0]["error"] < 1e-5 and rows[0]["ratio"] is None and summarise(rows) == {}
+
+
+@pytest.mark.parametrize("name", ["int8", "k8v4", "int4", "turboquant4"])
+def test_a_peer_that_stores_otherwise_gives_a_random_case_no_ratio(name: str) -> None:
+    case = Case("decode", "2q1s40", 4, 2, 64, kv_cache_dtype=name, draw="0/1")
+    with pytest.raises(UnsupportedError, match=f"no {name}"):
+        fa3(make_problem(case))
 
 
 def test_a_commit_has_five_seeds_by_its_full_hash() -> None:
