@@ -15,6 +15,8 @@ PHASES = {
     "mla": ("mla",),
 }
 BEHIND = 0.95  # a ratio below which a row is behind its peer, however much measurements vary
+FAR_BEHIND = 0.9  # one that no row may be below
+_WORST = 3  # rows that are named of each kind
 JUDGED = "TRITON"  # whose ratios say how this library does: our kernels, called through our layer
 TRITON_AUTO = "TRITON auto"  # over a cache in the model's dtype, beside the same rows in a format
 
@@ -69,6 +71,30 @@ def summarise(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
         facts["behind"] = sum(row["ratio"] < BEHIND for row in mine)
         out[name] = {**facts, "worst": {"case": worst["case"], "ratio": worst["ratio"]}}
     return out
+
+
+def judge(rows: Iterable[Row]) -> dict[str, Any]:
+    """Of `JUDGED` over caches of all formats: rows with a ratio and cases without a peer, how many and what share of
+    the former are below `BEHIND` and `FAR_BEHIND`; the same of each kind with its geometric mean and worst rows.
+    """
+    mine = [row for row in rows if row["backend"] == JUDGED]
+    rated = [row for row in mine if row.get("ratio") is not None]
+    kinds = {}
+    for suite in dict.fromkeys(row["suite"] for row in rated):
+        some = sorted((row for row in rated if row["suite"] == suite), key=lambda row: row["ratio"])
+        mean = round(geometric_mean([row["ratio"] for row in some]), 4)
+        worst = [{name: row[name] for name in ("case", "ratio", "draw") if name in row} for row in some[:_WORST]]
+        kinds[suite] = {"ratio": mean, **_below(some), "worst": worst}
+    alone = sum(row.get("ratio") is None and row["us"] is not None for row in mine)
+    return {**_below(rated), "without_peer": alone, "kinds": kinds}
+
+
+def _below(rows: Sequence[Row]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"rows": len(rows)}
+    for limit in (BEHIND, FAR_BEHIND):
+        count = sum(row["ratio"] < limit for row in rows)
+        facts[f"below_{limit:.2f}"] = {"rows": count, "share": round(count / max(len(rows), 1), 4)}
+    return facts
 
 
 def beside_auto(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:

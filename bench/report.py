@@ -19,7 +19,7 @@ import pagedattn
 from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
-from .ratios import BEHIND, PHASES, TRITON_AUTO, Row, beside_auto, library, summarise
+from .ratios import BEHIND, JUDGED, PHASES, TRITON_AUTO, Row, beside_auto, judge, library, summarise
 from .table import LATENT
 
 _COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "%s", "error", "plan us", "host us")
@@ -57,6 +57,8 @@ class ResultFile:
         self.rows += rows
         self.meta["summary"] = summarise(self.rows)
         self.meta |= {"beside_auto": compared} if (compared := beside_auto(self.rows)) else {}
+        if any("draw" in row for row in rows):
+            self.meta["judged"] = judge(self.rows)
         self._write()
 
     def add_plain(self, row: Row) -> None:
@@ -169,7 +171,23 @@ def summary_lines(meta: Mapping[str, Any]) -> list[str]:
         suites = [suite for suite in facts if suite not in ("slower", "worst")]
         worst = f"{facts['slower']} slower, {_worst_of(facts)}"
         lines.append(f"{name} against {TRITON_AUTO}: " + ", ".join([*_means_of(facts, suites), worst]))
-    return lines
+    return lines + (_judged_lines(meta["judged"]) if "judged" in meta else [])
+
+
+def _judged_lines(judged: Mapping[str, Any]) -> list[str]:
+    """Of random cases: each kind's mean and worst rows, then what share of all is behind."""
+    lines = []
+    for kind, facts in judged["kinds"].items():
+        worst = "; ".join(f"{one['ratio']:.3f} at {one['case']}" for one in facts["worst"])
+        lines.append(f"{JUDGED} {kind}: {facts['ratio']:.3f} ({_below_of(facts)}), worst {worst}")
+    return [*lines, f"{JUDGED} in all: {_below_of(judged)}, {judged['without_peer']} without a peer"]
+
+
+def _below_of(facts: Mapping[str, Any]) -> str:
+    below = (
+        f"{one['rows']} ({one['share']:.1%}) {name.replace('_', ' ')}" for name, one in facts.items() if "below" in name
+    )
+    return ", ".join([f"{facts['rows']} rows", *below])
 
 
 def _means_of(facts: Mapping[str, Any], names: Iterable[str]) -> list[str]:

@@ -28,7 +28,10 @@ COLOURS = {  # in the order of the bars
     **{"FLASH_ATTN": PALETTE[1], "FLASHINFER": PALETTE[3], "TORCH": "#999999"},
     **{"FA3": PALETTE[4], "FlashInfer": PALETTE[7], "FLASH_MLA": PALETTE[8], "FlashMLA": PALETTE[9]},
 }
-SHAPE = ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_cache_dtype")
+SHAPE = (
+    *("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_cache_dtype"),
+    *("window", "softcap", "sinks"),  # of a row only where its case has them
+)
 Row = dict[str, Any]
 
 
@@ -45,6 +48,8 @@ FAMILIES = (
     Family("decode", "gb_s", "GB/s", BANDWIDTH),
     Family("prefill", "tflops", "TFLOP/s", COMPUTE),
     Family("mixed", "tflops", "TFLOP/s", COMPUTE),
+    Family("speculative", "gb_s", "GB/s", BANDWIDTH),
+    Family("append", "tflops", "TFLOP/s", COMPUTE),
     Family("cache", "gb_s", "GB/s", BANDWIDTH),
     Family("mla", "gb_s", "GB/s", BANDWIDTH),
 )
@@ -120,7 +125,7 @@ def _join_meta(metas: Sequence[Row]) -> Row:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return (row["workload"], *(row.get(name) for name in SHAPE))
+    return (row["workload"], *(row.get(name) for name in (*SHAPE, "draw")))
 
 
 def groups(rows: Iterable[Row], family: Family) -> list[Group]:
@@ -143,7 +148,18 @@ def _label(row: Row, varying: Sequence[str]) -> str:
     parts += [f"blocks of {row['block_size']}"] if "block_size" in varying else []
     parts += [str(row["dtype"])] if "dtype" in varying else []
     parts += [f"{row.get('kv_cache_dtype') or 'auto'} cache"] if "kv_cache_dtype" in varying else []
+    parts += _extras(row, varying)
     return "\n".join([row["workload"], *([", ".join(parts)] if parts else [])])
+
+
+def _extras(row: Row, names: Iterable[str]) -> list[str]:
+    """What of a window, a soft cap and sinks a row has, of those named."""
+    texts = {
+        "window": f"window {row.get('window')}",
+        "softcap": f"soft cap {row.get('softcap') or 0:g}",
+        "sinks": "sinks",
+    }
+    return [text for name, text in texts.items() if name in names and row.get(name)]
 
 
 def shape_text(rows: Sequence[Row]) -> str:
@@ -156,6 +172,7 @@ def shape_text(rows: Sequence[Row]) -> str:
     parts += [f"blocks of {same['block_size']}"] if same.get("block_size") else []
     parts += [str(same["dtype"])] if same.get("dtype") else []
     parts += [f"{same['kv_cache_dtype']} cache"] if same.get("kv_cache_dtype") else []
+    parts += _extras(rows[0], same)
     return ", ".join(parts)
 
 

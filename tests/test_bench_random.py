@@ -20,7 +20,8 @@ from pagedattn.bench.measure import empty_row, measure
 from pagedattn.bench.peers import fa3
 from pagedattn.bench.problem import make_problem
 from pagedattn.bench.random_shapes import FORMATS, KINDS, LAYERS, random_cases, seeds_of
-from pagedattn.bench.ratios import summarise
+from pagedattn.bench.ratios import Row, geometric_mean, judge, summarise
+from pagedattn.bench.report import summary_lines
 from pagedattn.bench.table import Case
 from pagedattn.bench.workload import parse
 from pagedattn.cli import main
@@ -93,9 +94,8 @@ def test_formats_are_measured_as_drawn_or_as_asked_for(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is timed for longer")
-@pytest.mark.parametrize("name", ["int4", "turboquant4"])
-def test_a_case_without_a_peer_is_checked_and_not_averaged(name: str) -> None:
-    case = Case("decode", "2q1s40", 4, 2, 64, dtype="float32", kv_cache_dtype=name, draw="0/1")
+def test_a_case_without_a_peer_is_checked_and_not_averaged() -> None:
+    case = Case("decode", "2q1s40", 4, 2, 64, dtype="float32", kv_cache_dtype="int4", draw="0/1")
     rows = measure(case, contenders("TORCH"), {})
     assert rows[0]["error"] < 1e-5 and rows[0]["ratio"] is None and summarise(rows) == {}
 
@@ -105,6 +105,33 @@ def test_a_peer_that_stores_otherwise_gives_a_random_case_no_ratio(name: str) ->
     case = Case("decode", "2q1s40", 4, 2, 64, kv_cache_dtype=name, draw="0/1")
     with pytest.raises(UnsupportedError, match=f"no {name}"):
         fa3(make_problem(case))
+
+
+def judged_row(suite: str, case: str, ratio: float | None, name: str = "TRITON", us: float | None = 1.0) -> Row:
+    return {**empty_row(suite, case, name), "ratio": ratio, "us": us, "draw": f"1/{case}"}
+
+
+def test_the_judgement_has_means_and_worst_rows_of_each_kind_and_what_share_is_behind() -> None:
+    decodes = [judged_row("decode", case, ratio) for case, ratio in zip("abcd", (1.2, 0.94, 0.8, 1.1), strict=True)]
+    decodes[3]["kv_cache_dtype"] = "fp8_e4m3"
+    others = [judged_row("append", "e", 1.5), judged_row("append", "f", None), judged_row("append", "g", None, us=None)]
+    found = judge(
+        [*decodes, *others, judged_row("decode", "a", 0.1, "FLASHINFER"), judged_row("decode", "a", None, "FA3")]
+    )
+    assert (found["rows"], found["without_peer"]) == (5, 1)
+    assert found["below_0.95"] == {"rows": 2, "share": 0.4} and found["below_0.90"] == {"rows": 1, "share": 0.2}
+    decode, append = found["kinds"]["decode"], found["kinds"]["append"]
+    assert decode["ratio"] == round(geometric_mean([1.2, 0.94, 0.8, 1.1]), 4) and decode["rows"] == 4
+    assert [(one["case"], one["ratio"], one["draw"]) for one in decode["worst"]] == [
+        *(("c", 0.8, "1/c"), ("b", 0.94, "1/b"), ("d", 1.1, "1/d")),
+    ]
+    assert decode["below_0.95"]["rows"] == 2 and append["below_0.95"] == {"rows": 0, "share": 0.0}
+    first, second, last = summary_lines({"summary": {}, "judged": found})
+    assert first.startswith(
+        "TRITON decode: 0.998 (4 rows, 2 (50.0%) below 0.95, 1 (25.0%) below 0.90), worst 0.800 at c; "
+    )
+    assert second.startswith("TRITON append: 1.500 (1 rows, ")
+    assert last == "TRITON in all: 5 rows, 2 (40.0%) below 0.95, 1 (20.0%) below 0.90, 1 without a peer"
 
 
 def test_a_commit_has_five_seeds_by_its_full_hash() -> None:
@@ -147,6 +174,7 @@ def test_each_is_checked_with_its_mask(change: dict[str, Any]) -> None:
     case = Case("mixed", "1q20s60+2q1s50", 4, 2, 16, dtype="float32")._replace(**change)
     (row,) = measure(case, contenders("TORCH"), {})
     assert row["refused"] is None and row["error"] < 1e-5
+    assert {name: row[name] for name in ("window", "softcap", "sinks", "draw") if name in row} == change
     plain, other = (make_problem(case._replace(window=0, softcap=0.0, sinks=False)), make_problem(case))
     out = contenders("TORCH")[0].run(other)
     out.plan()
@@ -201,6 +229,7 @@ def test_the_suite_from_the_command(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     assert command.run("random", None, [], path, plot=False, seed=3, count=5) == 0
     content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["meta"]["judged"]["rows"] == 0 and content["meta"]["judged"]["kinds"] == {}, "TORCH has no peer"
     assert content["meta"]["seeds"] == [3] and content["meta"]["cases"] == 5 and "seeds_of" not in content["meta"]
     assert [(row["suite"], row["draw"]) for row in content["rows"]] == [(k, f"3/{i}") for i, k in enumerate(KINDS)]
     for option in ({"seed": 3}, {"commit": HASH}, {"count": 3}):

@@ -10,9 +10,10 @@ import pytest
 
 from pagedattn.bench import result_file
 from pagedattn.bench.curves import Grid, grid, panels
+from pagedattn.bench.random_shapes import KINDS
 from pagedattn.bench.result_file import COLOURS, FAMILIES, PALETTE, colours, groups, host_table, load, series, title
 
-DECODE, PREFILL, MIXED, CACHE, LATENT = FAMILIES
+DECODE, PREFILL, MIXED, SPECULATIVE, APPEND, CACHE, LATENT = FAMILIES
 COMMITTED = Path(__file__).parent.parent / "bench/results/h200/backends.json"
 META = {"gpu": "NVIDIA H200", "torch": "2.11", "commit": "aaaaaaa", "date": "2026-01-02", "copy_gb_s": 4000.0}
 
@@ -44,7 +45,8 @@ def test_the_committed_result_is_grouped_as_it_was_measured() -> None:
 def test_bandwidth_bounds_decode_and_cache_and_compute_the_others() -> None:
     judged = {family.suite: (family.value, family.unit, family.ceilings) for family in FAMILIES}
     bandwidth, compute = ("gb_s", "GB/s", ("copy_gb_s", "read_gb_s")), ("tflops", "TFLOP/s", ("matmul_tflops",))
-    assert judged == {**dict.fromkeys(("decode", "cache", "mla"), bandwidth), "prefill": compute, "mixed": compute}
+    expected = dict.fromkeys(("decode", "speculative", "cache", "mla"), bandwidth)
+    assert judged == expected | dict.fromkeys(("prefill", "mixed", "append"), compute)
     assert {one for family in FAMILIES for one in family.ceilings} == set(result_file.CEILINGS)
 
 
@@ -69,6 +71,26 @@ def test_what_varies_is_in_the_labels_and_the_rest_in_the_note(tmp_path: Path) -
     ]
 
 
+def test_rows_that_differ_by_their_mask_alone_are_told_apart(tmp_path: Path) -> None:
+    masks: list[dict[str, Any]] = [{}, {"window": 512}, {"softcap": 30.0}, {"window": 512, "sinks": True}]
+    result = load([write(tmp_path / "a.json", *(row("TRITON", **mask) for mask in masks))])
+    labels = [group.label.splitlines()[1:] for group in groups(result.rows, DECODE)]
+    assert labels == [[], ["window 512"], ["soft cap 30"], ["window 512, sinks"]]
+    assert title(result.meta, "decode", result.rows[1:2])[1].splitlines()[0].endswith("bfloat16, window 512")
+
+
+def test_the_same_shape_drawn_twice_makes_two_groups(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", row("TRITON", draw="0/1"), row("TRITON", draw="3/6"))
+    assert len(groups(load([path]).rows, DECODE)) == 2
+
+
+def test_every_kind_of_a_random_file_is_drawn(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", *(row("TRITON", suite=kind, draw=f"0/{i}") for i, kind in enumerate(KINDS)))
+    drawn = load([path]).rows
+    assert {one["suite"] for one in drawn} == {*KINDS}
+    assert {family.suite for family in FAMILIES if groups(drawn, family)} == {*KINDS}
+
+
 def test_files_of_one_gpu_are_joined_and_told_apart_by_commit(tmp_path: Path) -> None:
     first = write(tmp_path / "a.json", row("TRITON"), row("TORCH"))
     second = write(tmp_path / "b.json", row("TRITON", gb_s=900.0), row("OTHER"), commit="bbbbbbb", copy_gb_s=4100.0)
@@ -91,7 +113,7 @@ def test_what_cannot_be_drawn_is_refused_with_the_file(tmp_path: Path) -> None:
         load([good, good])
     with pytest.raises(ValueError, match="one GPU, got NVIDIA A100, NVIDIA H200"):
         load([good, write(tmp_path / "b.json", row("TRITON"), gpu="NVIDIA A100")])
-    with pytest.raises(ValueError, match=r"c\.json has no row of cache, decode"):
+    with pytest.raises(ValueError, match=r"c\.json has no row of append, cache, decode"):
         load([write(tmp_path / "c.json", {"suite": "tests.gpu", "passed": 4})])
     (tmp_path / "d.json").write_text("[1]", encoding="utf-8")
     for name in ("d.json", "absent.json"):
@@ -185,8 +207,9 @@ def test_nothing_is_cut_or_printed_over_something_else(family: result_file.Famil
     from pagedattn.bench import plot
 
     result = load([COMMITTED])
-    if family is LATENT:
-        result = result._replace(rows=[{**one, "suite": "mla"} for one in result.rows if one["suite"] == "decode"])
+    if family in (SPECULATIVE, APPEND, LATENT):  # of which the file has none
+        decodes = [one for one in result.rows if one["suite"] == "decode"]
+        result = result._replace(rows=[{**one, "suite": family.suite} for one in decodes])
     table = host_table(result.rows) if family is DECODE else []
     with rc_context(plot._LOOK):
         figure = plot.bar_figure(groups(result.rows, family), family, result, table)
