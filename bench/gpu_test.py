@@ -16,6 +16,7 @@ import xml.etree.ElementTree as xml
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/h200")
     parser.add_argument("--name", default="gpu_test", help="of the record: NAME.json")
     parser.add_argument("--problems", type=int, help="random problems of TRITON to draw, if not as many as usual")
+    parser.add_argument("--random-seed", type=int, default=0, help="of what those are drawn by")
+    parser.add_argument("--problem", action="append", default=[], help="one of those alone, KIND:SEED/INDEX")
     parser.add_argument("suites", nargs="*", help="files or folders to run instead of all")
     args = parser.parse_args()
     together, alone = split(args.suites or [*SUITES, *ALONE])
@@ -53,12 +56,14 @@ def main() -> int:
         print("gpu-test needs a CUDA device and a torch that sees it; on a CPU run `make test`")
         return 1
     begun, options = time.perf_counter(), [] if args.problems is None else ["--problems", str(args.problems)]
+    options += ["--random-seed", str(args.random_seed), *(f"--problem={text}" for text in args.problem)]
     with tempfile.TemporaryDirectory() as folder:
         beside = [*options, *_workers(), *(f"--ignore={ROOT / suite}" for suite in ALONE)]
         reports = [Path(folder) / "parallel.xml", Path(folder) / "alone.xml"]
         runs = ((together, reports[0], beside), (alone, reports[1], options))
         status = max(_run(suites, report, how) for suites, report, how in runs if suites)
         record = _record([report for report in reports if report.exists()], args.commit, time.perf_counter() - begun)
+        record["meta"] |= {"random_seed": args.random_seed} | ({"problem": args.problem} if args.problem else {})
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record["rows"], indent=1))
@@ -89,18 +94,24 @@ def _run(suites: Sequence[str], report: Path, options: list[str]) -> int:
     return int(pytest.main([*said, f"--rootdir={ROOT}", f"--junitxml={report}", *options, *paths]))
 
 
-def _record(reports: list[Path], commit: str, seconds: float) -> dict[str, object]:
-    """How many tests of each file had which outcome, and the seconds that they took one after the other."""
+def _record(reports: list[Path], commit: str, seconds: float) -> dict[str, Any]:
+    """How many tests of each file had which outcome, and the seconds that they took one after the other; of random
+    problems how many passed, by other libraries too, which failed, by what draws them again, and what was left out."""
     outcomes: Counter[tuple[str, str]] = Counter()
     took: dict[tuple[str, str], float] = defaultdict(float)
-    problems = 0
+    problems: Counter[str] = Counter()
+    told: dict[str, list[str]] = {"failed": [], "left out": []}
     for case in itertools.chain(*(xml.parse(report).getroot().iter("testcase") for report in reports)):
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         key = case.get("classname", ""), outcome
         outcomes[key] += 1
         took[key] += float(case.get("time", 0))
-        found = case.iterfind("properties/property[@name='problems']") if outcome == "passed" else ()
-        problems += sum(int(one.get("value", 0)) for one in found)
+        for one in case.iterfind("properties/property"):
+            name, value = one.get("name", ""), one.get("value", "")
+            if name in told:
+                told[name].append(value)
+            elif name.startswith("problems") and outcome == "passed":
+                problems[name] += int(value)
     meta = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -109,7 +120,10 @@ def _record(reports: list[Path], commit: str, seconds: float) -> dict[str, objec
         "commit": commit,
         "date": datetime.date.today().isoformat(),
         "seconds": round(seconds),
-        "random_problems": problems,
+        "random_problems": problems["problems"],
+        "random_problems_of_others": {name[9:]: count for name, count in problems.items() if name != "problems"},
+        "random_failures": told["failed"],
+        "random_left_out": told["left out"],
     }
     rows = [
         {"suite": suite, outcome: count, "seconds": round(took[suite, outcome], 1)}

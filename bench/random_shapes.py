@@ -33,7 +33,12 @@ _SMALL = 64  # times fewer keys, and as many times fewer of both, where there is
 
 def random_cases(seed: int, count: int, gpu: bool = True) -> list[Case]:
     """`count` cases of a seed, of each kind in turn; without a GPU small ones in float32."""
-    return [_case(f"{seed}/{number}", KINDS[number % len(KINDS)], gpu) for number in range(count)]
+    return [random_case(seed, number, gpu) for number in range(count)]
+
+
+def random_case(seed: int, number: int, gpu: bool = True) -> Case:
+    """One of those."""
+    return _case(f"{seed}/{number}", KINDS[number % len(KINDS)], gpu)
 
 
 def seeds_of(commit: str) -> list[int]:
@@ -59,7 +64,7 @@ def _case(drawn: str, kind: str, gpu: bool) -> Case:
     while True:
         heads, kv_heads, dim = draw.choice(LAYERS)
         case = Case(
-            *(kind, _text(draw, kind, less), heads, kv_heads, dim),
+            *(kind, random_text(draw, kind, less), heads, kv_heads, dim),
             block_size=draw.choice((16, 16, 16, 32, 64, 128)),
             dtype=draw.choice(("bfloat16", "bfloat16", "bfloat16", "float16")) if gpu else "float32",
             window=draw.choice((512, 1024, 4096)) // less if draw.random() < 0.15 else 0,
@@ -77,10 +82,10 @@ def _format(draw: Random) -> str:
     return draw.choice(FORMATS) if draw.random() < _STORED else "auto"
 
 
-def _text(draw: Random, kind: str, less: int) -> str:
+def random_text(draw: Random, kind: str, less: int) -> str:
     """A workload of a kind, with `less` times fewer keys than on a GPU."""
     if kind == "mixed":
-        return f"{_text(draw, draw.choice(('append', 'prefill')), less)}+{_text(draw, 'decode', less)}"
+        return f"{random_text(draw, draw.choice(('append', 'prefill')), less)}+{random_text(draw, 'decode', less)}"
     least, most = (max(keys // less, 2) for keys in _KEYS)
     if kind == "decode":
         return _part(draw, _about(draw, 1, 256), 1, least, most)

@@ -1,18 +1,23 @@
-"""Random problems of TRITON against the oracle on a GPU: both kernels of a layer, `--problems` of them in all.
+"""Random problems against the oracle on a GPU, `--problems` of them in all, by TRITON and, of drawn layers, by the
+libraries that serve them.
 
-Lengths are drawn, not what decides which kernels are compiled: a kernel takes seconds to compile.
+Layers are those of a table, and drawn ones by the generator of `pagedattn bench random`. Of each, many lengths are
+drawn: a kernel takes seconds to compile. `--problem KIND:SEED/INDEX` draws one again.
 """
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from backends.drawn_kinds import MOST, PREFIX, case_drawn, lengths_drawn, names
 from backends.triton_kinds import KINDS, PORTABLE, QUANTISED, case_of_kind
 
 from pagedattn.backends.registry import get_backend
+from pagedattn.errors import describe_error
 from pagedattn.kernels import hopper
 from pagedattn.ops.attention_plan import DECODE_TOKENS
 from pagedattn.testing.case import Case
@@ -23,25 +28,48 @@ GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
 DEVICE = torch.device("cuda", 0)
 PER_TEST = 50  # problems at most
+FIXED = (*KINDS, *QUANTISED, *PORTABLE)
+PEERS = ("FLASH_ATTN", "FLASHINFER")
 SHAPES = ("decodes", "prompts", "few", "mixed")
 QUERIES = (0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 260)
 CONTEXTS = (-5, 0, 0, 1, 15, 16, 17, 113, 127, 128, 129, 900, 3000)  # keys before the new tokens
 KEYS = (1, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 2000, 6000)
 
 
+class Share(NamedTuple):
+    """Problems of one kind that a test draws, each by SEED/INDEX."""
+
+    kind: str
+    seed: int
+    indices: range
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests of one kind in a row, so that a worker that runs some of them compiles little."""
-    if "seeds" not in metafunc.fixturenames:
+    if "share" not in metafunc.fixturenames:
         return
-    tests = shares(metafunc.config.getoption("--problems"))
-    metafunc.parametrize(("kind", "seeds"), tests, ids=[f"{kind}-{seeds.start}" for kind, seeds in tests])
+    option = metafunc.config.getoption
+    tests = [named(text) for text in option("--problem")] or shares(option("--problems"), option("--random-seed"))
+    metafunc.parametrize("share", tests, ids=[f"{one.kind}-{one.seed}/{one.indices.start}" for one in tests])
 
 
-def shares(total: int) -> list[tuple[str, range]]:
-    """Seeds 0..total, cut in ranges that differ by one in length at most, as many for each kind."""
-    every = [*KINDS, *QUANTISED, *PORTABLE]
+def named(text: str) -> Share:
+    """One problem, KIND:SEED/INDEX, as a failure says it."""
+    kind, _, key = text.rpartition(":")
+    seed, _, index = key.partition("/")
+    if not (kind in FIXED or kind.startswith(PREFIX)) or not (seed.isdecimal() and index.isdecimal()):
+        expected = "KIND:SEED/INDEX as a failure says it, such as 'drawn 0/17:0/1234'"
+        raise pytest.UsageError(f"--problem must be {expected}, got {text!r}")
+    return Share(kind, int(seed), range(int(index), int(index) + 1))
+
+
+def shares(total: int, seed: int = 0) -> list[Share]:
+    """Problems 0..total, cut in ranges that differ by one in length at most, as many for each kind: those of a table,
+    and drawn ones, a layer for each `PER_TEST` problems."""
+    every = [*FIXED, *names(min(max(total // PER_TEST, 1), MOST), seed)]
     kinds = [kind for kind in every for _ in range(-(-total // (len(every) * PER_TEST)))]
-    return [(kind, range(total * i // len(kinds), total * (i + 1) // len(kinds))) for i, kind in enumerate(kinds)]
+    n = len(kinds)
+    return [Share(kind, seed, range(total * i // n, total * (i + 1) // n)) for i, kind in enumerate(kinds)]
 
 
 def lengths(shape: str, draw: random.Random) -> tuple[list[int], list[int]]:
@@ -65,26 +93,55 @@ def lengths(shape: str, draw: random.Random) -> tuple[list[int], list[int]]:
     return [1] * decodes + queries, [draw.choice(KEYS) for _ in range(decodes)] + keys
 
 
-def case_of(kind: str, seed: int) -> Case:
+def case_of(kind: str, index: int, seed: int = 0) -> Case:
     """A problem of a kind, with a new token to write: `check` wants to see one."""
-    shape, draw = SHAPES[seed % len(SHAPES)], random.Random(seed)
-    queries, keys = lengths(shape, draw)
+    draw, drawn = random.Random(f"{seed}/{index}"), kind.startswith(PREFIX)
+    traffic = drawn and draw.random() < 0.5
+
+    def some() -> tuple[list[int], list[int]]:
+        return lengths_drawn(draw) if traffic else lengths(SHAPES[index % len(SHAPES)], draw)
+
+    queries, keys = some()
     while not any(map(min, queries, keys)):
-        queries, keys = lengths(shape, draw)
-    case = case_of_kind(kind).but(query_lens=tuple(queries), seq_lens=tuple(keys))
+        queries, keys = some()
+    case = case_drawn(kind) if drawn else case_of_kind(kind)
+    case = case.but(query_lens=tuple(queries), seq_lens=tuple(keys))
     share = not case.poison_behind and draw.random() < 0.3
     return case.but(fused_qkv=draw.random() < 0.3, padding_rows=draw.choice((0, 0, 3)), share_blocks=share)
 
 
-def test_random_problems(kind: str, seeds: range, record_property: Any) -> None:
-    backend, kernels = get_backend("TRITON"), ""
-    for seed in seeds:
-        case = case_of(kind, seed)
-        problem = make_problem(case, DEVICE, seed)
-        kernels += backend.builder(problem.spec, DEVICE).build(problem.common).describe()
-        check(backend, problem, f"{kind}, seed {seed}: queries {case.query_lens}, keys {case.seq_lens}")
-    record_property("problems", len(seeds))
-    if len(seeds) >= len(SHAPES):
+def serving(kind: str, case: Case) -> list[str]:
+    """TRITON, whatever the case; of drawn layers also the libraries that are here and serve such a one."""
+    others = PEERS if kind.startswith(PREFIX) else ()
+    spec = case.but(clean_cache=True).spec(DEVICE)
+    return ["TRITON", *(n for n in others if get_backend(n).availability().ok and not get_backend(n).rejections(spec))]
+
+
+def test_random_problems(share: Share, record_property: Any) -> None:
+    kind, seed, indices = share
+    kernels, counts, left_out = "", Counter[str](), dict[str, str]()
+    for index in indices:
+        case = case_of(kind, index, seed)
+        told = f"{kind}:{seed}/{index}: queries {case.query_lens}, keys {case.seq_lens}"
+        for name in serving(kind, case):
+            backend = get_backend(name)
+            problem = make_problem(case if name == "TRITON" else case.but(clean_cache=True), DEVICE, index)
+            try:
+                if name not in left_out:
+                    kernels += backend.builder(problem.spec, DEVICE).build(problem.common).describe()
+                    check(backend, problem, f"{name}, {told}")
+                    counts[name] += 1
+            except Exception as error:
+                if name == "TRITON" or isinstance(error, AssertionError):
+                    record_property("failed", f"{name}, {kind}:{seed}/{index}")
+                    raise
+                left_out[name] = describe_error(error)  # a kernel that this build of the library lacks
+    record_property("problems", len(indices))
+    for name in PEERS:
+        record_property(f"problems {name}", counts[name])
+    for name, why in left_out.items():
+        record_property("left out", f"{name}, {kind}: {why}")
+    if len(indices) >= len(SHAPES) and kind in FIXED:
         # Over quantised caches it depends on a prompt's length; the portable decode kernel may serve prompts too.
         prompts = "prefill kernel" if kind in QUANTISED else ""
         if kind in KINDS:
