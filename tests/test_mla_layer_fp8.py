@@ -69,7 +69,7 @@ def test_backends_and_dtypes(backend: str, dtype: torch.dtype) -> None:
     assert got.dtype == dtype and float((got.double() - want).norm() / want.norm()) < gate
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded, 5 keys at once"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded, few keys at once"])
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sliding_window": 5}], ids=str)
 def test_soft_cap_and_window(form: str, options: dict[str, Any]) -> None:
     model = StoredModel.of([20, 9], 0.02)
