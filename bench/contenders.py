@@ -56,6 +56,8 @@ class Contender:
         usual = problem.case.latent or problem.case.block_size == _USUAL_BLOCK_SIZE
         if self.block_size not in (None, problem.case.block_size) and not usual:
             raise UnsupportedError(f"it is measured with blocks of {self.block_size} only")
+        if problem.case.packed and problem.case.kv_cache_dtype != "auto":
+            raise UnsupportedError("packed keys are in the model's dtype: no cache stores them")
         return self.prepare(self, problem)
 
     def available(self) -> bool:
@@ -88,8 +90,9 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
     with chosen(contender.version):
         attention = Attention(
             *(case.heads, case.dim, case.kv_heads),
+            head_dim_v=case.dim_v or None,
             kv_cache_dtype=form,
-            block_size=size,
+            block_size=None if case.packed else size,
             backend=contender.backend,
             clean_cache=True,
             deterministic=contender.deterministic,
@@ -100,17 +103,19 @@ def through_layer(contender: Contender, problem: Problem) -> Run:
             device=DEVICE,
         )
         paged = problem.paged(size, form)  # only now: a backend that cannot serve the format needs no caches
-        metadata: list[StepMetadata] = [plan_step([attention], paged.common)]
+        common = problem.packed_common() if case.packed else paged.common
+        metadata: list[StepMetadata] = [plan_step([attention], common)]
 
     def plan() -> None:
-        metadata[0] = plan_step([attention], paged.common)
+        metadata[0] = plan_step([attention], common)
 
     def step() -> None:
         for built in metadata[0].by_key.values():
             attention.builder.device_update(built)
 
     def attend(layer: int) -> torch.Tensor:
-        return attention(problem.queries[layer], None, None, paged.layer(layer), metadata[0])
+        given = (*problem.rows(layer), None) if case.packed else (None, None, paged.layer(layer))
+        return attention(problem.queries[layer], *given, metadata[0])
 
     # FlashAttention's build is nothing but device work (FA3's tile schedule), so that it belongs into the graph.
     in_graph = plan if "FLASH_ATTN" in attention.selection.name else step

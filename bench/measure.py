@@ -18,12 +18,15 @@ from .timing import capture, host_us, time_replays
 
 # Of a row; null where it has no meaning. `block_size` is the workload's, `cache_block_size` that of the caches read.
 # Cases of a format have two more, `kv_cache_dtype`, the case's, and `cache_kv_dtype`, that of the caches read; random
-# ones `draw`, by which they are drawn again; `window`, `softcap` and `sinks` are there where the case has them.
+# ones `draw`, by which they are drawn again; `window`, `softcap`, `sinks`, `dim_v` and `packed` are
+# there where the case has them.
 FIELDS = (
     *("suite", "case", "workload", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "backend"),
     *("us", "gb_s", "tflops", "tok_s", "copy_percent", "read_percent", "matmul_percent", "ratios", "ratio"),
     *("error", "plan_us", "host_us", "layers", "cache_block_size", "kernel", "refused"),
 )
+
+_ASKED = ("window", "softcap", "sinks", "dim_v", "packed", "draw")
 
 
 def measure(
@@ -89,7 +92,7 @@ def _shape(case: Case) -> Row:
         "block_size": case.block_size,
         "dtype": case.dtype,
         **stored,
-        **{name: getattr(case, name) for name in ("window", "softcap", "sinks", "draw") if getattr(case, name)},
+        **{name: getattr(case, name) for name in _ASKED if getattr(case, name)},
     }
 
 

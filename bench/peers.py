@@ -41,6 +41,8 @@ def fa3(problem: Problem) -> Run:
         queries = queries.to(paged.layer(0).key.dtype)
         one = torch.ones(common.num_seqs, case.kv_heads, device=DEVICE)
         descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), one)
+    if case.packed:
+        return _fa3_varlen(problem, calls)
     decodes_only = common.num_decodes == common.num_seqs
     shared = {"cu_seqlens_q": common.query_start_loc, "causal": True, "num_splits": DECODE_SPLITS * decodes_only}
     window = {"window_size": (case.window - 1, 0)} if case.window else {}
@@ -50,7 +52,8 @@ def fa3(problem: Problem) -> Run:
     def plan() -> None:
         longest = common.block_table.shape[1] * case.block_size
         sizes = common.num_seqs, common.max_query_len, longest, case.heads, case.kv_heads, case.dim
-        types = {"qkv_dtype": queries.dtype, "page_size": case.block_size, "has_softcap": bool(cap), **window}
+        types = {"headdim_v": case.dim_v} if case.dim_v else {}
+        types |= {"qkv_dtype": queries.dtype, "page_size": case.block_size, "has_softcap": bool(cap), **window}
         schedule[:] = [calls.get_scheduler_metadata(*sizes, common.seq_lens, **types, **shared)]
 
     def attend(layer: int) -> torch.Tensor:
@@ -70,6 +73,22 @@ def fa3(problem: Problem) -> Run:
 
     kernel = f"flash_attn_with_kvcache{'' if plain else ', fp8 queries'}"
     return Run(plan, plan, attend, lambda: kernel, case.block_size, form, 0.0 if plain else FP8_TOLERANCE)
+
+
+def _fa3_varlen(problem: Problem, calls: Any) -> Run:
+    """`flash_attn_varlen_func` over packed keys and values, which has nothing to plan."""
+    case, lens = problem.case, torch.tensor(problem.case.work.seq_lens, dtype=torch.int32)
+    common, starts = problem.packed_common(), offsets(lens).to(DEVICE)
+    longest = common.max_query_len, int(lens.max())
+    options: dict[str, Any] = {"softmax_scale": case.dim**-0.5, "causal": True, "softcap": case.softcap}
+    options |= {"window_size": (case.window - 1, 0)} if case.window else {}
+
+    def attend(layer: int) -> torch.Tensor:
+        rows = (problem.queries[layer], *problem.rows(layer), common.query_start_loc, starts)
+        out = calls.flash_attn_varlen_func(*rows, *longest, **options)
+        return out[0] if isinstance(out, tuple) else out  # some builds return the LSE with it
+
+    return Run(lambda: None, None, attend, lambda: "flash_attn_varlen_func", case.block_size)
 
 
 def flashinfer_wrappers(problem: Problem) -> Run:
@@ -152,6 +171,8 @@ def _without_sinks(problem: Problem) -> Case:
 
 
 def _unquantised(problem: Problem) -> Paged:
+    if problem.case.packed or problem.case.dim_v:
+        raise UnsupportedError("called directly it is measured over a cache with one head dimension only")
     if problem.case.kv_cache_dtype != "auto":
         raise UnsupportedError("called directly it is measured over 16-bit caches only; FLASHINFER reads fp8")
     return problem.paged()

@@ -54,6 +54,7 @@ class Problem:
     queries: torch.Tensor
     _paged: dict[tuple[int, str], Paged] = field(default_factory=dict)
     _samples: dict[tuple[int, str], list[_Sample]] = field(default_factory=dict)
+    _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     sinks: torch.Tensor | None = None  # [Hq] in the model's dtype
 
     def paged(self, block_size: int | None = None, kv_cache_dtype: str | None = None) -> Paged:
@@ -64,6 +65,24 @@ class Problem:
             rows = _paged(self.case, self.layers, size) if name == "auto" else self.paged(size, "auto")
             self._paged[key] = rows if name == "auto" else _encoded(self.case, rows, name)
         return self._paged[key]
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values [N, Hkv, D] and [N, Hkv, Dv], packed: those that its cache has, copied once."""
+        if layer not in self._rows:
+            common, size, cache = self.paged().common, self.case.block_size, self.paged().layer(layer)
+            lens = self.case.work.seq_lens
+            tables = [common.block_table[i, : -(-n // size)].long() for i, n in enumerate(lens)]
+            key, value = (
+                torch.cat([plane[t].flatten(0, 1)[:n] for t, n in zip(tables, lens, strict=True)])
+                for plane in (cache.key, cache.value)
+            )
+            self._rows[layer] = key, value
+        return self._rows[layer]
+
+    def packed_common(self) -> CommonAttentionMetadata:
+        """The step's metadata without a cache."""
+        work = self.case.work
+        return CommonAttentionMetadata.from_lengths(work.query_lens, work.seq_lens, device=DEVICE)
 
     def error(
         self,
@@ -178,11 +197,13 @@ def _latent_sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: sl
 
 
 def stored_rows(case: Case, cache: LayerCache, table: torch.Tensor, head: int, keys: int) -> list[torch.Tensor]:
-    """Keys and values, each float64 [keys, 1, D], that the blocks of a table [n] stand for."""
+    """Keys and values, float64 [keys, 1, D] and [keys, 1, Dv], that the blocks of a table [n] stand for."""
     form = format_of(cache.format or "auto")
     decoded = (
-        kind.decode([bits(plane)[table][:, :, [head]].view(plane.dtype) for plane in planes], case.dim, torch.float64)
-        for kind, planes in zip((form.key, form.value), cache.sides, strict=True)
+        kind.decode([bits(plane)[table][:, :, [head]].view(plane.dtype) for plane in planes], dim, torch.float64)
+        for kind, planes, dim in zip(
+            (form.key, form.value), cache.sides, (case.dim, case.dim_v or case.dim), strict=True
+        )
     )
     return [x.flatten(0, 1)[:keys] for x in decoded]
 

@@ -30,7 +30,7 @@ COLOURS = {  # in the order of the bars
 }
 SHAPE = (
     *("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_cache_dtype"),
-    *("window", "softcap", "sinks"),  # of a row only where its case has them
+    *("window", "softcap", "sinks", "dim_v", "packed"),  # of a row only where its case has them
 )
 Row = dict[str, Any]
 
@@ -153,11 +153,13 @@ def _label(row: Row, varying: Sequence[str]) -> str:
 
 
 def _extras(row: Row, names: Iterable[str]) -> list[str]:
-    """What of a window, a soft cap and sinks a row has, of those named."""
+    """What a row has that most have not, of those named: a window, a soft cap and so on."""
     texts = {
         "window": f"window {row.get('window')}",
         "softcap": f"soft cap {row.get('softcap') or 0:g}",
         "sinks": "sinks",
+        "dim_v": f"values of {row.get('dim_v')}",
+        "packed": "packed",
     }
     return [text for name, text in texts.items() if name in names and row.get(name)]
 

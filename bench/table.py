@@ -35,6 +35,8 @@ class Case(NamedTuple):
     softcap: float = 0.0
     sinks: bool = False
     latent: int = 0  # of absorbed latent attention (MLA): how much of a row of `dim` is the value; 0: not latent
+    dim_v: int = 0  # of the values' heads; 0: `dim`
+    packed: bool = False  # keys and values of prompts as they are, without a cache (`kv_cache=None`)
     draw: str = ""  # of a random one SEED/NUMBER, by which it is drawn again
 
     @property
@@ -57,6 +59,8 @@ class Case(NamedTuple):
         unusual += [f"window {self.window}"] if self.window else []
         unusual += [f"soft cap {self.softcap:g}"] if self.softcap else []
         unusual += ["sinks"] if self.sinks else []
+        unusual += [f"values of {self.dim_v}"] if self.dim_v else []
+        unusual += ["packed"] if self.packed else []
         row = f"{self.latent}+{self.dim - self.latent}" if self.latent else f"{self.kv_heads}/{self.dim}"
         return " ".join([f"{self.heads}/{row}", *unusual])
 
@@ -74,7 +78,7 @@ class Case(NamedTuple):
     def flops(self) -> float:
         """Of its products; a latent value is shorter than the key that it is part of."""
         equal = self.work.flops(self.heads, self.dim, self.window)
-        return equal * (self.dim + self.latent) / (2 * self.dim) if self.latent else equal
+        return equal * (self.dim + (self.latent or self.dim_v or self.dim)) / (2 * self.dim)
 
     def bytes_read(self, kv_cache_dtype: str) -> int:
         """Bytes of keys and values, codes and scales, each read once from a cache of that format."""
@@ -91,7 +95,8 @@ class Case(NamedTuple):
         options = {"dtype": self.torch_dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
         if self.latent:
             return MLASpec(head_dim=self.dim, latent_dim=self.latent, **options)
-        return FullAttentionSpec(num_kv_heads=self.kv_heads, head_dim=self.dim, **options)
+        dims = {"head_dim": self.dim, "head_dim_v": self.dim_v or None}
+        return FullAttentionSpec(num_kv_heads=self.kv_heads, **dims, **options)
 
 
 def _decode() -> list[Case]:
@@ -149,7 +154,16 @@ def _append() -> list[Case]:
 def _head_dims() -> list[Case]:
     """Prompts with heads that are no power of two, beside those that are."""
     dims = [Case("dims", "4q4k", dim=dim) for dim in (64, 72, 80, 96, 112, 128, 160, 192, 256)]
-    return [*dims, Case("dims", "4q4k", 32, 32, 96), Case("dims", "2q100s16k", 32, 32, 96)]
+    return [*dims, Case("dims", "4q4k", 32, 32, 96), Case("dims", "2q100s16k", 32, 32, 96), *_expanded_and_packed()]
+
+
+def _expanded_and_packed() -> list[Case]:
+    """Prompts of expanded latent attention, whose keys have heads of 192 and whose values of 128, over a cache and
+    packed; then packed ones with heads of 128."""
+    shapes = ((16, "1q16k"), (128, "1q4k"), (16, "8q2k"))
+    pairs = [(Case("dims", text, n, n, 192, dim_v=128), packed) for n, text in shapes for packed in (False, True)]
+    plain = [Case("dims", text, packed=True) for text in ("4q4k", "1q16k")]
+    return [*(case._replace(packed=packed) for case, packed in pairs), *plain]
 
 
 def _latent(text: str, heads: int, block_size: int = 64) -> Case:
@@ -228,7 +242,10 @@ def cases(suite: str, gpu: bool) -> list[Case]:
     if suite == FORMATS:
         layers, texts = ((4, 2, 64), (2, 1, 256), (9, 3, 64)), _SMALL_FORMATS.items()
         return [Case(one, text, *layer, dtype="float32") for layer in layers for one, text in texts]
-    return [_small(suite, text) for text in _SMALL[suite]]
+    some = [_small(suite, text) for text in _SMALL[suite]]
+    if suite == "dims":
+        some += [some[0]._replace(dim=24, dim_v=16, kv_heads=8), some[0]._replace(packed=True)]
+    return some
 
 
 def latent_cases(texts: Sequence[str], heads: Sequence[int], gpu: bool) -> list[Case]:

@@ -73,9 +73,10 @@ def test_what_varies_is_in_the_labels_and_the_rest_in_the_note(tmp_path: Path) -
 
 def test_rows_that_differ_by_their_mask_alone_are_told_apart(tmp_path: Path) -> None:
     masks: list[dict[str, Any]] = [{}, {"window": 512}, {"softcap": 30.0}, {"window": 512, "sinks": True}]
+    masks += [{"dim_v": 128}, {"packed": True}]
     result = load([write(tmp_path / "a.json", *(row("TRITON", **mask) for mask in masks))])
     labels = [group.label.splitlines()[1:] for group in groups(result.rows, DECODE)]
-    assert labels == [[], ["window 512"], ["soft cap 30"], ["window 512, sinks"]]
+    assert labels == [[], ["window 512"], ["soft cap 30"], ["window 512, sinks"], ["values of 128"], ["packed"]]
     assert title(result.meta, "decode", result.rows[1:2])[1].splitlines()[0].endswith("bfloat16, window 512")
 
 

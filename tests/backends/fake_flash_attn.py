@@ -92,7 +92,7 @@ def _fa2_varlen(
         keys, values = (_pages(x, block_table, cu_seqlens_k.diff()) for x in (k, v))
     args = (softmax_scale, causal, window_size, softcap, alibi_slopes)
     out, lse = _attend(q, keys, values, cu_seqlens_q.diff().tolist(), lens_k, *args)
-    out = torch.cat((out, q.new_zeros(len(q) - len(out), *q.shape[1:])))
+    out = torch.cat((out, q.new_zeros(len(q) - len(out), *out.shape[1:])))
     lse = torch.nn.functional.pad(lse, (0, len(q) - lse.shape[1]))
     return (out, lse, None) if return_attn_probs else out
 

@@ -96,6 +96,23 @@ def test_a_format_is_compared_with_the_rows_before_it_and_with_fp8_of_fa3(name: 
     assert [*measure(case, contenders("TRITON"), {})[0]["ratios"]] == ["TRITON auto"]
 
 
+@pytest.mark.parametrize("change", [{"dim_v": 32, "kv_heads": 8}, {"packed": True}, {"packed": True, "dim_v": 32}])
+def test_values_of_another_size_and_packed_keys(change: dict[str, Any]) -> None:
+    case = CASES["prefill"]._replace(**change)
+    rows = {row["backend"]: row for row in measure(case, contenders("TRITON,TORCH,FA3,FlashInfer"), {})}
+    for name in ("TRITON", "TORCH", "FA3"):
+        assert rows[name]["refused"] is None and 0 < rows[name]["error"] < 1e-3, (name, rows[name]["refused"])
+        assert all(rows[name][one] == value for one, value in change.items() if one != "kv_heads")
+    assert ("varlen" in rows["FA3"]["kernel"]) == case.packed and rows["TRITON"]["ratios"].keys() == {"FA3"}
+    assert all("one head dimension only" in row["refused"] for name, row in rows.items() if "FlashInfer" in name)
+    assert case.flops == CASES["prefill"].flops * (64 + (case.dim_v or 64)) / 128
+
+
+def test_packed_keys_have_no_format() -> None:
+    rows = measure(CASES["prefill"]._replace(packed=True, kv_cache_dtype="int8"), contenders("TRITON,FA3"), {})
+    assert all("no cache stores them" in row["refused"] for row in rows)
+
+
 def test_fa3_schedules_once_in_each_step_and_flashinfer_plans_outside() -> None:
     by_name, mixed = {one.name: one for one in ALL}, problem.make_problem(CASES["mixed"])
     for name in ("FA3", "FLASH_ATTN (FA3)"):
