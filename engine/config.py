@@ -55,8 +55,9 @@ class EngineConfig:
             ":first=4" behind it the first ones.
             "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
             "key=int8,value=rotated_int4" names what K and V are stored as.
-        latent: models of latent attention (MLA) keep one row per token and layer; False keeps keys and values of every
-            head, and so does None with another kv_cache_dtype than "auto" and "fp8", or with kv_scales.
+        latent: models of latent attention (MLA) keep one row per token and layer; True refuses a model that cannot.
+            False keeps keys and values of every head, and so does None with another kv_cache_dtype than "auto", "fp8"
+            and "fp8_ds_mla", or with kv_scales.
         kv_scales: a file of `pagedattn calibrate`, from which an fp8 cache gets a scale for each layer and KV head.
         model_impl: "native" is the engine's own decoder, "transformers" runs any causal decoder of transformers through
             its own modules (slower); "auto" takes the first where it can run the model.

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +291,8 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "kv_scales must be None with latent": lambda here: load(
         here.folder, kv_cache_dtype="fp8", kv_scales="kv_scales.json", latent=True
     ),
+    "latent=True, but Llama": lambda here: hugging_face("LlamaConfig", partial(enable, latent=True)),
+    "latent must be a bool": lambda here: hugging_face("LlamaConfig", partial(enable, latent="no")),  # type: ignore[arg-type]
     "tensor_parallel_size=3": lambda here: load(here.folder, latent_config, tensor_parallel_size=3),
     "kv_scales must be None for": lambda here: load(here.folder, kv_cache_dtype="int8", kv_scales="kv_scales.json"),
     "kv_scales must be a file": lambda here: load(here.folder, kv_cache_dtype="fp8", kv_scales="/nowhere"),

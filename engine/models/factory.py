@@ -125,6 +125,11 @@ def make_model(
 def _native(
     config: EngineConfig, folder: ModelFolder, device: torch.device, make: Callable[..., Decoder] = Decoder
 ) -> Decoder:
+    if config.latent:
+        raise UnsupportedError(
+            "latent=True, but the engine's own decoder cannot keep latent rows: it has no latent attention; leave "
+            "latent out, which keeps keys and values of every head instead"
+        )
     shape = load_model_config(folder)
     scales = load_kv_scales(config, folder, shape)
     model = make(

@@ -113,6 +113,9 @@ def test_latent_models_keep_rows(folders: Any) -> None:
         make_llm(folders("deepseek_v3"), kv_cache_dtype="int8", latent=True)
     with pytest.raises(InvalidInputError, match="latent must be a bool, got 'rows'"):
         make_llm(folders("deepseek_v3"), latent="rows")
+    for impl, name in (("native", "the engine's own decoder"), ("transformers", "LlamaForCausalLM"), ("auto", "Llama")):
+        with pytest.raises(UnsupportedError, match=f"latent=True, but {name}.* cannot keep latent rows"):
+            make_llm(folders("llama"), model_impl=impl, latent=True)
 
 
 def test_latent_rows_of_e4m3_under_any_schedule(folders: Any) -> None:

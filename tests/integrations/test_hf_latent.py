@@ -295,6 +295,24 @@ def test_what_is_not_latent_attention_stays_expanded_and_a_warning_says_why(
     assert f"DeepseekV3ForCausalLM keeps expanded keys and values, not latent rows: {reason}" in caplog.text
     assert type(paged(model).specs[0]) is FullAttentionSpec
     assert torch.equal(generate(model, inputs), wanted)
+    refused = f"^latent=True, but DeepseekV3ForCausalLM cannot keep latent rows: {reason}.*; leave latent out"
+    for make in (hf.enable, hf.PackedModel):
+        with pytest.raises(UnsupportedError, match=refused):
+            make(model, latent=True)
+        assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [hf.enable, hf.PackedModel], ids=["enable", "PackedModel"])
+def test_latent_is_an_order(make: Any) -> None:
+    llama = build(transformers.LlamaConfig(**_BASE), torch.float32)
+    with pytest.raises(UnsupportedError, match=r"^latent=True, but Llama.* cannot keep latent rows: it has no latent"):
+        make(llama, latent=True)
+    assert llama.config._attn_implementation == "eager"
+    for model in (llama, latent_model("v3")):
+        with pytest.raises(InvalidInputError, match=r"^latent must be a bool, or None, got 'no'"):
+            make(model, latent="no")
+    make(llama)
+    make(latent_model("v3"), latent=True)
 
 
 def test_a_model_that_expands_elsewhere_stays_expanded(caplog: pytest.LogCaptureFixture) -> None:

@@ -58,12 +58,14 @@ def enable(
             "fp8_e5m2" or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
         latent: latent attention (MLA) keeps one row per token and layer, where the model is seen to be that; a warning
-            of the logger "pagedattn" says why where it is not. False keeps keys and values of every head, and so does
-            None with another kv_cache_dtype than "auto" and "fp8", which no rows are stored in, or with kv_scales.
+            of the logger "pagedattn" says why where it is not. True refuses a model that cannot. False keeps keys and
+            values of every head, and so does None with kv_scales, or with another kv_cache_dtype than "auto", "fp8" and
+            "fp8_ds_mla", in which no rows are stored.
 
     Raises:
         InvalidInputError: an unknown format, or scales that are not of this model or format.
-        UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
+        UnsupportedError: transformers is missing, or the model cannot be right over a paged cache, or cannot keep rows
+            with latent=True; says why.
     """
     stored = KVCacheDtype.of(kv_cache_dtype)
     register_generate()
@@ -157,7 +159,7 @@ class Paged:
             learnt, handing_on = probe_handing_on(model)
             self.packs = packs_rows(model)
             if keeps_rows(latent, kv_cache_dtype, scales is not None):
-                learnt = find_latent(model, learnt)
+                learnt = find_latent(model, learnt, asked=latent is True)
         options = {"block_size": block_size, "backend": backend}
         stored = with_formats(model, learnt, kv_cache_dtype)
         self.layers = {

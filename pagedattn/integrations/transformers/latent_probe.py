@@ -22,20 +22,32 @@ _log = logging.getLogger("pagedattn")
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value, output
 
 
-def find_latent(model: Any, learnt: list[ProbedLayer]) -> list[ProbedLayer]:
+def find_latent(model: Any, learnt: list[ProbedLayer], asked: bool = False) -> list[ProbedLayer]:
     """The probed layers, with the sizes of their rows where the model keeps latent ones from now on (`keep_rows`).
 
     All layers do or none: what is not exactly latent attention stays expanded, and a warning says why.
+
+    Raises:
+        UnsupportedError: rows are `asked` for, and the model cannot keep them; says why.
     """
-    signs = "kv_a_proj_with_mqa", "expand_kv"
+    name, signs = type(model).__name__, ("kv_a_proj_with_mqa", "expand_kv")
     if not any(hasattr(module, sign) for module in model.modules() for sign in signs):
+        if asked:
+            raise _cannot(name, "it has no latent attention")
         return learnt
     try:
         return _found(model, learnt)
     except UnsupportedError as error:
         expand_rows(model)
-        _log.warning("%s keeps expanded keys and values, not latent rows: %s", type(model).__name__, error)
+        if asked:
+            raise _cannot(name, str(error)) from error
+        _log.warning("%s keeps expanded keys and values, not latent rows: %s", name, error)
         return learnt
+
+
+def _cannot(model: str, reason: str) -> UnsupportedError:
+    remedy = "leave latent out, which keeps keys and values of every head instead"
+    return UnsupportedError(f"latent=True, but {model} cannot keep latent rows: {reason}; {remedy}")
 
 
 def _found(model: Any, learnt: list[ProbedLayer]) -> list[ProbedLayer]:

@@ -17,8 +17,10 @@ def keeps_rows(latent: bool | None, stored: KVCacheDtype, has_scales: bool = Fal
     format and no scales of keys and values are given.
 
     Raises:
-        InvalidInputError: rows are asked for, and such scales given.
+        InvalidInputError: rows are asked for, and such scales given, or `latent` is neither a bool nor None.
     """
+    if latent is not None and not isinstance(latent, bool):
+        raise InvalidInputError("latent", "a bool, or None", repr(latent))
     if latent and has_scales:
         expected, remedy = "None with latent=True, as they are of keys and values of every head", "leave latent out"
         raise InvalidInputError("kv_scales", expected, "a calibration", remedy)

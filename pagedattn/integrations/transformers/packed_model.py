@@ -82,7 +82,7 @@ class PackedModel:
         try:
             with torch.inference_mode():
                 learnt, _ = probe_handing_on(model, self._split)
-                learnt = find_latent(model, learnt) if keeps_rows(latent, stored) else learnt
+                learnt = find_latent(model, learnt, latent is True) if keeps_rows(latent, stored) else learnt
                 self._learnt = with_formats(model, learnt, stored)
         except Exception:
             expand_rows(model)
