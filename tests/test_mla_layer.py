@@ -18,6 +18,7 @@ from pagedattn import (
     PagedKVCache,
     plan_step,
 )
+from pagedattn.backends.registry import get_backend
 from pagedattn.errors import CapacityError, InvalidInputError, UnsupportedError
 from pagedattn.layers.mla_forms import LatentDims
 from pagedattn.layers.mla_pieces import ExpandedBytes, plan_chunks
@@ -344,10 +345,21 @@ def test_a_layer_that_cannot_be_is_refused() -> None:
         MLAAttention(**SIZES)
     with pytest.raises(UnsupportedError, match=r"TORCH: kv_cache_dtype=int8 \(serves auto, fp8_e4m3, fp8_ds_mla\)"):
         layer_of(kv_cache_dtype="int8", device="cpu")
-    with pytest.raises(InvalidInputError, match=r"^nope_dim must be at least 1"):
+    with pytest.raises(InvalidInputError, match=r"^nope_dim must be an integer of at least 1, got 0"):
         MLAAttention(**{**SIZES, "nope_dim": 0}, scale=SCALE)
+    for value in (-1, 2.5, True):
+        with pytest.raises(InvalidInputError, match=f"^max_absorbed_len must be an integer of at least 0, got {value}"):
+            layer_of(max_absorbed_len=value)
+    with pytest.raises(InvalidInputError, match=r"^scale must be a number, or None, got '0\.1'"):
+        MLAAttention(**SIZES, scale="0.1")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"^weight must be \[66, 16\]"):
         layer_of().split_kv_b(torch.zeros(L, 66))
+    with pytest.raises(InvalidInputError, match=r"did you mean fp8_ds_mla\?"):
+        layer_of(kv_cache_dtype="fp8_dsmla")
+    spec = layer_of(device="cpu").spec.replace(has_sinks=True, has_alibi=True)
+    for name in ("TRITON", "FLASHINFER", "FLASH_MLA", "TORCH"):
+        found = [one.feature for one in get_backend(name).rejections(spec)]
+        assert found.count("has_sinks") == found.count("has_alibi") == 1
     with pytest.raises(UnsupportedError, match="latent_dim=16"):
         layer_of(backend="FLASHINFER")
 

@@ -8,6 +8,7 @@ import re
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.mla_rows.format import LATENT_DTYPES
 from ..formats.per_layer import KVCacheDtype
 from ..layers.mla_forms import LatentDims
 from ..spec import (
@@ -48,7 +49,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     option("--dtype", type=dtype_of, help="of the model, as bf16 or bfloat16; bf16 on a GPU, else fp32 where not given")
     option("--device", type=_device_type, help="cuda, cpu, ...; cuda where torch finds a GPU, else cpu")
     option("--capability", type=_capability, help="compute capability like 9.0; that of the GPU here where not given")
-    formats = ", ".join(KV_CACHE_DTYPES)
+    formats = f"{', '.join(KV_CACHE_DTYPES)}; of --mla {', '.join(LATENT_DTYPES)}"
     option("--kv-cache-dtype", metavar="NAME", default="auto", help=f"format of the cache: {formats} (default: auto)")
     option("--kv-scale", choices=KV_SCALES, default="none", help="the kind of scale that stored elements have")
     option("--block-size", type=int, help="tokens per block; the backend chooses where not given")

@@ -38,7 +38,7 @@ def format_of(name: str) -> CacheFormat:
     if found is None and isinstance(name, str) and (parts := split_name(name)) is not None and parts[0] != name:
         return _with_native(*parts)
     if found is None:
-        near = get_close_matches(name.lower(), NAMES, 1) if isinstance(name, str) else []
+        near = get_close_matches(name.lower(), (*NAMES, DS_MLA.name), 1) if isinstance(name, str) else []
         remedy = f"did you mean {near[0]}?" if near else "name one of these; docs/formats.md says which to take"
         raise InvalidInputError("kv_cache_dtype", f"one of {', '.join(NAMES)}", repr(name), remedy)
     return found

@@ -42,11 +42,13 @@ class MLAAttention(PagedLayer):
             None is refused: a row of L + R elements does not tell it.
         sliding_window, softcap: as of `Attention`; a window is always attended to absorbed.
         kv_cache_dtype: "auto", rows of the model's dtype, or "fp8" ("fp8_e4m3"): all L + R elements divided by k_scale,
-            rounded to e4m3 and saturated. What is written is rounded before it is read, of new tokens too.
+            rounded to e4m3 and saturated, or "fp8_ds_mla": rows of 512 + 64 in 656 bytes, with scales of their own for
+            the latent part, and the rotated one in bfloat16. What is written is rounded before it is read, of new
+            tokens too.
         k_scale: of e4m3 rows, a float or a float32 tensor of one element; None is 1.
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         max_absorbed_len: new tokens of a sequence up to which it is absorbed; None takes what arithmetic says, 171 for
-            DeepSeek's sizes (`LatentDims.break_even`).
+            DeepSeek's sizes (`LatentDims.break_even`). 0 expands all of them.
         workspace_bytes: that the expanded form allocates at once beside the output, whatever the lengths: gathered and
             decoded rows, expanded keys and values, queries, and partial results with their LSE. A row and a key of
             one head are always attended to, up to 12 KB of DeepSeek's sizes. Not counted: what the dense backend needs
@@ -87,9 +89,12 @@ class MLAAttention(PagedLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("nope_dim", nope_dim), ("v_dim", v_dim), ("workspace_bytes", workspace_bytes)):
-            if value < 1:
-                raise InvalidInputError(name, "at least 1", value)
+        sizes = {"nope_dim": (nope_dim, 1), "v_dim": (v_dim, 1), "workspace_bytes": (workspace_bytes, 1)}
+        if max_absorbed_len is not None:
+            sizes["max_absorbed_len"] = max_absorbed_len, 0
+        for name, (size, low) in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < low:
+                raise InvalidInputError(name, f"an integer of at least {low}", repr(size))
         self._kv_group = kv_group
         self.dims = LatentDims(num_heads, latent_dim, rope_dim, nope_dim, v_dim)
         self._base = AttentionSpec(

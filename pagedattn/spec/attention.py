@@ -113,6 +113,9 @@ class AttentionSpec:
             self._default_latent(self.latent_dim)
         default(self, "num_kv_heads", self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
         default(self, "head_dim_v", self.head_dim if self.head_dim_v is None else self.head_dim_v)
+        for name in ("scale", "softcap"):
+            if isinstance(getattr(self, name), str | bool):  # which float() would take
+                raise InvalidInputError(name, "a number, or None", repr(getattr(self, name)))
         default(self, "scale", self.head_dim**-0.5 if self.scale is None else float(self.scale))
         if self.mask.causal is None:
             default(self, "mask", self.mask.replace(causal=self.attn_type is AttentionType.DECODER))

@@ -161,11 +161,12 @@ class Capabilities:
         return [Rejection(what, got, f"{has} over {name}", hint) for what, wanted, got, has in asked if wanted]
 
     def _feature_rejections(self, spec: AttentionSpec) -> list[Rejection]:
+        told = spec.latent_dim is not None and self.serves_mla  # by _latent_rejections
         asked = (
             ("causal", not spec.causal, self.non_causal, False),
             ("softcap", spec.softcap is not None, self.softcap, spec.softcap),
-            ("has_alibi", spec.has_alibi, self.alibi, True),
-            ("has_sinks", spec.has_sinks, self.sinks, True),
+            ("has_alibi", spec.has_alibi and not told, self.alibi, True),
+            ("has_sinks", spec.has_sinks and not told, self.sinks, True),
             ("needs_lse", spec.needs_lse, self.lse, True),
             ("context_parallel", spec.context_parallel is not None, self.context_parallel, spec.context_parallel),
             ("deterministic", spec.deterministic, self.deterministic, True),

@@ -26,7 +26,7 @@ def require_rows(kv_cache_dtype: str) -> None:
     if not stores_rows(format_of(kv_cache_dtype).name):
         raise UnsupportedError(
             f"latent rows (MLA) are stored in the model's dtype or in e4m3, kv_cache_dtype={kv_cache_dtype!r} is not "
-            "served; use kv_cache_dtype='auto' or 'fp8'"
+            "served; use kv_cache_dtype='auto' or 'fp8', or 'fp8_ds_mla' for rows of 512 + 64"
         )
 
 

@@ -38,8 +38,9 @@ def with_formats(model: Any, layers: Sequence[ProbedLayer], stored: KVCacheDtype
     if other is not None:
         raise UnsupportedError(
             f"kv_cache_dtype={other!r} is not served for the latent rows of {type(model).__name__}, which are of the "
-            'model\'s dtype or of e4m3; leave it at "auto", take "fp8", or keep keys and values of every head, in that '
-            "format and in many times the memory, by latent=False of enable or PackedModel"
+            'model\'s dtype or of e4m3; leave it at "auto", take "fp8", or "fp8_ds_mla" for rows of 512 + 64, or keep '
+            "keys and values of every head, in that format and in many times the memory, by latent=False of enable or "
+            "PackedModel"
         )
     return out
 
