@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from pagedattn import ops
+from pagedattn.formats.mla_rows.format import LATENT_DTYPES
 from pagedattn.formats.registry import format_of
 from pagedattn.runtime import op_registry
 
@@ -82,6 +83,20 @@ def _plain_copy(moved: int) -> Times:
     return time_us([partial(torch.neg, rows[i], out=target[i]) for i in range(LAYERS)]), None
 
 
+def latent_writes() -> Iterator[Row]:
+    """The same for latent rows (MLA), in each format that stores them. Beside each the floor."""
+    shape = {"num_kv_heads": 1, "head_dim": problems.LATENT + problems.ROPE, "block_size": problems.LATENT_SIZE}
+    for tokens in (256, 8192) if GPU else (16,):
+        for form in LATENT_DTYPES:
+            name = f"write {tokens} latent rows" + ("" if form == "auto" else f" {form}")
+            stored = shape if form == "auto" else shape | {"kv_cache_dtype": form}
+            moved = problems.latent_bytes(tokens, form)
+            for path in _paths("triton", "torch"):
+                yield _row(name, path, moved, partial(_timed, problems.write_latent, path, tokens, form)) | stored
+            if GPU:
+                yield _row(name, "plain copy kernel", moved, partial(_plain_copy, moved)) | stored
+
+
 def copies() -> Iterator[Row]:
     """Of 8 layers, keys and values in a block of 64 KB: 2048 pairs read and write 1.07 GB each."""
     block = 2 * BLOCK_BYTES if GPU else 2 << 10
@@ -143,7 +158,7 @@ def _on_stream(prepare: Callable[..., OpCalls], *args: object) -> Times:
     return stream_us(made.calls[0]), host_us(made.calls[0], 10)
 
 
-OPS = (writes, copies, swaps, gathers)
+OPS = (writes, latent_writes, copies, swaps, gathers)
 
 
 def _paths(*names: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagedattn import FullAttentionSpec, PagedKVCache, ops
+from pagedattn import FullAttentionSpec, MLASpec, PagedKVCache, ops
 from pagedattn.formats.registry import format_of
 from pagedattn.kernels.reference import cpu
 
@@ -29,6 +29,7 @@ LAYERS = 8  # of a copy of blocks, all in one call
 # Of all layers' data together: far more than an L2 cache holds, and enough layers that a graph's start counts little.
 _TOTAL_BYTES, _FEWEST, _MOST = (1 << 29, 4, 32) if GPU else (1 << 24, 1, 4)
 FP8_SCALE = 0.05
+LATENT, ROPE, LATENT_SIZE = 512, 64, 64  # of latent rows (MLA), in blocks as these have them
 
 
 class OpCalls(NamedTuple):
@@ -44,10 +45,10 @@ class OpCalls(NamedTuple):
     step: Callable[[], object] | None = None
 
 
-def slots_of(tokens: int) -> torch.Tensor:
-    """[tokens] int64: as a prompt's come, one after the other in blocks that lie anywhere."""
-    firsts = torch.randperm(tokens // SIZE + 1, device=DEVICE) * SIZE
-    return (firsts[:, None] + torch.arange(SIZE, device=DEVICE)).flatten()[:tokens]
+def slots_of(tokens: int, size: int = SIZE) -> torch.Tensor:
+    """[tokens] int64: as a prompt's come, one after the other in blocks of `size` that lie anywhere."""
+    firsts = torch.randperm(tokens // size + 1, device=DEVICE) * size
+    return (firsts[:, None] + torch.arange(size, device=DEVICE)).flatten()[:tokens]
 
 
 def write(path: str, tokens: int, kv_cache_dtype: str = "auto") -> OpCalls:
@@ -77,6 +78,38 @@ def written_bytes(kv_cache_dtype: str) -> int:
     """Of one token in a cache of this format, codes and scales of keys and values."""
     spec = FullAttentionSpec(num_kv_heads=HEADS, head_dim=DIM, dtype=DTYPE, kv_cache_dtype=kv_cache_dtype)
     return sum(spec.slot_bytes)
+
+
+def write_latent(path: str, tokens: int, kv_cache_dtype: str = "auto") -> OpCalls:
+    """`concat_and_cache_mla` of latent and rotated parts, each a tensor of its own, into rows of this format."""
+    slots, spec = slots_of(tokens, LATENT_SIZE), latent_spec(kv_cache_dtype)
+    layers = _layers(latent_bytes(tokens, kv_cache_dtype))
+    latents, rotated = (torch.randn(layers, tokens, width, device=DEVICE).to(DTYPE) for width in (LATENT, ROPE))
+    cache = PagedKVCache.from_specs([spec] * layers, tokens // LATENT_SIZE + 1, device=DEVICE)
+    scale = FP8_SCALE if spec.format.takes_scales else None
+
+    def call(layer: int) -> None:
+        rows = cache.layer(layer).key
+        ops.concat_and_cache_mla(latents[layer], rotated[layer], rows, slots, k_scale=scale, path=path)
+
+    def check() -> None:
+        call(0)
+        divisor = None if scale is None else torch.tensor([scale], device=DEVICE)
+        (want,) = spec.format.key.encode(torch.cat((latents[0], rotated[0]), -1)[:, None], divisor)
+        same(cache.layer(0).key[slots // LATENT_SIZE, slots % LATENT_SIZE], want)
+
+    return OpCalls([partial(call, i) for i in range(layers)], check)
+
+
+def latent_spec(kv_cache_dtype: str) -> MLASpec:
+    """A layer of latent rows in this format."""
+    shape = {"head_dim": LATENT + ROPE, "latent_dim": LATENT, "block_size": LATENT_SIZE}
+    return MLASpec(dtype=DTYPE, kv_cache_dtype=kv_cache_dtype, **shape)
+
+
+def latent_bytes(tokens: int, kv_cache_dtype: str) -> int:
+    """What a write of so many latent rows reads and writes."""
+    return tokens * sum(latent_spec(form).bytes_per_block // LATENT_SIZE for form in ("auto", kv_cache_dtype))
 
 
 def write_classic(path: str, tokens: int) -> OpCalls:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from pagedattn.formats.mla_rows.format import LATENT_DTYPES
 from pagedattn.runtime import op_registry
 
 from . import op_problems as problems
@@ -63,9 +64,14 @@ def _writes() -> list[OpCase]:
         for n in tokens
     ]
     classic = problems.write_classic
-    return cases + [
+    cases += [
         OpCase("reshape_and_cache_classic", _tokens(n), 4 * n * _ROW, partial(classic, tokens=n)) for n in tokens[:4]
     ]
+    for form in LATENT_DTYPES:
+        op = "concat_and_cache_mla" + ("" if form == "auto" else f" {form}")
+        make = partial(problems.write_latent, kv_cache_dtype=form)
+        cases += [OpCase(op, _tokens(n), problems.latent_bytes(n, form), partial(make, tokens=n)) for n in tokens]
+    return cases
 
 
 def _copies() -> list[OpCase]:

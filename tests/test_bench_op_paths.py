@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedattn.bench import op_paths, op_problems, op_table
+from pagedattn.bench import cache_ops, op_paths, op_problems, op_table
 from pagedattn.bench.op_problems import OpCalls
 from pagedattn.bench.op_table import OpCase, op_cases
 from pagedattn.runtime import op_registry
@@ -19,6 +19,9 @@ BUILDERS = {
     "reshape_and_cache": partial(op_problems.write, tokens=3),
     "reshape_and_cache fp8": partial(op_problems.write, tokens=3, kv_cache_dtype="fp8"),
     "reshape_and_cache_classic": partial(op_problems.write_classic, tokens=3),
+    "concat_and_cache_mla": partial(op_problems.write_latent, tokens=3),
+    "concat_and_cache_mla fp8_e4m3": partial(op_problems.write_latent, tokens=3, kv_cache_dtype="fp8_e4m3"),
+    "concat_and_cache_mla fp8_ds_mla": partial(op_problems.write_latent, tokens=3, kv_cache_dtype="fp8_ds_mla"),
     "copy_blocks": partial(op_problems.copy, pairs=2, block_bytes=64),
     "swap_blocks": partial(op_problems.swap, blocks=2, into_device=True),
     "gather_kv": partial(op_problems.gather, seqs=2, length=32),
@@ -51,7 +54,9 @@ def test_every_path_is_right_and_a_wrong_result_is_seen(op: str, monkeypatch: py
 
 def test_the_table_has_small_and_large_calls_of_every_op() -> None:
     ops = [case.op for case in op_cases()]
-    assert {case.name for case in op_cases()} == {*BUILDERS, "paged_attention"} - {"reshape_and_cache fp8"}
+    assert {*ops} == {*BUILDERS, "swap_blocks on the host", "paged_attention decode", "paged_attention prefill"} - {
+        "swap_blocks"
+    }
     assert all(ops.count(op) >= 2 for op in ops) and len({(case.op, case.size) for case in op_cases()}) == len(ops)
 
 
@@ -85,3 +90,13 @@ def test_paths_that_no_graph_holds_are_compared_as_they_are_enqueued() -> None:
     assert op_paths.fastest([row, other]) == "triton"
     assert op_paths.fastest([row, other | {"timed": "graph"}]) == "csrc"
     assert op_paths.fastest([row | {"us": None}]) is None
+
+
+def test_the_suite_of_cache_ops_writes_latent_rows_in_every_format() -> None:
+    rows = list(cache_ops.latent_writes())
+    assert [row["refused"] for row in rows] == [None] * len(rows) and {row["suite"] for row in rows} == {"cache"}
+    assert {row.get("kv_cache_dtype", "auto") for row in rows} == {"auto", "fp8_e4m3", "fp8_ds_mla"}
+    assert all((row["head_dim"], row["block_size"], row["us"] > 0) == (576, 64, True) for row in rows)
+    moved = [op_problems.latent_bytes(8, form) for form in ("auto", "fp8_e4m3", "fp8_ds_mla")]
+    assert moved == [8 * (576 * 4 + stored) for stored in (576 * 4, 576, 656)]
+    assert cache_ops.latent_writes in cache_ops.OPS
