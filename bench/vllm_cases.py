@@ -111,7 +111,10 @@ RAY = [
     Case("ray", "graphs", "tiny-qwen3", _RAY, _OWN_RAY),
 ]
 _LONG = {"load_format": "dummy", "max_model_len": 8192, "skip_tokenizer_init": True}
-SPEED = [Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1))]
+SPEED = [
+    Case("speed", "one GPU", "qwen3-0.6b", _LONG, requests=(256, 1)),
+    Case("speed", "one GPU, fp8", "qwen3-0.6b", _LONG | {"kv_cache_dtype": "fp8"}, requests=(256, 1)),
+]
 _TP, _PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 TWO_GPUS = [
     Case("two-gpus", "tensor parallel", "tiny-qwen3", _TP),

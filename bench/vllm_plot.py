@@ -30,6 +30,7 @@ def figure(rows: list[Row], note: str) -> Figure:
             axes.annotate(f"{medians[x]:,.0f}", (x, 0), (0, 4), textcoords="offset points", ha="center", color="white")
         count, gpus = row["requests"], row["options"].get("tensor_parallel_size", 1)
         model = row["model"] if gpus == 1 else f"{row['model']}, {gpus} GPUs"
+        model += f", {cache} cache" if (cache := row["options"].get("kv_cache_dtype")) else ""
         axes.set(title=f"{model}, {count} request{'s' if count > 1 else ''}", ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
     drawn.axes[0].set_ylabel("output tokens/s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, **options):
+        print(options)
         self.options, self.seen = options, set()
         store = options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
         self.loads = bool(store) and not store.get("broken")
@@ -82,6 +84,23 @@ def test_a_connector_must_have_loaded_and_given_the_same_tokens(
     assert code == 1 and "loaded [0, 0] tokens" in row["failed"]
     code, (row,) = _run(monkeypatch, file, _case("loads wrongly", wrong=True))
     assert code == 1 and (row["equal_requests"], row["equal_to_computed"]) == (0, 0)
+
+
+def test_speed_is_of_both_engines_over_one_kind_of_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, asked = tmp_path / "vllm.json", [case for case in CASES if case.suite == "speed"]
+    assert [case.options.get("kv_cache_dtype") for case in asked] == [None, "fp8"]
+    assert len({(case.model, case.requests, case.peer) for case in asked}) == 1
+    (tmp_path / asked[0].model).mkdir()
+    (tmp_path / asked[0].model / "config.json").write_text("{}", encoding="utf-8")
+    code, rows = _run(monkeypatch, file, *(replace(case, requests=(3, 1)) for case in asked))
+    assert code == 0 and [(row["case"], row["requests"]) for row in rows] == [
+        (case.name, count) for case in asked for count in (3, 1)
+    ]
+    for row in rows:
+        assert row["tok_s"].keys() == {"CUSTOM", "FLASH_ATTN"} and row["ratio"] > 0 and row["same_prefix"] == 1
+        logs = [tmp_path / f"{name}-{row['case'].replace(' ', '_')}-0.log" for name in row["tok_s"]]
+        stored = "'kv_cache_dtype': 'fp8'"
+        assert [stored in log.read_text(encoding="utf-8") for log in logs] == [row["case"].endswith("fp8")] * 2
 
 
 def test_ranks_share_the_prompts_and_answers_come_back_in_order(tmp_path: Path) -> None:
