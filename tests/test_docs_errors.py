@@ -36,7 +36,8 @@ from pagedattn import (
     select_backend,
 )
 from pagedattn.cli import packaged_model
-from pagedattn.engine import LLM
+from pagedattn.engine import LLM, EngineConfig, KVGroup
+from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import PagedAttnError
 from pagedattn.integrations.transformers import PackedModel, disable, enable, new_cache
 from pagedattn.spec import ContextParallel
@@ -157,6 +158,16 @@ def hugging_face(config: str, then: Callable[[Any], object]) -> None:
     tiny = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = getattr(transformers, config)(**tiny, intermediate_size=32, vocab_size=50, pad_token_id=1, is_decoder=True)
     then(transformers.AutoModelForCausalLM.from_config(made).eval())
+
+
+def large_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with room for two blocks of either cache, and one more of the second one."""
+    for one in ("max_memory_reserved", "memory_reserved", "empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, one, lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (18_000, 18_000))
+    config = EngineConfig(model="m", kv_cache_dtype="turboquant4:window=128", gpu_memory_utilization=1.0)
+    device, of_one = torch.device("cuda"), kv_memory.BlockBytes(1000, 5000)
+    kv_memory.size_kv_blocks(config, device, of_one, [KVGroup(32, window_blocks=4)], 4096, lambda _: None)
 
 
 def stale_cache(model: Any) -> None:
@@ -307,6 +318,7 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
         here.folder, lambda content: content.update(checkpoint={"model.safetensors": "0"})
     ),
     "tensor 'model.layers.0.self_attn.k_scale'": lambda here: load(here.folder, wrong_scale, kv_cache_dtype="fp8"),
+    "no memory for the KV cache": lambda here: large_window(here.monkeypatch),
     "a cache of": lambda here: load(here.folder, num_kv_blocks=10**9),
     "weights file": lambda here: load(here.folder, pickled),
     "config.json has `auto_map`": lambda here: load(here.folder, own_code),

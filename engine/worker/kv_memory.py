@@ -90,6 +90,7 @@ def size_kv_blocks(
         blocks = _measured(config, device, block_bytes, run, groups, max_model_len, graph_bytes)
     else:
         longest = sum(group.blocks_for(max_model_len, config.max_num_batched_tokens) for group in groups)
+        # A longest sequence has room in both, be it more than the share.
         most = _split(_CPU_BYTES, config, block_bytes, groups)
         blocks = _with_recent(min(1 + longest * config.max_num_seqs, max(1 + longest, most.cache)), most.recent)
     _check_longest(config, blocks.cache, groups, max_model_len)
@@ -108,12 +109,13 @@ def _with_recent(blocks: int, most_recent: int | None) -> NumBlocks:
 
 
 def _split(available: int, config: EngineConfig, block_bytes: BlockBytes, groups: Sequence[KVGroup]) -> NumBlocks:
-    """How many blocks so many bytes hold."""
+    """How many blocks so many bytes hold; fewer than two of the cache, or less than none, where what one request needs
+    of the second one leaves no more."""
     if not block_bytes.recent:
         return NumBlocks(available // block_bytes.cache)
     least = 2 + groups[0].full_recent_blocks  # for one request
     recent = min(_most_recent(config, groups), max(least, available // _MOST_RECENT // block_bytes.recent))
-    return _with_recent((available - recent * block_bytes.recent) // block_bytes.cache, recent)
+    return NumBlocks((available - recent * block_bytes.recent) // block_bytes.cache, recent)
 
 
 def _measured(
@@ -136,14 +138,30 @@ def _measured(
         f"- {activations / _GIB:.1f} GiB for activations - {graphs / _GIB:.1f} GiB for CUDA graphs"
     )
     if blocks.cache < 2:
-        raise CapacityError(
-            f"no memory for the KV cache: {parts} leaves {available / _GIB:.2f} GiB, two blocks need "
-            f"{2 * sum(block_bytes) / _GIB:.2f} GiB; raise gpu_memory_utilization or lower max_num_batched_tokens "
-            f"({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
-        )
+        raise _no_memory(f"{parts} leaves {available / _GIB:.2f} GiB", available, config, block_bytes, groups[0])
+    blocks = _with_recent(*blocks)
     count = str(blocks.cache) if blocks.recent is None else f"{blocks.cache} and {blocks.recent}"
     logger.info("KV cache of %s blocks, %.1f GiB (%s)", count, blocks.bytes(block_bytes) / _GIB, parts)
     return blocks
+
+
+def _no_memory(
+    left: str, available: int, config: EngineConfig, block_bytes: BlockBytes, group: KVGroup
+) -> CapacityError:
+    """Two blocks of the cache are what the least has, and of the second one a request's open block and its window."""
+    kept, two = group.full_recent_blocks, 2 * sum(block_bytes)
+    others = (
+        f"raise gpu_memory_utilization or lower max_num_batched_tokens ({config.max_num_batched_tokens}) or "
+        f"max_num_seqs ({config.max_num_seqs})"
+    )
+    if not kept:
+        need = f"two blocks need {two / _GIB:.2f} GiB"
+        return CapacityError(f"no memory for the KV cache: {left}, {need}; {others}")
+    need = f"two blocks and what each sequence keeps in the model's dtype, {kept} blocks of {group.block_size} tokens, "
+    need += f"need {(two + kept * block_bytes.recent) / _GIB:.2f} GiB"
+    fits = max(0, (available - two) // block_bytes.recent)
+    remedy = f"lower window and first of kv_cache_dtype={str(config.kv_cache_dtype)!r} to {fits} blocks together"
+    return CapacityError(f"no memory for the KV cache: {left}, {need}; {remedy}, lower max_model_len, or {others}")
 
 
 def _check_fits(blocks: NumBlocks, block_bytes: BlockBytes, most_recent: int, device: torch.device) -> None:

@@ -73,7 +73,7 @@ class ModelRunner:
             self.eos_token_ids = self.tokenizer.eos_token_ids
         self._specs = self.model.kv_cache_specs(config.tokens_per_block)
         layout = PagedKVCache.layout_of(self._specs)
-        self.kv_groups = _groups_of(layout)
+        self.kv_groups = _groups_of(layout, self.max_model_len)
         self._attentions = self.model.attention_layers()
         self._state = PersistentBatch(self.kv_groups, config.max_num_seqs, self.max_model_len, self.device)
         self._builder = HostBatchBuilder(self.kv_groups, self._state)
@@ -221,13 +221,18 @@ def typed_faults(num_tokens: int) -> Iterator[None]:
         raise EngineDeadError(f"the device failed: {error}") from error
 
 
-def _groups_of(layout: PagedKVCache) -> list[KVGroup]:
-    """Those of layers, and behind them that of the second cache, if there is one."""
+def _groups_of(layout: PagedKVCache, max_model_len: int) -> list[KVGroup]:
+    """Those of layers, and behind them that of the second cache, if there is one.
+
+    What is kept there is no more than the longest sequence has: the block of its last token, and those before it.
+    """
     groups = [KVGroup(group.spec.block_size, group.spec.window()) for group in layout.groups]
     if layout.recent is None:
         return groups
     size, formats = groups[0].block_size, [spec.format for spec in layout.groups[0].specs]
-    window, first = max(form.recent_blocks(size) for form in formats), max(form.first_blocks(size) for form in formats)
+    most = (max_model_len - 1) // size
+    window = min(most, max(form.recent_blocks(size) for form in formats))
+    first = min(most - window, max(form.first_blocks(size) for form in formats))
     layers = KVGroup(size, window_blocks=window, first_blocks=first)
     return [layers, replace(layers, recent_blocks=1)]
 

@@ -79,6 +79,24 @@ class TestSizing:
         monkeypatch.setattr(kv_memory, "_CPU_BYTES", 42_000)
         assert self.second("cpu", max_num_seqs=20) == (32, 2)
 
+    def test_a_window_that_leaves_no_memory_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A CPU has room for one sequence at least, a GPU what there is: 10,000 bytes, of which two blocks take all
+        but one of the second cache."""
+        monkeypatch.setattr(kv_memory, "_CPU_BYTES", 17_000)
+        assert self.second("cpu", 4) == (6, 6), "the null block, 4 of the window and an open one"
+        for one in ("max_memory_reserved", "memory_reserved", "empty_cache", "reset_peak_memory_stats", "synchronize"):
+            monkeypatch.setattr(torch.cuda, one, lambda *_: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (19_000, 19_000))
+        options = {"gpu_memory_utilization": 1.0, "kv_cache_dtype": "turboquant4:window=40"}
+        assert self.second("cuda", 1, **options) == (2, 2)
+        words = (
+            r"leaves 0.00 GiB, two blocks and what each sequence keeps in the model's dtype, 4 blocks of 10 tokens, "
+            r"need 0.00 GiB; lower window and first of kv_cache_dtype='turboquant4:window=40' to 1 blocks together, "
+            r"lower max_model_len, or raise gpu_memory_utilization or lower max_num_batched_tokens \(100\)"
+        )
+        with pytest.raises(CapacityError, match=words):
+            self.second("cuda", 4, **options)
+
     def test_what_is_asked_for_beside_a_second_cache_must_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for free, most in ((95_000 + 30_999, 30), (12_999, 2), (19 * 6000, 19)):
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, 200_000))

@@ -144,6 +144,19 @@ def test_the_second_cache_has_a_window_for_each_request(folder: Path) -> None:
     assert [group.window_blocks for group in llm.runner.kv_groups] == [2, 2]
 
 
+@pytest.mark.parametrize("kept", ["window=1000000", "window=40:first=1000000"])
+def test_what_is_kept_beyond_the_longest_sequence_keeps_everything(kept: str, folder: Path) -> None:
+    """The second cache has then a whole sequence for each request, whose last block may be full at its end."""
+    options = {"num_kv_blocks": None, "max_num_seqs": 2, "max_num_batched_tokens": 48, "max_model_len": 8 * SIZE}
+    llm, exact = (make(folder, kv_cache_dtype=name, **options) for name in (f"turboquant2:{kept}", "auto"))
+    assert [group.full_recent_blocks for group in llm.runner.kv_groups] == [7, 7]
+    assert llm.runner.kv_groups[-1].recent_blocks == 1 + 2 * 8 == llm.runner.num_kv_blocks
+    assert tokens(llm) == tokens(exact)
+    longest = prompts()[4], SamplingParams(temperature=0, max_tokens=8 * SIZE - len(prompts()[4]), ignore_eos=True)
+    found = [one.generate(*longest, progress=False)[0].outputs[0].token_ids for one in (llm, llm, exact)]
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_command_line_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     model, text = str(Path(__file__).parents[2] / "examples" / "tiny-qwen3"), "A block table"
     params = SamplingParams(temperature=0, max_tokens=60)
