@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_recent_cache import KEY, LENGTH, QUERY, SIZE, VALUE, Sequences, by_definition
+from recent_sequences import KEY, LENGTH, QUERY, SIZE, VALUE, Sequences, by_definition
 
 from pagedattn import CommonAttentionMetadata
 from pagedattn.errors import InvalidInputError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_recent_cache import BACKENDS, HEADS, WANTED, Sequences
+from recent_sequences import BACKENDS, HEADS, Sequences, by_definition
 
 from pagedattn.backends.op_backend import OpAttentionImpl
 
@@ -23,8 +23,8 @@ def test_blocks_added_to_others_give_that_result(backend: str, adding: str, monk
         lambda self, metadata: (adding == "open blocks") == bool(self.spec.mask.own_block),
     )
     monkeypatch.setattr(OpAttentionImpl, "accumulate", lambda *given: added.append(given) or add(*given))
-    for sink, want in ((None, WANTED[: len(merged)]), (sinks, merged.double())):
+    for sink, want in ((None, by_definition()[: len(merged)]), (sinks, merged.double())):
         sequence = Sequences(backend, sinks=sink).new()
         out = torch.cat([sequence.append(count) for count in counts])
         torch.testing.assert_close(out.double(), want, rtol=0, atol=5e-6)
-    assert len(added) == 20 and float((merged - WANTED[: len(merged)]).abs().max()) > 0.01
+    assert len(added) == 20 and float((merged - by_definition()[: len(merged)]).abs().max()) > 0.01

@@ -14,6 +14,7 @@ from ..formats.registry import stored_as
 from ..spec import AttentionSpec, AttentionType
 from ..spec.scales import check_elements
 from ..step.bounds import (
+    check_lengths_fit_recent_table,
     check_lengths_fit_table,
     check_lengths_within_bounds,
     check_shared_length,
@@ -60,6 +61,8 @@ def _check_recent(spec: AttentionSpec, kv_cache: LayerCache, common: CommonAtten
     if common.recent_table.dtype != torch.int32 or len(common.recent_table) != len(common.block_table):
         got = f"{common.recent_table.dtype} {list(common.recent_table.shape)}"
         raise InvalidInputError("recent_table", f"int32 [{len(common.block_table)}, max_blocks]", got)
+    if common.seq_lens_cpu is not None and not torch.compiler.is_compiling():
+        check_lengths_fit_recent_table(common, common.seq_lens_cpu, kv_cache.block_size)
     recent, remedy = kv_cache.recent, "build the cache by PagedKVCache(..., recent_blocks=), and pass cache.layer(i)"
     if recent is None:
         raise InvalidInputError("kv_cache", f"with `recent`, as kv_cache_dtype={spec.kv_cache_dtype!r}", "None", remedy)
@@ -194,6 +197,7 @@ def check_contents(spec: AttentionSpec, call: AttentionCall, common: CommonAtten
             expected = f"tokens in blocks that all sequences share ({common.shared_prefix_len} are not)"
             raise InvalidInputError("shared_prefix_len", expected, f"others at row {int(bad.nonzero()[0])}", "pass 0")
     if kv_cache.recent is not None:
+        check_lengths_fit_recent_table(common, lens, size)
         _check_recent_table(common, kv_cache, lens, query_lens)
         blocks = kv_cache.recent.num_blocks
     slots = common.slot_mapping.cpu()

@@ -50,11 +50,21 @@ def _at_most(name: str, bound: int, longest: int) -> None:
 
 def check_lengths_fit_table(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:
     """Lengths [B] on the host name no key beyond the block table, and a shared prefix lies within them."""
-    room, longest = common.block_table.shape[1] * block_size, int(seq_lens.max())
-    if longest > room:
-        raise InvalidInputError("seq_lens", f"at most {room}, the table's width x block size", longest)
+    _check_width(common.block_table, "the table's width", seq_lens, block_size)
     if common.shared_prefix_len:
         check_shared_length(common, seq_lens)
+
+
+def check_lengths_fit_recent_table(common: CommonAttentionMetadata, seq_lens: torch.Tensor, block_size: int) -> None:
+    """The same of the second cache's table: what lies beyond its columns is neither written nor read."""
+    if common.recent_table is not None:
+        _check_width(common.recent_table, "the width of recent_table", seq_lens, block_size)
+
+
+def _check_width(table: torch.Tensor, width: str, seq_lens: torch.Tensor, block_size: int) -> None:
+    room, longest = table.shape[1] * block_size, int(seq_lens.max()) if len(seq_lens) else 0
+    if longest > room:
+        raise InvalidInputError("seq_lens", f"at most {room}, {width} x block size", longest)
 
 
 def check_shared_length(common: CommonAttentionMetadata, seq_lens: torch.Tensor) -> None:

@@ -166,4 +166,4 @@ def _check_table(name: str, table: torch.Tensor, seq_lens: Sequence[int], block_
         raise InvalidInputError(name, f"int32 [{len(seq_lens)}, max_blocks]", got)
     if max(seq_lens, default=0) > table.shape[1] * block_size:
         room = f"at most {table.shape[1]} blocks x {block_size} tokens"
-        raise InvalidInputError("seq_lens", room, max(seq_lens), "widen the block table")
+        raise InvalidInputError("seq_lens", room, max(seq_lens), f"widen the {name.replace('_', ' ')}")
