@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from pagedattn import ops
+from pagedattn.formats.mla_rows.deepseek import DS_MLA
 from pagedattn.formats.mla_rows.format import LATENT_DTYPES
 from pagedattn.formats.registry import format_of
 from pagedattn.runtime import op_registry
@@ -91,7 +92,7 @@ def latent_writes() -> Iterator[Row]:
             name = f"write {tokens} latent rows" + ("" if form == "auto" else f" {form}")
             stored = shape if form == "auto" else shape | {"kv_cache_dtype": form}
             moved = problems.latent_bytes(tokens, form)
-            for path in _paths("triton", "torch"):
+            for path in _paths(*(["csrc"] if form != DS_MLA.name else []), "triton", "torch"):
                 yield _row(name, path, moved, partial(_timed, problems.write_latent, path, tokens, form)) | stored
             if GPU:
                 yield _row(name, "plain copy kernel", moved, partial(_plain_copy, moved)) | stored

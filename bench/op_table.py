@@ -14,7 +14,10 @@ from .op_problems import BLOCK_BYTES, DEVICE, DIM, DTYPE, GPU, HEADS, LAYERS, QU
 from .table import case_of
 
 _ROW = HEADS * DIM * DTYPE.itemsize  # bytes of a token's keys
-_HAS_CSRC = ("reshape_and_cache", "reshape_and_cache_classic", "copy_blocks", "swap_blocks", "gather_kv")
+_HAS_CSRC = (
+    *("reshape_and_cache", "reshape_and_cache_classic", "copy_blocks", "swap_blocks", "gather_kv"),
+    *("concat_and_cache_mla", "concat_and_cache_mla fp8_e4m3"),
+)
 
 
 class OpCase(NamedTuple):
