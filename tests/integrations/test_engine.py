@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import MODELS, VOCAB, hf_model, prompts
+import transformers
+from hf_models import _BASE, MODELS, MORE, VOCAB, build, hf_model, prompts
 
 import pagedattn.integrations.transformers as hf
 from pagedattn import MLASpec
@@ -137,6 +138,24 @@ def test_latent_rows_of_e4m3_under_any_schedule(folders: Any) -> None:
         assert (llm.stats().counters.preemptions > 0) == bool(options)
         assert "scales of the fp8_e4m3 cache: 1.0" in llm.runner.describe()
     assert tokens_of(llm) == alone and llm.stats().counters.cached_tokens > 20
+
+
+def test_rows_of_656_bytes_are_those_of_generate(tmp_path: Path) -> None:
+    """Over `fp8_ds_mla` the engine and an enabled model read the same rounded rows."""
+    sizes = {**_BASE, **MORE["deepseek_v3"][1], "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
+    config = transformers.DeepseekV3Config(**sizes)
+    build(config, torch.float32).save_pretrained(tmp_path)
+    model = build(config, torch.float64)
+    asked, alone = prompts(17, 3, 9), []
+    hf.enable(model, block_size=4, kv_cache_dtype="fp8_ds_mla", num_blocks=30)
+    assert hf.new_cache(model).nbytes == 30 * 4 * 2 * 656
+    for prompt in asked:
+        options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        alone.append(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+    llm = make_llm(tmp_path, kv_cache_dtype="fp8_ds_mla", num_kv_blocks=20, max_num_batched_tokens=12)
+    assert llm.runner.cache.groups[0].specs[0].format.name == "fp8_ds_mla"
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), progress=False)
+    assert [list(one.outputs[0].token_ids) for one in outputs] == alone
 
 
 def test_latent_rows_beyond_e4m3_are_said(folders: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

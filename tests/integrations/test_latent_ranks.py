@@ -13,7 +13,7 @@ from random_work import everything
 from test_hf_latent import KINDS, latent_model
 from thread_ranks import ThreadRanks, on_ranks
 
-from pagedattn import KVScales, MLASpec
+from pagedattn import CommonAttentionMetadata, KVScales, MLASpec, PagedKVCache, plan_step
 from pagedattn.engine import LLM, SamplingParams
 from pagedattn.engine.models import latent_sharding
 from pagedattn.engine.models.latent_sharding import check_logits, keep_heads, logits_of
@@ -124,6 +124,33 @@ def test_two_ranks_have_the_tokens_of_one(folder: Path, options: dict[str, Any])
         assert ("it serves latent attention (MLA) only" in llm.runner.describe()) == expanded
         llm.close()
     assert found[0] == found[1]
+
+
+@torch.inference_mode()
+def _hidden(model: Any, **options: Any) -> torch.Tensor:
+    """Of nine tokens, in two steps over one cache."""
+    packed, ids = PackedModel(model, block_size=4, **options), torch.arange(3, 12)
+    layers, cache = packed.attention_layers(), PagedKVCache.from_specs(packed.kv_cache_specs(4), 5, device="cpu")
+    caches, out = [cache.layer(i) for i in range(len(layers))], []
+    for new, end in ((7, 7), (2, 9)):
+        common = CommonAttentionMetadata.from_lengths([new], [end], torch.tensor([[4, 1, 3]]).int(), block_size=4)
+        at = torch.arange(end - new, end)
+        out.append(packed(ids[at], at, caches, plan_step(layers, common)))
+    return torch.cat(out)
+
+
+def test_every_rank_reads_the_same_rows_of_e4m3() -> None:
+    model = latent_model("v3", torch.float64, "exact")
+    wanted, exact = (_hidden(copy.deepcopy(model), **options) for options in (FP8, {}))
+    assert float((wanted - exact).abs().max()) > 1e-4
+
+    def work(ranks: ThreadRanks) -> torch.Tensor:
+        share = copy.deepcopy(model)
+        keep_heads(share, ranks)
+        return _hidden(share, **FP8)
+
+    for got in on_ranks(2, work):
+        torch.testing.assert_close(got, wanted, atol=1e-9, rtol=1e-9)
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
