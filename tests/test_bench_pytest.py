@@ -23,7 +23,8 @@ CSRC = {
     ("swap_blocks on the host", "1 block"),
     ("gather_kv", "1 x 64 tokens"),
 }
-TORCH = {*CSRC, ("merge_attn_states", "2 states of 1 token"), ("compute_slot_mapping", "1 x 1 new")}
+LATENT_WRITES = {(f"concat_and_cache_mla{form}", "1 token") for form in ("", " fp8_e4m3", " fp8_ds_mla")}
+TORCH = {*CSRC, *LATENT_WRITES, ("merge_attn_states", "2 states of 1 token"), ("compute_slot_mapping", "1 x 1 new")}
 ATTENTION = ("paged_attention decode", "8/2/64 3q1s40..120", "TORCH")
 # Whatever compares a result takes a tenth of a second longer than it does, and is counted.
 PLUGIN = """
