@@ -69,7 +69,8 @@ def run(
     chosen = contenders(backends, suite)
     seeds, count = seeds_of(commit) if commit is not None else [seed or 0], _CASES if count is None else count
     plain = _plain_cases(suite, workloads, gpu, seeds, count, heads)
-    todo = [case._replace(kv_cache_dtype=name) for case in plain for name in formats or [case.kv_cache_dtype]]
+    taken = [case for case in plain if any(one.takes(case) for one in chosen)]
+    todo = [case._replace(kv_cache_dtype=name) for case in taken for name in formats or [case.kv_cache_dtype]]
     with_cache = not workloads and suite in ("cache", "all")
     progress = Progress(len(todo) + with_cache * len(cache_ops.OPS), json)
     result = ResultFile(json, {}, chosen)
@@ -86,7 +87,8 @@ def run(
         release()
 
     for case in todo:
-        once = partial(measure, case, chosen, limits, lambda name, case=case: progress.tell(_title(case, name)))
+        some = [one for one in chosen if one.takes(case)]
+        once = partial(measure, case, some, limits, lambda name, case=case: progress.tell(_title(case, name)))
         told(median_of_three(once) if suite == RANDOM else once())
     if with_cache:
         for rows in cache_ops.measure(limits, progress.tell):

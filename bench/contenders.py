@@ -19,6 +19,7 @@ from pagedattn.backends.selector import select_backend
 from pagedattn.errors import InvalidInputError, UnsupportedError
 
 from . import flash_mla_library
+from .latent_layer import FORMS, through_latent_layer
 from .latent_peers import fa3_qv, flash_mla, flashinfer_mla
 from .peers import FP8_TOLERANCE, fa3, flashinfer_persistent, flashinfer_wrappers
 from .problem import DEVICE, Problem
@@ -38,7 +39,8 @@ class Contender:
 
     `backend`: ours, or for a peer the one over the same library; None is the layer's own choice. `version`: what
     PAGEDATTN_FLASH_ATTN says while a layer is built. `block_size`, `kv_cache_dtype`: of its caches, whatever the case
-    says (None: the case's). `deterministic`: its layers are. `by_name`: it is measured only where it is asked for.
+    says (None: the case's). `deterministic`: its layers are. `form`: of a latent layer, which that takes (None: it runs
+    absorbed kernels, or is no latent one). `by_name`: it is measured only where it is asked for.
     """
 
     name: str
@@ -50,6 +52,11 @@ class Contender:
     deterministic: bool = False
     peer: bool = False
     by_name: bool = False
+    form: str | None = None
+
+    def takes(self, case: Case) -> bool:
+        """Whether a case is of what it runs: a latent layer with its projections, or attention alone."""
+        return (self.form is not None) == case.by_layer
 
     def run(self, problem: Problem) -> Run:
         """Ready to plan and attend; whatever it raises is the reason why it cannot take part."""
@@ -163,6 +170,14 @@ def through_backend(contender: Contender, problem: Problem) -> Run:
     return Run(plan, in_graph, attend, lambda: metadata[0].describe(), size, form)
 
 
+def through_form(contender: Contender, problem: Problem) -> Run:
+    """Latent attention by its layer in one form. A peer's expanded attention is the library's, all else is ours."""
+    absorbed_by = "TRITON" if contender.peer else contender.backend
+    with chosen(contender.version):
+        asked = f"prefill={contender.backend},decode={absorbed_by}"
+        return through_latent_layer(problem, contender.form or "expanded", asked)
+
+
 def _peer(call: Callable[[Problem], Run]) -> Callable[[Contender, Problem], Run]:
     return lambda _, problem: call(problem)
 
@@ -191,13 +206,17 @@ LATENT_ALL = (
     Contender("FA3 (qv)", _peer(fa3_qv), "FLASH_ATTN", "3", peer=True),
     Contender("FlashInfer (MLA)", _peer(flashinfer_mla), "FLASHINFER", peer=True),
 )
+LATENT_FORMS = (
+    *(Contender(f"{name} ({form})", through_form, name, form=form) for name in ("TRITON", "TORCH") for form in FORMS),
+    Contender("FA3 (expanded)", through_form, "FLASH_ATTN", "3", peer=True, form="expanded"),
+)
 AUTO = Contender(TRITON_AUTO, through_layer, "TRITON", kv_cache_dtype="auto")
 LATENT_AUTO = Contender(TRITON_AUTO, through_backend, "TRITON", kv_cache_dtype="auto")
 
 
 def beside_auto(chosen: Sequence[Contender], case: Case) -> Sequence[Contender]:
     """With TRITON over the rows as they were before a format stored them, where TRITON is measured over that format."""
-    compared = case.kv_cache_dtype != "auto" and any(one.backend == "TRITON" for one in chosen)
+    compared = case.kv_cache_dtype != "auto" and not case.by_layer and any(one.backend == "TRITON" for one in chosen)
     return [*chosen, LATENT_AUTO if case.latent else AUTO] if compared else chosen
 
 
@@ -212,12 +231,12 @@ def contenders(names: str | None, suite: str | None = None) -> list[Contender]:
     Raises:
         InvalidInputError: a name that no contender has.
     """
-    listed, prepare = (LATENT_ALL, through_backend) if suite == LATENT else (ALL, through_layer)
+    listed, prepare = ((*LATENT_ALL, *LATENT_FORMS), through_backend) if suite == LATENT else (ALL, through_layer)
     if suite == LATENT:
         flash_mla_library.provide()
     if names is None:
         gpu = torch.cuda.is_available()
-        usual = (one for one in listed if (one.name != "TORCH") == gpu and not one.by_name)
+        usual = (one for one in listed if (one.backend != "TORCH") == gpu and not one.by_name)
         return [one for one in usual if one.available()]
     wanted = [name.strip() for name in names.split(",")]
     taken = {name for one in listed for name in _names(one)}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .contenders import Contender, beside_auto
+from .latent_layer import peak_bytes
 from .problem import Problem, make_problem
 from .ratios import Row, add_ratios
 from .run import Run
@@ -19,7 +20,8 @@ from .timing import capture, host_us, time_replays
 # Of a row; null where it has no meaning. `block_size` is the workload's, `cache_block_size` that of the caches read.
 # Cases of a format have two more, `kv_cache_dtype`, the case's, and `cache_kv_dtype`, that of the caches read; random
 # ones `draw`, by which they are drawn again; `window`, `softcap`, `sinks`, `dim_v` and `packed` are
-# there where the case has them.
+# there where the case has them. Those of a latent layer have `new_tokens`, `keys`, and `peak_bytes`: device memory that
+# one call takes at most, its output included.
 FIELDS = (
     *("suite", "case", "workload", "num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "backend"),
     *("us", "gb_s", "tflops", "tok_s", "copy_percent", "read_percent", "matmul_percent", "ratios", "ratio"),
@@ -41,14 +43,14 @@ def measure(
         ceilings: of this GPU, `timing.ceilings()`. tell: called with who comes next.
     """
     problem, contenders = make_problem(case), beside_auto(contenders, case)
-    rows, replays, reads = [], {}, {}
+    rows, replays, runs = [], {}, {}
     for one in contenders:
         tell(one.name)
         row = empty_row(case.suite, case.text, one.name) | _shape(case) | {"layers": problem.layers}
         rows.append(row)
         try:
             row |= _checked(run := one.run(problem), problem)
-            reads[one.name] = _bytes_read(case, run)
+            runs[one.name] = run
             replays[one.name] = capture([partial(run.attend, i) for i in range(problem.layers)], run.step)
         except Exception as error:  # whatever another library raises; the others go on
             row["refused"] = reason(error)
@@ -61,7 +63,7 @@ def measure(
             row["refused"] = row["refused"] or reason(error)
     for row in rows:
         if row["backend"] in times:
-            row |= _speed(case, times[row["backend"]], reads[row["backend"]], ceilings)
+            row |= _speed(case, times[row["backend"]], runs[row["backend"]], ceilings)
     add_ratios(rows, [one.name for one in contenders if one.peer])
     return rows
 
@@ -93,6 +95,7 @@ def _shape(case: Case) -> Row:
         "dtype": case.dtype,
         **stored,
         **{name: getattr(case, name) for name in _ASKED if getattr(case, name)},
+        **({"new_tokens": case.work.query_lens[0], "keys": case.work.seq_lens[0]} if case.by_layer else {}),
     }
 
 
@@ -107,6 +110,7 @@ def _checked(run: Run, problem: Problem) -> dict[str, Any]:
         **stored,
         "plan_us": round(host_us(run.plan), 1),
         "host_us": round(host_us(partial(run.attend, 0)), 1),
+        **({"peak_bytes": peak_bytes(partial(run.attend, 0))} if problem.case.by_layer else {}),
     }
 
 
@@ -116,9 +120,9 @@ def _bytes_read(case: Case, run: Run) -> int:
     return case.work.keys_read(case.window) * run.own_cache.bytes_per_token
 
 
-def _speed(case: Case, us: float, nbytes: int, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    gb_s = nbytes / us / 1e3
-    tflops = case.flops / us / 1e6
+def _speed(case: Case, us: float, run: Run, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    gb_s = _bytes_read(case, run) / us / 1e3
+    tflops = (case.flops if run.flops is None else run.flops) / us / 1e6
     return {
         "us": round(us, 3),
         "gb_s": round(gb_s, 1),

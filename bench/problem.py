@@ -15,7 +15,7 @@ from pagedattn.testing import attention_oracle
 from pagedattn.testing.stored import bits
 
 from .run import OwnCache
-from .table import Case
+from .table import EXPANDED_DIM, Case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _TOTAL_BYTES = 2 << 30 if DEVICE.type == "cuda" else 1 << 22  # all layers together, far beyond L2
@@ -44,10 +44,26 @@ class _Sample(NamedTuple):
     naive: torch.Tensor  # the same by a naive implementation in the case's dtype
 
 
+class LatentHeads(NamedTuple):
+    """Up-projections of a latent layer: w_uk [Hq, N, L] and w_uv [Hq, V, L]."""
+
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """Query [Hq, N + R] as [Hq, L + R], float64."""
+        nope, rope = query.double().split((self.w_uk.shape[1], query.shape[1] - self.w_uk.shape[1]), -1)
+        return torch.cat((torch.einsum("hn,hnl->hl", nope, self.w_uk.double()), rope), -1)
+
+    def values(self, summed: torch.Tensor) -> torch.Tensor:
+        """Sums of latent rows [n, Hq, L] as outputs [n, Hq, V], in their dtype."""
+        return torch.einsum("thl,hvl->thv", summed, self.w_uv.to(summed.dtype))
+
+
 @dataclass
 class Problem:
     """Random data of one case: queries [layers, T, Hq, D], and caches of the same rows by block size and format, each
-    made when it is asked for."""
+    made when it is asked for. `latent_heads`: of a latent layer's case, whose queries are [layers, T, Hq, N + R]."""
 
     case: Case
     layers: int
@@ -56,6 +72,7 @@ class Problem:
     _samples: dict[tuple[int, str], list[_Sample]] = field(default_factory=dict)
     _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     sinks: torch.Tensor | None = None  # [Hq] in the model's dtype
+    latent_heads: LatentHeads | None = None
 
     def paged(self, block_size: int | None = None, kv_cache_dtype: str | None = None) -> Paged:
         """The caches in blocks of `block_size` (the case's) tokens, stored in a format (the case's); sequences' blocks
@@ -93,7 +110,8 @@ class Problem:
         own_cache: OwnCache | None = None,
     ) -> float:
         """Relative error of layer 0's output [T, Hq, D] against float64, on rows and heads all over the batch: both
-        attend to the rows that these caches, or `own_cache`, stand for. Of latent attention the output is [T, Hq, L].
+        attend to the rows that these caches, or `own_cache`, stand for. Of absorbed latent attention the output is
+        [T, Hq, L].
 
         Raises:
             ArithmeticError: it is more than `tolerance` and than twice that of a naive implementation in the model's
@@ -121,10 +139,17 @@ def make_problem(case: Case) -> Problem:
     by_flops = int(_TOTAL_FLOPS / case.flops)
     layers = max(2, min(_LAYERS * plain // stored, -(-_TOTAL_BYTES // stored), by_flops))
     torch.manual_seed(0)
-    shape = (layers, sum(work.query_lens), case.heads, case.dim)
+    shape = (layers, sum(work.query_lens), case.heads, case.query_dim)
     queries = torch.randn(shape, dtype=case.torch_dtype, device=DEVICE)
     sinks = torch.randn(case.heads, dtype=case.torch_dtype, device=DEVICE) if case.sinks else None
-    return Problem(case, layers, queries, sinks=sinks)
+    return Problem(case, layers, queries, sinks=sinks, latent_heads=_latent_heads(case) if case.by_layer else None)
+
+
+def _latent_heads(case: Case) -> LatentHeads:
+    """Weights that make keys and values as large as the rows are."""
+    shape = (case.heads, EXPANDED_DIM, case.latent)
+    options = {"dtype": case.torch_dtype, "device": DEVICE}
+    return LatentHeads(*(torch.randn(shape, **options) * case.latent**-0.5 for _ in range(2)))
 
 
 def _paged(case: Case, layers: int, size: int) -> Paged:
@@ -182,16 +207,18 @@ def _latent_sample(problem: Problem, paged: Paged, seq: int, keys: int, rows: sl
     table = paged.common.block_table[seq, : -(-keys // cache.block_size)].long()
     stored = [bits(plane)[table].view(plane.dtype) for plane in cache.sides[0]]
     latent_rows = format_of(cache.format or "auto").key.decode(stored, case.dim, torch.float64)
-    latent_rows = latent_rows.flatten(0, 1)[:keys]  # [keys, 1, L + R]
+    latent_rows, heads = latent_rows.flatten(0, 1)[:keys], problem.latent_heads  # [keys, 1, L + R]
 
     def attended(dtype: torch.dtype) -> torch.Tensor:
         every = []
         for token in range(rows.start, rows.stop):
             seen = latent_rows[: keys - (rows.stop - 1 - token)]
-            query = problem.queries[0, token][:, None]  # [Hq, 1, L + R]
+            query = problem.queries[0, token] if heads is None else heads.absorb(problem.queries[0, token])
+            query = query[:, None]  # [Hq, 1, L + R]
             options = {"scale": case.scale, "mask": Mask(causal=False), "dtype": dtype}
             every.append(attention_oracle(query, seen, seen[..., : case.latent], **options)[0].squeeze(1))
-        return torch.stack(every)
+        summed = torch.stack(every)
+        return summed if heads is None else heads.values(summed)
 
     return _Sample(rows, slice(None), attended(torch.float64), attended(case.torch_dtype).double())
 

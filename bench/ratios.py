@@ -114,6 +114,28 @@ def beside_auto(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def break_evens(rows: Iterable[Row]) -> dict[str, int | None]:
+    """By backend, heads and keys of a latent layer, the fewest measured new tokens from which on, in all larger cases
+    too, its expanded form takes less time than its absorbed one; None where it does not."""
+    times: dict[str, dict[int, dict[str, float]]] = {}
+    for row in rows:
+        if row.get("new_tokens") and row["us"] is not None:
+            name, _, form = row["backend"].partition(" (")
+            group = times.setdefault(f"{name}, {row['num_heads']} heads, {row['keys']} keys", {})
+            group.setdefault(row["new_tokens"], {})[form.rstrip(")")] = row["us"]
+    both = {name: {n: one for n, one in group.items() if len(one) == 2} for name, group in times.items()}
+    return {name: _break_even(group) for name, group in both.items() if group}
+
+
+def _break_even(group: dict[int, dict[str, float]]) -> int | None:
+    found = None
+    for tokens in sorted(group, reverse=True):
+        if group[tokens]["expanded"] >= group[tokens]["absorbed"]:
+            break
+        found = tokens
+    return found
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))

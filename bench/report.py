@@ -19,7 +19,7 @@ import pagedattn
 from pagedattn.errors import InvalidInputError
 
 from .contenders import Contender
-from .ratios import BEHIND, JUDGED, PHASES, TRITON_AUTO, Row, beside_auto, judge, library, summarise
+from .ratios import BEHIND, JUDGED, PHASES, TRITON_AUTO, Row, beside_auto, break_evens, judge, library, summarise
 from .table import LATENT
 
 _COLUMNS = ("us", "GB/s", "TF/s", "copy", "read", "mma", "FA3", "FlashInfer", "%s", "error", "plan us", "host us")
@@ -59,6 +59,7 @@ class ResultFile:
         self.meta |= {"beside_auto": compared} if (compared := beside_auto(self.rows)) else {}
         if any("draw" in row for row in rows):
             self.meta["judged"] = judge(self.rows)
+        self.meta |= {"break_even": found} if (found := break_evens(self.rows)) else {}
         self._write()
 
     def add_plain(self, row: Row) -> None:
@@ -171,6 +172,8 @@ def summary_lines(meta: Mapping[str, Any]) -> list[str]:
         suites = [suite for suite in facts if suite not in ("slower", "worst")]
         worst = f"{facts['slower']} slower, {_worst_of(facts)}"
         lines.append(f"{name} against {TRITON_AUTO}: " + ", ".join([*_means_of(facts, suites), worst]))
+    for name, tokens in meta.get("break_even", {}).items():
+        lines.append(f"{name}: expanded takes less from {'no number of' if tokens is None else tokens} new tokens on")
     return lines + (_judged_lines(meta["judged"]) if "judged" in meta else [])
 
 

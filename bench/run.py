@@ -26,6 +26,7 @@ class Run(NamedTuple):
     layer's output [T, Hq, D]. `describe`: which kernels those are. `block_size`, `kv_cache_dtype`: of its caches.
     `tolerance`: a relative error that is right for it, however exact a naive implementation is. `own_cache`: what it
     reads, where that is not in a format of this library; then `kv_cache_dtype` is another library's name of it.
+    `flops`: of its products, where they are not the case's.
     """
 
     plan: Callable[[], object]
@@ -36,3 +37,4 @@ class Run(NamedTuple):
     kv_cache_dtype: str = "auto"
     tolerance: float = 0.0
     own_cache: OwnCache | None = None
+    flops: float | None = None

@@ -17,7 +17,7 @@ from .workload import Workload, parse
 # Of a layer on a CPU: a minute in all by TORCH, which does some 7 GFLOP and reads 1 GB of keys and values a second.
 _CPU_GFLOP, _CPU_GB = 20.0, 2.0
 _MOST_DRAFTED = 16  # tokens of a sequence beyond which a step is a prompt's
-_NOPE_DIM = 128  # of an expanded head beside its rotated part, which a latent layer's scale depends on
+EXPANDED_DIM = 128  # of a latent layer's expanded head: of its key beside the rotated part, and of its value
 
 
 class Case(NamedTuple):
@@ -65,6 +65,16 @@ class Case(NamedTuple):
         return " ".join([f"{self.heads}/{row}", *unusual])
 
     @property
+    def by_layer(self) -> bool:
+        """Whether it is of a latent layer with its up-projections, and not of the absorbed kernels alone."""
+        return self.suite == LATENT_PREFILL
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query: of a latent layer as they come, before anything is absorbed."""
+        return EXPANDED_DIM + self.dim - self.latent if self.by_layer else self.dim
+
+    @property
     def mask(self) -> Mask:
         """Which keys a query sees."""
         return Mask(causal=True, sliding_window=self.window or None)
@@ -72,7 +82,7 @@ class Case(NamedTuple):
     @property
     def scale(self) -> float:
         """What a query-key product is multiplied with; of latent attention that of the expanded head."""
-        return ((_NOPE_DIM + self.dim - self.latent) if self.latent else self.dim) ** -0.5
+        return ((EXPANDED_DIM + self.dim - self.latent) if self.latent else self.dim) ** -0.5
 
     @property
     def flops(self) -> float:
@@ -166,9 +176,9 @@ def _expanded_and_packed() -> list[Case]:
     return [*(case._replace(packed=packed) for case, packed in pairs), *plain]
 
 
-def _latent(text: str, heads: int, block_size: int = 64) -> Case:
-    """Absorbed latent attention over rows as DeepSeek-V2, V3 and R1 have them."""
-    return Case("mla", text, heads, 1, 576, block_size, latent=512)
+def _latent(text: str, heads: int, block_size: int = 64, suite: str = "mla") -> Case:
+    """Latent attention over rows as DeepSeek-V2, V3 and R1 have them, absorbed."""
+    return Case(suite, text, heads, 1, 576, block_size, latent=512)
 
 
 def _mla() -> list[Case]:
@@ -181,6 +191,18 @@ def _mla() -> list[Case]:
         *(_latent(f"64q{tokens}s4k", n) for n in heads for tokens in (2, 4)),
         *(_latent("64q1s4k", n, size) for n in heads for size in (16, 32)),
         *(_latent(ragged, n, 16) for n in (128, 16)),
+        *_latent_prefill(),
+    ]
+
+
+def _latent_prefill() -> list[Case]:
+    """New tokens behind a context, around the number from which on the layer's expanded form takes less; and a long
+    context, whose expanded keys must not be there all at once."""
+    counts, contexts = ("32", "64", "128", "171", "256", "512", "2k"), ("8k", "32k")
+    texts = [f"1q{count}s{context}" for context in contexts for count in counts]
+    return [
+        *(_latent(text, n, suite=LATENT_PREFILL) for n in (128, 16) for text in texts),
+        _latent("1q2ks128k", 128, suite=LATENT_PREFILL),
     ]
 
 
@@ -198,6 +220,8 @@ _FORMATS = {
     "append": "1q100s32k",
     "prefill": "2q4k",
 }
+RANDOM, LATENT, FORMATS = "random", "mla", "formats"
+LATENT_PREFILL = "mla prefill"  # of the suite LATENT those cases that are by layer; averaged apart
 _GPU = {
     **{"decode": _decode(), "prefill": _prefill(), "mixed": _mixed()},
     **{"sweep": _sweep(), "shared": _shared(), "speculative": _speculative(), "append": _append()},
@@ -221,9 +245,9 @@ _SMALL_FORMATS = {
     "append": "1q5s60",
     "prefill": "1q20",
 }
+_SMALL_LATENT_PREFILL = ("1q5s70", "1q40s130")
 ATTENTION = ("decode", "prefill", "mixed")
 NO_ATTENTION = ("cache", "engine")
-RANDOM, LATENT, FORMATS = "random", "mla", "formats"
 _OTHERS = ("sweep", "shared", "speculative", "append", "dims", FORMATS, LATENT, RANDOM, "engine")
 SUITES = (*ATTENTION, "cache", "all", *_OTHERS)
 
@@ -245,6 +269,8 @@ def cases(suite: str, gpu: bool) -> list[Case]:
     some = [_small(suite, text) for text in _SMALL[suite]]
     if suite == "dims":
         some += [some[0]._replace(dim=24, dim_v=16, kv_heads=8), some[0]._replace(packed=True)]
+    if suite == LATENT:
+        some += [_small(LATENT_PREFILL, text) for text in _SMALL_LATENT_PREFILL]
     return some
 
 
@@ -289,7 +315,7 @@ def case_of(text: str, gpu: bool, suite: str | None = None) -> Case:
 
 
 def _small(suite: str, text: str) -> Case:
-    if suite == LATENT:
+    if suite in (LATENT, LATENT_PREFILL):
         return Case(suite, text, 4, 1, 576, 64, dtype="float32", latent=512)
     return Case(suite, text, 8, 2, 64, dtype="float32")
 
