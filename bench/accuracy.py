@@ -5,7 +5,8 @@
 Text goes in chunks, through `hf.enable`: each query reads stored entries, its own included (a whole prompt that
 attended to exact keys would show no loss). `--chunk 1 --tokens 1024` is token by token, as decodes are. Every format
 sees the same tokens, in turns with the exact cache, so that what is kept of a step is its logits alone. MODEL is a
-folder, as `pagedattn fetch smollm2` makes one, `--kv-scales` a file of `pagedattn calibrate`.
+folder, as `pagedattn fetch smollm2` makes one, `--kv-scales` a file of `pagedattn calibrate`. `share_in_16_bit` is
+of the keys that a row's queries read, those that were not encoded: of open blocks, windows and first tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 import pagedattn.integrations.transformers as hf
+from pagedattn import KVCacheDtype
+from pagedattn.formats.registry import format_of
 
 from .ratios import Row
 from .report import ResultFile
@@ -111,7 +114,21 @@ def losses(models: Mapping[str, Any], ids: torch.Tensor, chunk: int) -> list[Row
                 row["square"] += float(delta[at]) ** 2
                 row["kl"] += float(divergence[at])
                 row["same"] += float(same[at])
-    return [_average(name, bucket, row) for (name, bucket), row in sorted(sums.items())]
+    starts: dict[int, int] = dict(zip(BUCKETS, (0, *BUCKETS), strict=False))
+    return [
+        _average(name, bucket, row) | share_in_16_bit(models[name], name, starts[bucket], row["n"])
+        for (name, bucket), row in sorted(sums.items())
+    ]
+
+
+def share_in_16_bit(model: Any, kv_cache_dtype: str, start: int, count: int) -> Row:
+    """A row's part for the queries at `count` positions from `start` on: which share of the keys that they read, in all
+    layers together, lies in the model's dtype. It does not depend on chunks."""
+    stored, positions = KVCacheDtype.of(kv_cache_dtype), range(start, start + count)
+    names, size = stored.of_layers(model.config.get_text_config().num_hidden_layers), stored.block_size(None)
+    native = {name: sum(format_of(name).native_keys(at, size) for at in positions) for name in {*names}}
+    keys = len(names) * sum(at + 1 for at in positions)
+    return {"share_in_16_bit": round(sum(native[name] for name in names) / keys, 5)}
 
 
 def _average(name: str, bucket: int, row: Row) -> Row:
@@ -162,6 +179,7 @@ def recall(models: Mapping[str, Any], tokenizer: Any, ids: torch.Tensor, chunk: 
                 "recalled": found,
                 "recalled_exact": nll[EXACT][1],
                 "delta_nll": round(loss - nll[EXACT][0], 6),
+                **share_in_16_bit(models[one], one, len(text) + len(asked) - len(answer) - 1, len(answer)),
             }
             for one, (loss, found) in nll.items()
             if one != EXACT

@@ -9,7 +9,9 @@ from covers import beside
 from recent_sequences import BACKENDS, DIM, KEY, LENGTH, QUERY, SIZE, VALUE, Sequences, by_definition, mixed, normal
 
 from pagedattn import CommonAttentionMetadata, plan_step
+from pagedattn.backends.recent import RecentBuilder
 from pagedattn.errors import InvalidInputError, UnsupportedError
+from pagedattn.formats.registry import format_of
 from pagedattn.layers.functional import paged_attention
 from pagedattn.spec import GraphLevel
 from pagedattn.testing.oracle import attention_oracle
@@ -40,6 +42,18 @@ def test_chunks_of_any_size_give_one_result(backend: str, stored: str, chunk: in
     sequence = Sequences(backend, stored).new()
     out = torch.cat([sequence.append(count) for count in row_counts(backend, stored, chunk)])
     torch.testing.assert_close(out.double(), by_definition(stored)[: len(out)], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_keys_that_are_read_as_they_came_are_counted(stored: str) -> None:
+    """As the masks of a layer's calls say: over full blocks, and over those of the second cache."""
+    builder, form, at = Sequences("TORCH", stored).layer.builder, format_of(stored), torch.arange(LENGTH)
+    assert isinstance(builder, RecentBuilder)
+    encoded, *native = (one.spec.mask.visible(at[:, None], at) for one in (builder._sealed, *builder._recent))
+    assert torch.equal(encoded.int() + sum(one.int() for one in native), (at <= at[:, None]).int()), "each key once"
+    counted = [form.native_keys(position, SIZE) for position in range(LENGTH)]
+    assert counted == sum(one.sum(1) for one in native).tolist()  # type: ignore[union-attr]
+    assert [format_of(name).native_keys(40, SIZE) for name in ("auto", "int8")] == [41, 0]
 
 
 def test_a_window_brings_attention_nearer_to_exact() -> None:

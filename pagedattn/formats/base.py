@@ -193,6 +193,15 @@ class CacheFormat:
         """Blocks at the sequence's beginning that are never read as they are encoded."""
         return -(-self.first // block_size)
 
+    def native_keys(self, position: int, block_size: int) -> int:
+        """Of the keys that a query at this position attends to, itself included, those that it reads in the model's
+        dtype under full causal attention. Where a format has no second cache, that is none, or of "auto" every one."""
+        if not self.whole_blocks:
+            return position + 1 if self.name == "auto" else 0
+        first_recent = max(position // block_size - self.recent_blocks(block_size), 0)
+        kept = min(self.first_blocks(block_size), first_recent)
+        return position + 1 - (first_recent - kept) * block_size
+
     def check_block_size(self, size: int) -> None:
         """Raise InvalidInputError for blocks that the format has not."""
         if size % self.block_multiple:
