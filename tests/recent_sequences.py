@@ -74,9 +74,9 @@ class Sequence1:
     def _release(self, first: int) -> None:
         kept = self.owner.kept
         passed = [block for block in self.recent[kept:first] if block >= 0]
-        self.owner.recent.zero_blocks(passed)
-        self.owner.recent.slabs[:, passed] = 0xFF
         self.owner.recent_pool.free(passed)
+        unheld = [block for block in passed if not self.owner.recent_pool.ref_count(block)]
+        self.owner.recent.slabs[:, unheld] = 0xFF
         self.recent[kept:first] = [-7] * (first - kept)
 
     def take_back(self, count: int) -> None:
@@ -84,18 +84,20 @@ class Sequence1:
         self.length -= count
 
     def fork(self) -> Sequence1:
-        other = Sequence1(self.owner)
-        other.length, is_open = self.length, self.length % SIZE > 0
-        full = -(-self.length // SIZE)
+        """Another one: it shares the full blocks that it will read of both caches, and has a copy of an open one."""
+        other, is_open = Sequence1(self.owner), self.length % SIZE > 0
+        full, first = -(-self.length // SIZE), self.first_read()
+        other.length = self.length
         other.blocks, pairs = self.owner.pool.fork(self.blocks[:full], has_open_block=is_open)
         self.owner.cache.copy_blocks(pairs)
-        if is_open:
-            (copy,) = self.owner.recent_pool.allocate(1)
-            self.owner.recent.copy_blocks([(self.recent[full - 1], copy)])
-            other.recent = [-7] * (full - 1) + [copy]
-        else:
-            other.recent = [-7] * full
+        recent, pairs = self.owner.recent_pool.fork(self.recent[first:full], has_open_block=is_open)
+        self.owner.recent.copy_blocks(pairs)
+        other.recent = [-7] * first + recent
         return other
+
+    def first_read(self) -> int:
+        """The first block that the next token reads in the second cache."""
+        return max(self.length // SIZE - self.owner.before, 0)
 
 
 @lru_cache

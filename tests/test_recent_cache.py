@@ -35,7 +35,7 @@ def row_counts(backend: str, stored: str, chunk: int) -> list[int]:
 
 
 @pytest.mark.cover(by=beside("backend"))
-@pytest.mark.parametrize("chunk", [1, 7, 32, 45, 4096])
+@pytest.mark.parametrize("chunk", [1, 7, 32, 45, LENGTH])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_of_any_size_give_one_result(backend: str, stored: str, chunk: int) -> None:
@@ -65,7 +65,7 @@ def test_a_window_brings_attention_nearer_to_exact() -> None:
 @pytest.mark.parametrize("stored", (*STORED[:2], STORED[3]))
 def test_chunks_give_the_same_bits_where_that_is_asked_for(stored: str) -> None:
     found = []
-    for chunk in (*((7,) if random_work.everything else ()), 32, 45, 4096):
+    for chunk in (*((7,) if random_work.everything else ()), 32, 45, LENGTH):
         sequence, out = Sequences("TRITON", stored, deterministic=True).new(), []
         while sequence.length < LENGTH:
             out.append(sequence.append(min(chunk, LENGTH - sequence.length)))
