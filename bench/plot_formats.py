@@ -1,7 +1,10 @@
 """Draws what cache formats cost and bring: decodes by the bytes they read, or a model's loss by position.
 
 python -m bench.plot_formats bench/results/h200/decode_codes.json OUT.svg
-python -m bench.plot_formats bench/results/cpu/accuracy.json OUT.svg
+python -m bench.plot_formats bench/results/cpu/accuracy.json [accuracy_int4.json ...] OUT.svg
+
+Of several files the first one's rows are drawn, and of the others those of the same documents in formats that no file
+before them has; how many documents a format read is said where they are fewer.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ LOOK: Any = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "pagedattn"
 _FA3 = "FA3, fp8_e4m3 queries"
 _COLOURS = {"auto": "#777777", "fp8_e4m3": PALETTE[4], "fp8_e5m2": PALETTE[3], "int8": PALETTE[0], "k8v4": PALETTE[2]}
 _COLOURS |= {"int4": PALETTE[7], "turboquant4": PALETTE[5], _FA3: PALETTE[1]}
+_COLOURS |= {"turboquant4:window=64": PALETTE[9], "turboquant3": PALETTE[10], "turboquant3:window=64": PALETTE[8]}
 
 Points = list[tuple[float, float]]
 
@@ -61,7 +65,19 @@ def loss_curves(rows: Sequence[Row]) -> dict[str, list[Loss]]:
         if "positions_below" in row:
             name = format_of(row["kv_cache_dtype"]).name
             found.setdefault(name, {}).setdefault(row["positions_below"], []).append(row)
-    return {name: [_mean(end, some) for end, some in sorted(found[name].items())] for name in FORMATS if name in found}
+    names = [*FORMATS, *sorted(found.keys() - FORMATS.keys())]  # those with a window behind the others
+    return {name: [_mean(end, some) for end, some in sorted(found[name].items())] for name in names if name in found}
+
+
+def together(contents: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows of the first file; of each other one those of its documents, in formats that none before it has."""
+    rows: list[Row] = [*contents[0]["rows"]]
+    documents = {row.get("document") for row in rows}
+    for content in contents[1:]:
+        known = {row["kv_cache_dtype"] for row in rows}
+        of_these = [row for row in content["rows"] if row["document"] in documents]
+        rows += [row for row in of_these if row["kv_cache_dtype"] not in known]
+    return rows
 
 
 def _mean(end: int, rows: Sequence[Row]) -> Loss:
@@ -96,12 +112,12 @@ def _mega(points: Points) -> Points:
     return [(size / 1e6, us) for size, us in points]
 
 
-def loss_figure(curves: Mapping[str, Sequence[Loss]]) -> Figure:
+def loss_figure(curves: Mapping[str, Sequence[Loss]], labels: Mapping[str, str]) -> Figure:
     """KL, loss with its standard error, and agreement, by position."""
     figure = Figure(figsize=(9.2, 3.2), layout="constrained")
     kl, delta, top1 = figure.subplots(1, 3)
     for name, losses in curves.items():
-        look = {"color": _COLOURS[name], "marker": ".", "label": name}
+        look = {"color": _COLOURS[name], "marker": ".", "label": labels[name]}
         ends = [loss.end for loss in losses]
         kl.plot(ends, [loss.kl for loss in losses], **look)
         delta.errorbar(ends, [loss.delta_nll for loss in losses], [loss.error for loss in losses], capsize=2, **look)
@@ -115,22 +131,34 @@ def loss_figure(curves: Mapping[str, Sequence[Loss]]) -> Figure:
         axes.set_xticks(ends, [str(end) for end in ends], minor=False)
         axes.minorticks_off()
         axes.set_xlabel("positions up to")
-    delta.legend(frameon=False, loc="upper left")
+    figure.legend(*kl.get_legend_handles_labels(), frameon=False, loc="outside right center")
     return figure
 
 
-def draw(content: Mapping[str, Any], path: Path) -> None:
-    """The picture of a result file, SVG or PNG.
+def _labels(rows: Sequence[Row]) -> dict[str, str]:
+    """How the legend names each format that has a colour, with the number of its documents where that is less."""
+    read: dict[str, set[str]] = {}
+    for row in rows:
+        read.setdefault(format_of(row["kv_cache_dtype"]).name, set()).add(row["document"])
+    most = max(map(len, read.values()))
+    few = {name: f" ({len(some)} document{'s' if len(some) > 1 else ''})" for name, some in read.items()}
+    return {name: name + (few[name] if len(read[name]) < most else "") for name in read if name in _COLOURS}
+
+
+def draw(contents: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The picture of result files, of decodes one, SVG or PNG.
 
     Raises:
         ValueError: rows of neither decodes nor accuracy.
     """
-    meta, rows = content["meta"], content["rows"]
+    meta, rows = contents[0]["meta"], together(contents)
     with rc_context(LOOK):
         if points := decode_points(rows):
             figure, what = decode_figure(points, meta["read_gb_s"]), f"decode on {meta['gpu']}"
         elif curves := loss_curves(rows):
-            figure, what = loss_figure(curves), f"{meta['model']}, {meta['dtype']}, chunks of {rows[0]['chunk']} tokens"
+            labels, chunks = _labels(rows), " or ".join(map(str, sorted({row["chunk"] for row in rows})))
+            figure = loss_figure({name: losses for name, losses in curves.items() if name in labels}, labels)
+            what = f"{meta['model']}, {meta['dtype']}, chunks of {chunks} tokens"
         else:
             raise ValueError(
                 f"rows must be of decodes or accuracy, got suites {sorted({row['suite'] for row in rows})}"
@@ -138,13 +166,15 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(what, x=0.01, ha="left", weight="bold")
-        note = f"torch {meta['torch']}, commit {meta['commit']}, {meta['date']}"
+        notes = [f"commit {x['meta']['commit'].partition(';')[0]}, {x['meta']['date']}" for x in contents]
+        note = f"torch {meta['torch']}, {'; '.join(notes)}"
         figure.supxlabel(note, x=0.01, ha="left", fontsize=6.5, color="#444444")
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
-    draw(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2]))
+    *files, out = map(Path, sys.argv[1:])
+    draw([json.loads(file.read_text(encoding="utf-8")) for file in files], out)
 
 
 if __name__ == "__main__":

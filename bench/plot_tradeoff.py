@@ -86,7 +86,7 @@ def main() -> None:
     with rc_context(LOOK):
         figure = figure_of(losses(contents), speeds(contents))
         figure.suptitle(
-            f"Loss and bits of each format, and its decodes' speed beside 16 bit ({', '.join(gpus)})",
+            f"Loss, bits, and decodes beside those over 16 bit ({', '.join(gpus)})",
             x=0.01,
             ha="left",
             weight="bold",

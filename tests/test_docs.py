@@ -16,7 +16,7 @@ from pagedattn import PagedKVCache
 from pagedattn.engine import EngineConfig, KVGroup
 from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import WeightsError
-from pagedattn.formats.registry import NAMES
+from pagedattn.formats.registry import NAMES, format_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -160,20 +160,24 @@ def test_what_fits_is_what_the_cache_takes() -> None:
     plain = PagedKVCache(32, 1, 16, **shape).nbytes / 16
     for (_, *told), formats in zip(rows, names, strict=True):
         for name in formats:
-            size, recent = (32, 1) if name == "int4" else (16, None)
+            size, recent = (32, 1) if format_of(name.partition(":skip")[0]).whole_blocks else (16, None)
             taken = PagedKVCache(32, 1, size, **shape, kv_cache_dtype=name, recent_blocks=recent).slabs.numel()
             tokens = (room // taken - 1) * size
             numbers = f"{taken / size / 1024:.3g} {tokens:,} {tokens // 4096} {plain * size / taken:.2f}"
             assert told == numbers.split(), name
 
 
-def test_what_fits_beside_open_blocks_is_what_the_engine_takes() -> None:
-    config = EngineConfig(model="m", kv_cache_dtype="int4")
+@pytest.mark.parametrize(("name", "window_blocks"), [("int4", 0), ("turboquant4:window=64", 2)])
+def test_what_fits_beside_a_second_cache_is_what_the_engine_takes(name: str, window_blocks: int) -> None:
+    config = EngineConfig(model="m", kv_cache_dtype=name)
     shape: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "meta"}
-    cache = PagedKVCache(32, 1, 32, **shape, kv_cache_dtype="int4", recent_blocks=1)
+    cache = PagedKVCache(32, 1, 32, **shape, kv_cache_dtype=name, recent_blocks=1)
     assert cache.recent is not None
-    of_one = kv_memory.BlockBytes(cache.slabs.numel(), cache.recent.nbytes)
-    found = kv_memory._split(40 << 30, config, of_one, [KVGroup(config.tokens_per_block)])
+    of_one, group = (
+        kv_memory.BlockBytes(cache.slabs.numel(), cache.recent.nbytes),
+        KVGroup(32, None, None, window_blocks),
+    )
+    found = kv_memory._split(40 << 30, config, of_one, [group])
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     tokens = (found.cache - 1) * config.tokens_per_block
     assert f"{found.recent:,} blocks of {of_one.recent >> 20} MiB, beside which 40 GiB hold {tokens:,} tokens" in text

@@ -14,7 +14,8 @@ from pagedattn.bench import plot_formats
 
 ROOT = Path(__file__).parent.parent
 DECODES, ACCURACY = (ROOT / "bench/results" / name for name in ("h200/decode_codes.json", "cpu/accuracy.json"))
-PICTURES = {"formats_decode.svg": DECODES, "formats_accuracy.svg": ACCURACY}
+LOSSES = [ACCURACY, *(ACCURACY.with_stem(f"accuracy_{name}") for name in ("int4", "turboquant", "window"))]
+PICTURES = {"formats_decode.svg": [DECODES], "formats_accuracy.svg": LOSSES}
 
 
 def content(path: Path) -> dict[str, Any]:
@@ -52,14 +53,25 @@ def test_losses_are_means_over_positions() -> None:
 @pytest.mark.parametrize("name", [*PICTURES])
 def test_the_page_has_the_picture_of_the_committed_file(name: str, tmp_path: Path) -> None:
     drawn = tmp_path / name
-    plot_formats.draw(given := content(PICTURES[name]), drawn)
+    contents = [*map(content, PICTURES[name])]
+    plot_formats.draw(contents, drawn)
     texts = [path.read_text(encoding="utf-8") for path in (drawn, ROOT / "docs" / name)]
-    assert all(f"commit {given['meta']['commit']}, {given['meta']['date']}" in text for text in texts)
-    assert all(f">{form}<" in text for text in texts for form in ("fp8_e4m3", "int8", "k8v4"))
+    for meta in (given["meta"] for given in contents):
+        assert all(f"commit {meta['commit'].partition(';')[0]}, {meta['date']}" in text for text in texts)
+    assert all(f">{form}<" in text for text in texts for form in ("fp8_e4m3", "int8", "k8v4", "int4"))
     assert f"]({name})" in (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+
+
+def test_rows_of_several_files_are_of_the_same_documents() -> None:
+    rows = plot_formats.together([*map(content, LOSSES)])
+    assert {row["document"] for row in rows} == {"compound", "specialnames", "types"}
+    assert sum(row["kv_cache_dtype"] == "k8v4" for row in rows) == 3 * (4 + 3), "of the first file alone"
+    labels = plot_formats._labels(rows)
+    assert (labels["int4"], labels["turboquant4"]) == ("int4", "turboquant4 (1 document)")
+    assert {"turboquant4:window=64", "turboquant3:window=64"} < {*plot_formats.loss_curves(rows)} and "k8v4" in labels
 
 
 def test_other_rows_are_refused(tmp_path: Path) -> None:
     meta = {"torch": "2", "commit": "a", "date": "b"}
     with pytest.raises(ValueError, match=r"decodes or accuracy, got suites \['cache'\]"):
-        plot_formats.draw({"meta": meta, "rows": [{"suite": "cache"}]}, tmp_path / "a.svg")
+        plot_formats.draw([{"meta": meta, "rows": [{"suite": "cache"}]}], tmp_path / "a.svg")
