@@ -72,6 +72,12 @@ def mixed_beside_windows() -> None:
     PagedKVCache.from_specs([*full, window], 4)
 
 
+def int4_beside_windows() -> None:
+    shape: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 64, "block_size": 32, "kv_cache_dtype": "int4"}
+    specs = [FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=8)]
+    PagedKVCache.from_specs(specs, 4, recent_blocks=2)
+
+
 def without_a_plane() -> None:
     layer = PagedKVCache(1, 4, num_kv_heads=2, kv_cache_dtype="int8").layer(0)
     call({"kv_cache_dtype": "int8"}, kv_cache=replace(layer, key_scale=None))
@@ -276,6 +282,9 @@ PROVOKED: dict[str, Callable[[Here], object]] = {
     "k_scale and v_scale must be": lambda here: call({**FP8, "kv_scale": "head"}, FP8),
     "block_size must be": lambda here: PagedKVCache(1, 4, kv_cache_dtype="int4"),
     "recent_blocks must be": lambda here: PagedKVCache(1, 4, 32, kv_cache_dtype="int4"),
+    "window must be 0 for": lambda here: Attention(8, 64, kv_cache_dtype="fp8:window=64"),
+    "first must be 0 for": lambda here: Attention(8, 64, kv_cache_dtype="fp8:first=4"),
+    "kv_cache_dtype='int4' has one KV group": lambda here: int4_beside_windows(),
     "recent_table must be": lambda here: without_recent_table(),
     "metadata must be of blocks of 32": lambda here: call(cache={"block_size": 32}),
     "kv_cache must be of kv_cache_dtype": lambda here: call({"kv_cache_dtype": "fp8"}),
