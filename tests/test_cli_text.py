@@ -281,3 +281,11 @@ def test_an_interrupted_command_has_status_130(
 
     monkeypatch.setattr(cli.env_report, "run", interrupted)
     assert run(capsys, "env", status=130) == ("", "")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "why"])
+def test_help_says_how_tokens_are_kept_in_16_bit(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "NAME:window=N or NAME:first=N" in text and "the last or the first N tokens" in text
