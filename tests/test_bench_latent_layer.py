@@ -19,7 +19,7 @@ from pagedattn.bench.ratios import break_evens
 from pagedattn.bench.report import summary_lines
 from pagedattn.bench.table import LATENT, LATENT_PREFILL, Case, cases
 from pagedattn.cli import command
-from pagedattn.layers.mla_step import LatentDims
+from pagedattn.layers.mla_forms import LatentDims
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny table is for machines without a GPU")
 
