@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from pagedattn.formats.mla_rows.deepseek import DS_MLA
 from pagedattn.formats.mla_rows.format import LATENT_DTYPES
 from pagedattn.runtime import op_registry
 
@@ -16,7 +17,7 @@ from .table import case_of
 _ROW = HEADS * DIM * DTYPE.itemsize  # bytes of a token's keys
 _HAS_CSRC = (
     *("reshape_and_cache", "reshape_and_cache_classic", "copy_blocks", "swap_blocks", "gather_kv"),
-    *("concat_and_cache_mla", "concat_and_cache_mla fp8_e4m3"),
+    "concat_and_cache_mla",
 )
 
 
@@ -44,7 +45,7 @@ def paths_of(case: OpCase) -> list[str]:
     csrc = op_registry.path_of("copy_blocks", DEVICE) == "csrc"
     decodes = not GPU and case.op == "paged_attention decode"
     there = {
-        "csrc": csrc and (case.name in _HAS_CSRC or decodes),
+        "csrc": csrc and (case.name in _HAS_CSRC or decodes) and DS_MLA.name not in case.op,
         "triton": GPU and op_registry.has_triton() and case.name != "reshape_and_cache_classic",
         "torch": True,
     }
