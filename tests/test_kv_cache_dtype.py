@@ -84,8 +84,12 @@ def test_a_window() -> None:
     [
         (lambda: KVCacheDtype.of("int8:window=x"), "TOKENS:first=TOKENS:skip=LAYERS, .* got 'int8:window=x'"),
         (lambda: KVCacheDtype.of("int8:window=4:0"), "TOKENS:first=TOKENS:skip=LAYERS, .* got 'int8:window=4:0'"),
-        (lambda: KVCacheDtype("int8", window=-1), "window must be 0 or more tokens, got -1"),
-        (lambda: KVCacheDtype("int8", first=-1), "first must be 0 or more tokens, got -1"),
+        (lambda: KVCacheDtype("int8", window=-1), "window must be tokens in 0..1073741823, got -1"),
+        (lambda: KVCacheDtype("int8", first=-1), "first must be tokens in 0..1073741823, got -1"),
+        (
+            lambda: KVCacheDtype("turboquant4", window=1 << 40),
+            "window must be tokens in 0..1073741823, got 1099511627776",
+        ),
         (lambda: KVCacheDtype("fp8", first=4), "first must be 0 for kv_cache_dtype='fp8_e4m3', got 4; pass first=0"),
         (lambda: KVCacheDtype("int8:window=4", first=4), "first must be 0 for kv_cache_dtype='int8:window=4', got 4"),
         (lambda: KVCacheDtype.of("int8:first=4:window=4"), "NAME:window=TOKENS:first=TOKENS:skip=LAYERS, .* got"),

@@ -142,6 +142,9 @@ class RowFormat(ABC):
         """The device half; imports triton."""
 
 
+_MOST_TOKENS = 1 << 30  # of a window, which kernels count in 32 bits
+
+
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
     """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
@@ -171,8 +174,8 @@ class CacheFormat:
         takes_none = takes_none or self.window > 0 or self.first > 0
         text = ""
         for name, count in (("window", window), ("first", first)):
-            if count < 0:
-                raise InvalidInputError(name, "0 or more tokens", count)
+            if not 0 <= count < _MOST_TOKENS:
+                raise InvalidInputError(name, f"tokens in 0..{_MOST_TOKENS - 1}", count)
             if count and takes_none:
                 remedy = f"pass {name}=0, or a format such as turboquant4 or int4"
                 raise InvalidInputError(name, f"0 for kv_cache_dtype={self.name!r}", count, remedy)
