@@ -84,7 +84,7 @@ def test_an_engine_that_keeps_another_cache_than_asked_for_is_refused(
 
     monkeypatch.setattr(latent_probe, "alike", lambda one, other: False)
     code, rows = _run(tmp_path / "latent.json", "--contender", "latent")
-    assert code == 1 and "must keep latent rows" in rows["latent"]["refused"]
+    assert code == 1 and "cannot keep latent rows" in rows["latent"]["refused"]
 
 
 def _answer(tokens: list[int], logprobs: list[float]) -> dict[str, Any]:

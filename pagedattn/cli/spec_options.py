@@ -51,8 +51,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     option("--capability", type=_capability, help="compute capability like 9.0; that of the GPU here where not given")
     formats = f"{', '.join(KV_CACHE_DTYPES)}; of --mla {', '.join(LATENT_DTYPES)}"
     kept = "NAME:window=N or NAME:first=N for the last or the first N tokens in the model's dtype"
-    stored = f"format of the cache: {formats}; {kept} (default: auto)"
-    option("--kv-cache-dtype", metavar="NAME", default="auto", help=stored)
+    option("--kv-cache-dtype", metavar="NAME", default="auto", help=f"of the cache: {formats}; {kept} (default: auto)")
     option("--kv-scale", choices=KV_SCALES, default="none", help="the kind of scale that stored elements have")
     option("--block-size", type=int, help="tokens per block; the backend chooses where not given")
     option("--layout", choices=CACHE_LAYOUTS, default=CACHE_LAYOUTS[0], help="memory layout of the cache")

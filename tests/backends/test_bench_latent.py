@@ -63,6 +63,8 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_is_what_was_agreed() -> None:
     found: dict[tuple[int, int], list[str]] = {}
     for case in cases("mla", gpu=True):
+        if case.by_layer:  # tests/test_bench_latent_layer.py has those
+            continue
         assert (case.kv_heads, case.dim, case.latent, case.dtype) == (1, 576, 512, "bfloat16")
         found.setdefault((case.heads, case.block_size), []).append(case.text)
     assert {shape: sorted(texts) for shape, texts in found.items()} == {
@@ -82,7 +84,7 @@ def test_work_is_that_of_rows_which_are_keys_and_values_at_once() -> None:
 
 def test_heads_choose_rows_and_name_a_workloads() -> None:
     found = latent_cases([], [16, 8], gpu=True)
-    assert {case.heads for case in found} == {16, 8} and len(found) == 10 + 9
+    assert {case.heads for case in found} == {16, 8} and sum(not case.by_layer for case in found) == 10 + 9
     asked = latent_cases(["2q1s64"], [96, 3], gpu=True)
     assert [(case.heads, case.text, case.dim, case.suite) for case in asked] == [
         (96, "2q1s64", 576, "mla"),
@@ -197,8 +199,11 @@ def test_who_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @CPU_ONLY
 def test_contenders_are_those_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one.name for one in contenders(None, "mla")] == ["TORCH"]
-    assert [one.name for one in contenders("FA3,TRITON,FlashMLA", "mla")] == ["TRITON", "FlashMLA", "FA3 (qv)"]
+    assert [one.name for one in contenders(None, "mla")] == ["TORCH", "TORCH (absorbed)", "TORCH (expanded)"]
+    assert [one.name for one in contenders("FA3,TRITON,FlashMLA", "mla")] == [
+        *("TRITON", "FlashMLA", "FA3 (qv)"),
+        *("TRITON (absorbed)", "TRITON (expanded)", "FA3 (expanded)"),
+    ]
     assert [one.name for one in contenders("FLASHINFER,FLASH_ATTN", "mla")] == ["FLASH_ATTN (FA3)", "FLASHINFER"]
     monkeypatch.setattr(listed, "backend_names", lambda: ["TRITON", "MINE"])
     (other,) = contenders("MINE", "mla")
@@ -214,9 +219,11 @@ def test_a_run_from_the_command_to_the_file(tmp_path: Path, capsys: Any, monkeyp
     assert command.main(["bench", "mla", "--heads", "4", "--json", str(file)]) == 0
     assert capsys.readouterr().out.startswith(header("mla"))
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    forms = [("mla prefill", f"4/512+64 {text}", None) for text in ("1q5s70", "1q40s130") for _ in range(2)]
     assert [(row["suite"], row["case"], row["refused"]) for row in rows] == [
         ("mla", "4/512+64 3q1s40..120", None),
         ("mla", "4/512+64 2q2s60", None),
+        *forms,
     ]
     assert all(0 < row["error"] < 1e-5 for row in rows)
     assert command.main(["bench", "mla", "--workload", "2q1s9", "--heads", "3", "--heads", "2"]) == 0
