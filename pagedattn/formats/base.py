@@ -47,8 +47,13 @@ def check_takes_scales(form: CacheFormat, k_scale: object, v_scale: object) -> N
     """Raise InvalidInputError where a call brings scales for a format that computes them itself. Elements of the
     model's dtype may be multiplied when they are read."""
     if (k_scale is not None or v_scale is not None) and not form.takes_scales and form.name != "auto":
-        name, remedy = "k_scale, v_scale", "leave them out, or take kv_cache_dtype='fp8'"
-        raise InvalidInputError(name, "given for fp8 caches only", f"one for kv_cache_dtype={form.name!r}", remedy)
+        raise takes_no_scales("k_scale, v_scale", form.name)
+
+
+def takes_no_scales(names: str, kv_cache_dtype: str) -> InvalidInputError:
+    """Of scales that come for a format without any of the caller's."""
+    remedy = "leave them out, or take kv_cache_dtype='fp8'"
+    return InvalidInputError(names, "given for fp8 caches only", f"one for kv_cache_dtype={kv_cache_dtype!r}", remedy)
 
 
 def plane_strides(plane: torch.Tensor | None) -> tuple[int, int, int] | None:

@@ -9,6 +9,7 @@ import torch
 from ..errors import InvalidInputError
 from ..formats.base import RowFormat, check_scales, check_takes_scales
 from ..formats.registry import stored_as
+from ..kernels.inputs import scale_parts
 from ..runtime.op_registry import choose, csrc_op, expect, load, register
 
 
@@ -99,12 +100,9 @@ def _decoded(
         gathered.append(gather(scales.expand(-1, cache.shape[1], -1, -1)))
     wide = torch.promote_types(dtype, torch.float32)
     rows = form.decode(gathered, dim, wide)
-    if isinstance(scale, torch.Tensor):
-        fits = scale.dtype == torch.float32 and scale.numel() in (1, cache.shape[2]) and scale.device == cache.device
-        expect(fits, f"{name[0]}_scale", f"float32 [1] or [{cache.shape[2]}] on {cache.device}", scale)
-        rows = rows * scale.reshape(-1, 1)
-    elif scale is not None:
-        rows = rows * scale
+    if scale is not None:
+        of_heads, factor = scale_parts(f"{name[0]}_scale", scale, cache.shape[2], cache.device)
+        rows = rows * (factor if of_heads is None else of_heads[:, None])
     return rows.to(dtype)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import InvalidInputError
+from ..formats.base import takes_no_scales
 from ..formats.fp8.format import POSITIVE_SCALE, is_scale
 from ..formats.registry import format_of
 from .attention import Scale
@@ -31,8 +32,7 @@ def scale_kind(k_scale: Scale, v_scale: Scale) -> str:
 def require_given_scales(kv_cache_dtype: str) -> None:
     """Raise InvalidInputError where scales come for a cache that has none, or that computes them itself."""
     if not format_of(kv_cache_dtype).takes_scales:
-        name, remedy = "k_scale, v_scale, kv_scale", "leave them out, or take kv_cache_dtype='fp8'"
-        raise InvalidInputError(name, "given for fp8 caches only", f"one for kv_cache_dtype={kv_cache_dtype!r}", remedy)
+        raise takes_no_scales("k_scale, v_scale, kv_scale", kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)
