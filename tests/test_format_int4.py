@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from format_rows import device_of, normal
 
 from pagedattn import AttentionSpec, Mask, PagedKVCache, ops
 from pagedattn.backends.triton.metadata import shape_of_spec
@@ -20,10 +21,6 @@ from pagedattn.ops.attention_plan import plan_attention
 from pagedattn.runtime.target import Target
 
 SIZE = 32
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(rows: torch.Tensor, form: Any = INT4.key) -> float:
@@ -95,10 +92,6 @@ def test_blocks_that_are_constant_huge_or_not_finite() -> None:
     spoiled = torch.zeros(1, SIZE, 3, 8, dtype=torch.bool)
     spoiled[:, :, 0, 3] = spoiled[:, :, 1, 4] = spoiled[:, :, 2, 4] = True
     assert torch.equal(back.isnan(), spoiled)
-
-
-def device_of(path: str) -> torch.device:
-    return torch.device("cuda" if path == "triton" and torch.cuda.is_available() else "cpu")
 
 
 def case(

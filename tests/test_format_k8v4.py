@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from format_rows import device_of, normal
 
 from pagedattn import PagedKVCache, ops
 from pagedattn.formats.hadamard.rotation import block_of, hadamard, rotate_back, signs
@@ -14,10 +15,6 @@ from pagedattn.formats.int8.format import INT8
 from pagedattn.formats.k8v4.format import K8V4
 
 DIMS = (1, 3, 8, 40, 64, 72, 96, 128, 256)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(rows: torch.Tensor) -> float:
@@ -75,23 +72,27 @@ def test_rows_of_zeros_and_of_what_is_not_finite() -> None:
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize(("dim", "value_dim", "heads"), [(128, 128, 3), (12, 72, 2), (64, 7, 1), (8, 1, 2)])
 def test_rows_are_written_bit_by_bit_as_encoded(path: str, dim: int, value_dim: int, heads: int) -> None:
-    cache = PagedKVCache(1, 4, 4, heads, dim, head_dim_v=value_dim, kv_cache_dtype="k8v4").layer(0)
+    device = device_of(path)
+    shape: dict[str, Any] = {"head_dim_v": value_dim, "kv_cache_dtype": "k8v4", "device": device}
+    cache = PagedKVCache(1, 4, 4, heads, dim, **shape).layer(0)
     key, value = normal(6, heads, dim), normal(6, heads, value_dim, seed=1)
     value[1] *= 1e30
     value[3, 0], value[4, 0, 0], value[5] = 0.0, math.nan, value[5] * 1e-20
     slots = torch.tensor([7, 2, -1, 15, 16 - 1 - 1, 3])
-    ops.reshape_and_cache(key, value, cache.key, cache.value, slots, path=path, **cache.stored)
+    new = key.to(device), value.to(device)
+    ops.reshape_and_cache(*new, cache.key, cache.value, slots.to(device), path=path, **cache.stored)
     for rows, form, codes, scales in (
         (key, INT8.key, cache.key, cache.key_scale),
         (value, K8V4.value, cache.value, cache.value_scale),
     ):
         assert scales is not None
-        wanted: Any = [torch.zeros_like(x.flatten(0, 1)) for x in (codes, scales)]
+        stored = [plane.flatten(0, 1).cpu() for plane in (codes, scales)]
+        wanted: Any = [torch.zeros_like(plane) for plane in stored]
         kept = slots >= 0
         for to, found in zip(wanted, form.encode(rows[kept]), strict=True):
             to[slots[kept]] = found
-        assert torch.equal(codes.flatten(0, 1), wanted[0])
-        assert torch.equal(scales.flatten(0, 1).view(torch.int32), wanted[1].view(torch.int32))
+        assert torch.equal(stored[0], wanted[0])
+        assert torch.equal(stored[1].view(torch.int32), wanted[1].view(torch.int32))
 
 
 def test_what_a_token_takes() -> None:

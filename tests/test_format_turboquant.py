@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from format_rows import device_of, normal
 
 from pagedattn import Attention, BlockPool, CommonAttentionMetadata, PagedKVCache, ops
 from pagedattn.formats.hadamard.rotation import block_of, hadamard, signs
@@ -18,10 +19,6 @@ from pagedattn.formats.turboquant.format import LARGEST, TURBOQUANT, TurboQuantR
 NAMES = ("turboquant4", "turboquant_k4v3", "turboquant_k3v4", "turboquant3", "turboquant2")
 BITS = (4, 3, 2)
 DIMS = (1, 3, 8, 40, 64, 72, 96, 128, 256)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def decoded(rows: torch.Tensor, bits: int) -> torch.Tensor:
@@ -131,14 +128,16 @@ def test_rows_of_zeros_of_what_is_not_finite_and_beyond_float16(bits: int) -> No
 def test_rows_are_written_bit_by_bit_as_encoded(
     path: str, name: str, dim: int, value_dim: int, heads: int, layout: str
 ) -> None:
-    shape: dict[str, Any] = {"head_dim_v": value_dim, "kv_cache_dtype": name, "layout": layout}
+    device = device_of(path)
+    shape: dict[str, Any] = {"head_dim_v": value_dim, "kv_cache_dtype": name, "layout": layout, "device": device}
     cache = PagedKVCache(1, 4, 4, heads, dim, **shape).layer(0)
     key, value = normal(6, heads, dim), normal(6, heads, value_dim, seed=1)
     value[1] *= 1e30
     key[3] *= 1e-6
     value[3, 0], value[4, 0, 0], value[5] = 0.0, math.nan, value[5] * 1e-20
     slots = torch.tensor([7, 2, -1, 15, 14, 3])
-    ops.reshape_and_cache(key, value, cache.key, cache.value, slots, path=path, **cache.stored)
+    new = key.to(device), value.to(device)
+    ops.reshape_and_cache(*new, cache.key, cache.value, slots.to(device), path=path, **cache.stored)
     kept = slots >= 0
     for rows, form, codes, scales in (
         (key, FORMATS[name].key, cache.key, cache.key_scale),
@@ -148,7 +147,7 @@ def test_rows_are_written_bit_by_bit_as_encoded(
         for plane, found in zip((codes, scales), form.encode(rows[kept]), strict=True):
             wanted = torch.zeros(16, *found.shape[1:], dtype=found.dtype)
             wanted[slots[kept]] = found
-            assert torch.equal(plane.flatten(0, 1).view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(plane.flatten(0, 1).cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("name", "bits"), list(zip(NAMES, (4.125, 3.625, 3.625, 3.125, 2.125), strict=True)))
@@ -172,14 +171,17 @@ def test_keys_and_values_have_the_bits_that_a_name_says() -> None:
 @pytest.mark.parametrize("name", ["turboquant4", "turboquant3"])
 def test_blocks_that_were_moved_shared_or_forked_are_read_as_they_were(backend: str, name: str) -> None:
     heads, dim, size, length = 2, 24, 4, 14
-    layer = Attention(4, dim, heads, kv_cache_dtype=name, block_size=size, backend=backend)
-    cache, pool = PagedKVCache(1, 24, size, heads, dim, kv_cache_dtype=name), BlockPool(24)
-    key, value, query = normal(length, heads, dim), normal(length, heads, dim, seed=1), normal(1, 4, dim, seed=2)
+    device = device_of(backend.lower())
+    layer = Attention(4, dim, heads, kv_cache_dtype=name, block_size=size, backend=backend, device=device)
+    cache, pool = PagedKVCache(1, 24, size, heads, dim, kv_cache_dtype=name, device=device), BlockPool(24)
+    shapes = ((length, heads, dim), (length, heads, dim), (1, 4, dim))
+    key, value, query = (normal(*shape, seed=seed).to(device) for seed, shape in enumerate(shapes))
 
     def attend(table: list[int], first: int = length, last: int = length) -> torch.Tensor:
         """Of the last token's query, once tokens first..last were written."""
         new, rows = (1, (None, None)) if first == last else (last - first, (key[first:last], value[first:last]))
-        common = CommonAttentionMetadata.from_lengths([new], [last], torch.tensor([table]).int(), block_size=size)
+        blocks = torch.tensor([table]).int().to(device)
+        common = CommonAttentionMetadata.from_lengths([new], [last], blocks, block_size=size)
         return layer(query.expand(new, -1, -1).contiguous(), *rows, cache.layer(0), layer.build(common))[-1]
 
     blocks = pool.allocate(4)

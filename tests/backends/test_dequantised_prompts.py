@@ -46,7 +46,7 @@ LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 
 def test_against_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, made = import_module("pagedattn.kernels.dequantise.kernel"), []
     launch = family.launch
-    monkeypatch.setattr(family, "launch", lambda inputs, tile: made.append(inputs) or launch(inputs, tile))
+    monkeypatch.setattr(family, "launch", lambda inputs, *rest: made.append(inputs) or launch(inputs, *rest))
     for queries, keys in LENS:
         case = KINDS[kind].but(query_lens=queries, seq_lens=keys)
         made.clear()
@@ -67,7 +67,7 @@ def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.Monke
     family, heads = import_module("pagedattn.kernels.dequantise.kernel"), []
     launch = family.launch
     monkeypatch.setattr(
-        family, "launch", lambda inputs, tile: heads.append(inputs.key.shape[2]) or launch(inputs, tile)
+        family, "launch", lambda inputs, *rest: heads.append(inputs.key.shape[2]) or launch(inputs, *rest)
     )
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
     assert heads and {*heads} == {1}
@@ -84,7 +84,7 @@ def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plan, "MOST_BYTES", sum(n > 1 for n in case.query_lens) * keys * 2 * case.head_dim * 2)
     family, starts = import_module("pagedattn.kernels.dequantise.kernel"), []
     launch = family.launch
-    monkeypatch.setattr(family, "launch", lambda inputs, tile: starts.append(inputs) or launch(inputs, tile))
+    monkeypatch.setattr(family, "launch", lambda inputs, *rest: starts.append(inputs) or launch(inputs, *rest))
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
     tables = {one.block_table.storage_offset() % one.block_table.stride(0) for one in starts}
     assert len(tables) == -(-max(case.seq_lens) // keys) > 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covers import beside
-from test_format_int4 import device_of
+from format_rows import device_of
 
 from pagedattn import PagedKVCache, ops
 from pagedattn.formats.registry import format_of
