@@ -103,7 +103,7 @@ def _seal_blocks_kernel(
 _SEQS = 256  # whose lengths a program reads at once
 _PARTS = 4  # of a head's keys, and of its values: more and smaller programs wait for less
 _PROGRAMS = 2048  # at most, which is as many as GPUs run at once
-_MAX_REGISTERS = 144  # a thread, for 7 programs an SM in place of 6; nothing spills
+_MAX_REGISTERS = 128  # a thread, for 8 programs an SM; nothing spills
 _launch = Launcher(_seal_blocks_kernel, ("key", "value", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache"))
 
 
