@@ -275,6 +275,15 @@ def test_break_even_is_where_the_multiplications_are_equal() -> None:
     assert LatentDims(4, 8, 8, 64, 64).break_even > 1 << 20  # rows so narrow that they are always less
 
 
+def test_break_even_is_as_measured_on_hopper() -> None:
+    many, few = (LatentDims(heads, 512, 64, 128, 128) for heads in (128, 16))
+    assert many.measured_break_even((9, 0)) == 240 and few.measured_break_even((9, 0)) == 483
+    for elsewhere in (None, (8, 0), (12, 0)):
+        assert few.measured_break_even(elsewhere) == many.measured_break_even(elsewhere) == 171
+    narrow = LatentDims(4, 8, 8, 64, 64)
+    assert narrow.measured_break_even((9, 0)) == narrow.break_even
+
+
 @pytest.mark.parametrize("most", [1, 3, 7, 1000])
 @pytest.mark.parametrize("step", [*STEPS.values(), ([3, 2], [2, 0])], ids=str)
 def test_chunks_cover_each_visible_pair_of_row_and_key_once(step: tuple[list[int], list[int]], most: int) -> None:

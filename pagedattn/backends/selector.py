@@ -27,7 +27,7 @@ PRIORITY = {
     "cuda": {"prefill": ("FLASH_ATTN", "TRITON", "TORCH"), "decode": ("TRITON", "FLASH_ATTN", "TORCH")},
     "cpu": {"prefill": ("TORCH",), "decode": ("TORCH",)},
 }
-# Of absorbed latent attention, in both phases; TRITON leads with few heads (`is_fastest_for`).
+# Of absorbed latent attention, in both phases; TRITON leads with its kernel for Hopper (`is_fastest_for`).
 LATENT_PRIORITY = {"cuda": ("FLASH_MLA", "FLASH_ATTN", "TRITON", "TORCH"), "cpu": ("TORCH",)}
 # Taken for the block size where none is given: a backend that cannot serve it is chosen by name only.
 _USUAL_BLOCK_SIZE = 16

@@ -48,7 +48,8 @@ class MLAAttention(PagedLayer):
         k_scale: of e4m3 rows, a float or a float32 tensor of one element; None is 1.
         block_size, cache_layout: of the cache; None lets the backend choose (`layer.selection.block_size`).
         max_absorbed_len: new tokens of a sequence up to which it is absorbed; None takes what arithmetic says, 171 for
-            DeepSeek's sizes (`LatentDims.break_even`). 0 expands all of them.
+            DeepSeek's sizes (`LatentDims.break_even`), on Hopper GPUs what was measured, 240 for 128 heads, 483 for 16
+            (`LatentDims.measured_break_even`). 0 expands all of them.
         workspace_bytes: that the expanded form allocates at once beside the output, whatever the lengths: gathered and
             decoded rows, expanded keys and values, queries, and partial results with their LSE. A row and a key of
             one head are always attended to, up to 12 KB of DeepSeek's sizes. Not counted: what the dense backend needs

@@ -26,10 +26,17 @@ class LatentDims(NamedTuple):
 
         For each head, key and query row the absorbed form multiplies 2 L + R times (a key of L + R, a value of L), the
         expanded one N + R + V times, after L (N + V) for each head and key. DeepSeek's sizes (512, 64, 128, 128) give
-        131072 / 768 = 171. Where memory limits and not arithmetic, the absorbed form wins longer than that.
+        131072 / 768 = 171.
         """
         saved = 2 * self.latent + self.rope - (self.nope + self.rope + self.value)
         return -(-self.latent * (self.nope + self.value) // saved) if saved > 0 else _NEVER
+
+    def measured_break_even(self, capability: tuple[int, int] | None) -> int:
+        """The same by measurement, on Hopper GPUs: the expanded form gathers each row too, however few heads share it,
+        and stores what a row expands to (H200: 225 to 253 tokens with 128 heads, 447 to 525 with 16; docs/mla.md)."""
+        if capability is None or capability[0] != 9 or self.break_even == _NEVER:
+            return self.break_even
+        return round(self.break_even * (1.2 + 26 / self.num_heads))
 
 
 class LatentForms(NamedTuple):
@@ -61,7 +68,8 @@ def select_forms(
         raise NoBackendError(f"the expanded form, which `prefill=` names a backend for: {error}") from None
     if spec.sliding_window is not None:  # a chunk of keys does not tell distances
         return LatentForms(absorbed, expanded, _NEVER)
-    return LatentForms(absorbed, expanded, dims.break_even if max_absorbed_len is None else max_absorbed_len)
+    usual = dims.measured_break_even(spec.capability)
+    return LatentForms(absorbed, expanded, usual if max_absorbed_len is None else max_absorbed_len)
 
 
 def expanded_spec(spec: AttentionSpec, dims: LatentDims, causal: bool = True) -> AttentionSpec:

@@ -17,6 +17,10 @@ LENGTHS = {
     "none between": (0, 63, 0, 129, 0),
     "one by all programs": (8192,),
     "more programs than tiles end": tuple(range(60, 100)),
+    "equal, a range each": (300,) * 64,
+    "equal, ranges of two": (190,) * 264,
+    "equal, two ranges each": (4000,) * 33,
+    "equal but for empty ones": (700,) * 65 + (0,),
     "ragged": (200, 3000, 70, 5000, 64, 1),
 }
 

@@ -25,7 +25,6 @@ class TritonImpl(OpAttentionImpl):
 
 
 _LEADING_HEAD_DIMS = (64, 80, 112, 128, 160, 256)  # of prompts on Hopper: bench/results/h200/dims.json
-_LEADING_LATENT_HEADS = 16  # of absorbed latent attention on Hopper: kernels/mla_decode/README.md
 
 
 class TritonBackend(AttentionBackend):
@@ -78,7 +77,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def is_fastest_for(cls, phase: str, spec: AttentionSpec) -> bool:
         if spec.latent_dim is not None:
-            return spec.num_heads <= _LEADING_LATENT_HEADS and not why_not_hopper_latent(spec)
+            return not why_not_hopper_latent(spec)  # kernels/mla_decode/README.md
         # Of other head dims, and of packed keys, FlashAttention's kernels are as fast or faster, or were not measured.
         leads = spec.uses_cache and spec.head_dim in _LEADING_HEAD_DIMS
         return phase == "prefill" and leads and not why_not_hopper(spec)

@@ -84,6 +84,24 @@ def visible(q_pos, offs_n, past, AXIS: gl.constexpr, shape):
 
 
 @gluon.jit
+def _whole_items(step, shape, total, work, programs, COUNT: gl.constexpr):
+    """Fewer programs, where all sequences have as many tiles and ranges begin with sequences then: several ranges for
+    each, or several sequences in one. Fewer partial states are written and read again, which is worth some tiles."""
+    widest = gl.max(work, 0)
+    live = gl.sum((work > 0).to(gl.int32), 0)
+    for first in range(shape.CHUNK, step.num_seqs, shape.CHUNK):
+        tiles = step.tiles_of(first, shape, COUNT)
+        widest = gl.maximum(widest, gl.max(tiles, 0))
+        live += gl.sum((tiles > 0).to(gl.int32), 0)
+    live = gl.maximum(live, 1)
+    together = (live + programs - 1) // programs  # sequences of a range
+    fewer = gl.where(live <= programs, programs // live * live, live // together)
+    begins = (widest.to(gl.int64) * live == total) & ((live <= programs) | (live % together == 0))
+    more = (total + fewer - 1) // fewer - (total + programs - 1) // programs
+    return gl.where(begins & (more <= shape.ROWS // 16 + 5), fewer, programs)
+
+
+@gluon.jit
 def range_of_program(step, shape, COUNT: gl.constexpr):
     """The program's tiles at..end of its part's, the sequence of the first one, and the number of tiles before that
     sequence; how many tiles the part has, and how many programs share them: as many as are worth their states."""
@@ -95,5 +113,6 @@ def range_of_program(step, shape, COUNT: gl.constexpr):
         most = gl.where(keys <= _FEW_KEYS[_LIMITS - 1 - i], _PROGRAMS[_LIMITS - 1 - i], most)
     most = gl.maximum((most + items // 2) // items, 1) * step.num_seqs  # of a part
     programs = gl.minimum(gl.num_programs(0) // shape.PARTS, most)
+    programs = _whole_items(step, shape, total, work, programs, COUNT)
     at, end, seq, base = step.range_of(gl.program_id(0) // shape.PARTS, programs, total, work, shape, COUNT)
     return at, end, seq, base, total, programs
