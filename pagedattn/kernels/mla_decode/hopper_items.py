@@ -87,6 +87,7 @@ def visible(q_pos, offs_n, past, AXIS: gl.constexpr, shape):
 def _whole_items(step, shape, total, work, programs, COUNT: gl.constexpr):
     """Fewer programs, where all sequences have as many tiles and ranges begin with sequences then: several ranges for
     each, or several sequences in one. Fewer partial states are written and read again, which is worth some tiles."""
+    # Apart from `Step.count`: one reduction of all three spills registers of the loop (README.md).
     widest = gl.max(work, 0)
     live = gl.sum((work > 0).to(gl.int32), 0)
     for first in range(shape.CHUNK, step.num_seqs, shape.CHUNK):
