@@ -47,6 +47,7 @@ template <int BYTES>
 struct Copy {
   using Source = typename WordOf<BYTES>::type;
   using Target = Source;
+  using Scale = float;
   static __device__ Target convert(const Source& from, float) { return from; }
 };
 
@@ -59,17 +60,48 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
-// N elements to fp8: nearest even, saturated (infinities too), NaN kept. IEEE division: the oracle's bits.
+// Quotients by one scale, as IEEE rounds them, without a division of each: with 1 / scale rounded to nearest
+// the first correction leaves an error below a last place, and the second one rounds correctly (Markstein). Powers of
+// two keep the scale near 1 and quotients finite: any of kBeyond or more saturates. NaN stays NaN.
+struct Divisor {
+  static constexpr float kBeyond = 262144.0f;
+  float down, scale, inverse;
+
+  explicit __device__ Divisor(float given) {
+    const int exponent = min(max((__float_as_int(given) >> 23) & 255, 1), 253);
+    down = __int_as_float((254 - exponent) << 23);
+    scale = given * down;
+    inverse = __frcp_rn(scale);
+  }
+
+  __device__ float quotient(float x) const {
+    x *= down;
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-kBeyond));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(kBeyond));
+    float near = x * inverse;
+    near = fmaf(fmaf(near, scale, -x), -inverse, near);  // in this order -0.0 stays -0.0
+    return fmaf(fmaf(near, scale, -x), -inverse, near);
+  }
+};
+
+// N elements to fp8: nearest even, saturated (infinities too), NaN kept: the oracle's bits.
 template <typename T, int N, __nv_fp8_interpretation_t KIND>
 struct Quantise {
   using Source = Pack<T, N>;
   using Target = Pack<unsigned char, N>;
-  static __device__ Target convert(const Source& from, float scale) {
+  using Scale = Divisor;
+  static __device__ Target convert(const Source& from, const Divisor& divisor) {
     Target to;
+    if constexpr (N == 1) {
+      to.at[0] = __nv_cvt_float_to_fp8(divisor.quotient(to_float(from.at[0])), __NV_SATFINITE, KIND);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float x = to_float(from.at[i]);
-      to.at[i] = __nv_cvt_float_to_fp8(scale == 1.0f ? x : __fdiv_rn(x, scale), __NV_SATFINITE, KIND);
+      for (int i = 0; i < N; i += 2) {
+        const float2 two{divisor.quotient(to_float(from.at[i])), divisor.quotient(to_float(from.at[i + 1]))};
+        const __nv_fp8x2_storage_t both = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, KIND);
+        to.at[i] = static_cast<unsigned char>(both);
+        to.at[i + 1] = static_cast<unsigned char>(both >> 8);
+      }
     }
     return to;
   }
@@ -102,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
       slot[i] = slots.slot[token];
     }
   }
-  const float scale = side.scale ? side.scale[head * side.scale_step] : side.scale_value;
+  const typename Op::Scale scale(side.scale ? side.scale[head * side.scale_step] : side.scale_value);
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) {
     if (slot[i] < 0 || slot[i] >= slots.count) continue;

@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.language import target_info
 
 
 class Compiled:
@@ -23,7 +25,9 @@ class Compiled:
         log = io.StringIO()
         with contextlib.redirect_stdout(log), knobs.nvidia.scope(), knobs.compilation.scope():
             knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-            self.kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            target = GPUTarget("cuda", arch, 32)
+            with _asked_for(target):
+                self.kernel = triton.compile(source, target=target, options=options)
         self.ptx: str = self.kernel.asm["ptx"]
         self.shared: int = self.kernel.metadata.shared
         self.said = log.getvalue()
@@ -41,3 +45,18 @@ class Compiled:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr}")
         return done.stdout
+
+
+@contextlib.contextmanager
+def _asked_for(target: GPUTarget) -> Iterator[None]:
+    """Device code that asks for the GPU's capability is told of this one, which is not there."""
+
+    def current_target() -> GPUTarget:
+        return target
+
+    current_target.__triton_builtin__ = True  # type: ignore[attr-defined]
+    kept, target_info.current_target = target_info.current_target, current_target
+    try:
+        yield
+    finally:
+        target_info.current_target = kept

@@ -260,6 +260,7 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     unwritten = unwritten_addresses(made.sass) if kernel is attention._paged_attention_kernel and arch == 90 else []
     before, _, _ = made.ptx.partition("griddepcontrol.wait")
     facts = {"waits": made.ptx.count("griddepcontrol.wait"), "inside": inside, "unwritten": unwritten}
+    facts["to_fp8"] = made.ptx.count("cvt.rn.satfinite.e4m3x2.f32")
     facts |= {"early": len(re.findall(_EFFECT, before)), "triggers": made.ptx.count("griddepcontrol.launch")}
     print(json.dumps({**line, **shared, **facts, "spills": made.spills, "registers": made.registers}))
 
@@ -347,7 +348,7 @@ def compile_more() -> None:
 def compile_writes() -> None:
     dequantise_case("int4", "bf16", 32, 128, earlier=True)
     dequantise_case("int8", "bf16", 16, 64)
-    shapes = {"S": 16, "H": 8, "D": 128, "DV": 128, "PDL": False}
+    shapes = {"TOKENS": 1, "S": 16, "H": 8, "D": 128, "DV": 128, "PDL": False}
     rows = {
         **dict.fromkeys(("key", "value"), "*bf16"),
         "slots": "*i64",
@@ -358,6 +359,7 @@ def compile_writes() -> None:
     for name, arch, codes, given in (
         ("auto", 90, "*bf16", copied | {"PDL": True}),
         ("fp8_e4m3", 80, "*u8", {**shapes, "K_SCALES": 8, "V_SCALES": 1}),
+        ("fp8_e4m3", 89, "*u8", copied | {"TOKENS": 2}),
         ("int8", 80, "*i8", copied),
         ("k8v4", 80, "*i8", copied),
         ("turboquant_k3v4", 80, "*u8", copied),

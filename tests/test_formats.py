@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from format_rows import device_of, normal
 
 from pagedattn import Attention, CommonAttentionMetadata, LayerCache, PagedKVCache, ops
 from pagedattn.cache.specs import FullAttentionSpec, SlidingWindowSpec, group_layers
@@ -51,10 +52,13 @@ def test_int8_rows_with_nan_stay_nan(bits: int) -> None:
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_int8_rows_are_written_with_their_scales(path: str, block_size: int) -> None:
-    cache = PagedKVCache(1, 16 // block_size, block_size, 2, 12, head_dim_v=20, kv_cache_dtype="int8").layer(0)
-    key, value = (torch.randn(5, 2, dim, generator=torch.Generator().manual_seed(dim)) for dim in (12, 20))
+    device = device_of(path)
+    cache = PagedKVCache(
+        1, 16 // block_size, block_size, 2, 12, head_dim_v=20, device=device, kv_cache_dtype="int8"
+    ).layer(0)
+    key, value = (normal(5, 2, dim, seed=dim).to(device) for dim in (12, 20))
     key[1, 0] = value[3, 1] = 0.0
-    slots = torch.tensor([7, 2, -1, 15, 16])
+    slots = torch.tensor([7, 2, -1, 15, 16], device=device)
     ops.reshape_and_cache(key, value, cache.key, cache.value, slots, path=path, **cache.stored)
     for rows, codes, scales in ((key, cache.key, cache.key_scale), (value, cache.value, cache.value_scale)):
         assert scales is not None

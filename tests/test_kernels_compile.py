@@ -30,6 +30,7 @@ EXPECTED = {
     *(f"mla_decode-sm120-bf16-H128-64x1{launch}" for launch in ("", "-merge")),
     "reshape_and_cache-sm90-auto",
     "reshape_and_cache-sm80-fp8_e4m3",
+    "reshape_and_cache-sm89-fp8_e4m3",
     "reshape_and_cache-sm80-int8",
     "reshape_and_cache-sm80-k8v4",
     "reshape_and_cache-sm80-turboquant_k3v4",
@@ -128,3 +129,8 @@ def test_a_decode_waits_for_the_kernel_before_it_where_it_may_overlap() -> None:
     assert not any(compiled()[name]["early"] for name in waiting), "it writes, or loads keys, before that is done"
     after = {name for name, found in compiled().items() if found["triggers"]}
     assert {name for name in after if not name.startswith("mla_")} == {"reshape_and_cache-sm90-auto"}
+
+
+def test_rows_are_converted_to_e4m3_by_the_instruction_where_there_is_one() -> None:
+    converts = {name for name, found in compiled().items() if found["to_fp8"]}
+    assert converts == {"reshape_and_cache-sm89-fp8_e4m3", "quantise_queries-sm90-bf16"}

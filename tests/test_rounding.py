@@ -9,7 +9,7 @@ import triton.language as tl
 
 import pagedattn.runtime.launcher  # noqa: F401 - it mends the interpreter
 from pagedattn.formats.k8v4.device import HALF_STEPS, edges_below
-from pagedattn.formats.rounding import divide, nearest_integer
+from pagedattn.formats.rounding import divide, nearest_integer, saturating_quotient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,6 +20,12 @@ def _divide(x, y, per_y, out, whole, N: tl.constexpr):
     quotient = divide(tl.load(x + at), tl.load(y + at), tl.load(per_y + at))
     tl.store(out + at, quotient)
     tl.store(whole + at, nearest_integer(quotient))
+
+
+@triton.jit
+def _saturating(x, y, out, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + at, saturating_quotient(tl.load(x + at), tl.load(y + at)))
 
 
 @triton.jit
@@ -48,6 +54,39 @@ def test_quotients_are_those_of_a_division(off: int) -> None:
     _divide[(len(x) // 4096,)](x, y, per_y, out, whole, N=4096)  # type: ignore[arg-type]
     assert torch.equal(out, (x.double() / y.double()).float())
     assert torch.equal(whole, (x.double() / y.double()).round().int()), "halves to even ones"
+
+
+@pytest.mark.parametrize("exponents", [(-149, -126), (-126, -100), (-30, 30), (100, 128)])
+def test_quotients_by_any_scale_are_those_of_a_division(exponents: tuple[int, int]) -> None:
+    """Of numbers with 8, 11 and 24 significant bits, among them half way between two e4m3 times the scale."""
+    random = torch.Generator().manual_seed(0)
+    count = 1 << 14
+    digits = torch.randint(1 << 23, 1 << 24, (count,), generator=random)
+    digits[:4] = torch.tensor([1 << 23, (1 << 24) - 1, (1 << 23) + 1, (1 << 24) - 2])
+    y = torch.ldexp(digits.double(), torch.randint(*exponents, (count,), generator=random) - 23).float()
+    y[y == 0] = 2.0**-149
+    ties = torch.ldexp(torch.randint(17, 32, (count,), generator=random).double(), torch.randint(-14, 4, (count,))) * y
+    any_ = y.double() * torch.randn(count, generator=random)
+    x = torch.cat((ties, any_, -any_.half().double(), any_.bfloat16().double())).float()
+    x = torch.cat((x, x.nextafter(torch.zeros(())), x.nextafter(2 * x)))
+    y = y.repeat(len(x) // count)
+    out = torch.empty_like(x, device=DEVICE)
+    _saturating[(len(x) // 4096,)](x.to(DEVICE), y.to(DEVICE), out, N=4096)  # type: ignore[arg-type]
+    want = (x.double() / y.double()).float()
+    inside = (want.abs() >= 2.0**-20) & (want.abs() <= 2.0**16)
+    assert inside.sum() > len(x) / 3 and torch.equal(out.cpu()[inside], want[inside])
+    assert bool((out.cpu()[want.abs() < 2.0**-20].abs() <= 2.0**-20).all())
+
+
+def test_a_quotient_saturates_and_keeps_signs_and_nan() -> None:
+    x = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38, torch.nan, 0.0, -0.0, -1e-45])
+    for scale in (2.0**-149, 2.0**-126, 0.7, 1.0, 3.0, 2.0**127):
+        out = torch.empty_like(x, device=DEVICE)
+        _saturating[(1,)](x.to(DEVICE), torch.full_like(x, scale).to(DEVICE), out, N=8)  # type: ignore[arg-type]
+        out = out.cpu()
+        assert out[0] >= 2**16 and out[1] <= -(2**16) and out[4].isnan() and out[5] == 0 and out[6] == 0
+        assert out[2] >= min(3e38 / scale, 2**16) * 0.999 and out[3] == -out[2]
+        assert out.signbit().tolist() == [False, True, False, True, bool(out[4].signbit()), False, True, True]
 
 
 def test_numbers_of_edges_are_those_of_integers_for_each_largest_size() -> None:

@@ -69,7 +69,7 @@ class RowKernels(str):
     What they are given and return is said once, at those of the native format (`native/device.py`). A string of their
     names, since Triton hands constants to hooks on compilation (vLLM's, profilers') as JSON.
 
-    write_row: store one token's rows in their slot. None of formats whose blocks are written whole.
+    write_rows: store rows in their slots. None of formats whose blocks are written whole.
     write_block(rows, codes, scales, s_rows, s_codes, s_scales, part, S, D, PARTS): store S rows of D elements of one KV
         head, each pointer standing at the head's first slot of a block, slots s_* elements apart; of PARTS calls, which
         run at the same time, the part-th. None of other formats.
@@ -79,26 +79,26 @@ class RowKernels(str):
     rotate: of K, what queries go through; of V, what the output goes through. None: rows are stored as they are.
     """
 
-    __slots__ = ("load_tile", "rotate", "row_scale", "write_block", "write_row")
-    write_row: Any
+    __slots__ = ("load_tile", "rotate", "row_scale", "write_block", "write_rows")
+    write_rows: Any
     load_tile: Any
     row_scale: Any
     rotate: Any
     write_block: Any
 
     def __new__(
-        cls, write_row: Any, load_tile: Any, row_scale: Any = None, rotate: Any = None, write_block: Any = None
+        cls, write_rows: Any, load_tile: Any, row_scale: Any = None, rotate: Any = None, write_block: Any = None
     ) -> RowKernels:
-        functions = (write_row, load_tile, row_scale, rotate, write_block)
+        functions = (write_rows, load_tile, row_scale, rotate, write_block)
         text = ", ".join("None" if one is None else f"{one.fn.__module__}.{one.fn.__qualname__}" for one in functions)
         self = super().__new__(cls, text)
-        self.write_row, self.load_tile, self.row_scale, self.rotate, self.write_block = functions
+        self.write_rows, self.load_tile, self.row_scale, self.rotate, self.write_block = functions
         return self
 
     @property
     def cache_key(self) -> str:
         """For Triton's cache of compiled kernels, which else would know the functions by their names alone."""
-        functions = (self.write_row, self.load_tile, self.row_scale, self.rotate, self.write_block)
+        functions = (self.write_rows, self.load_tile, self.row_scale, self.rotate, self.write_block)
         return "-".join("" if one is None else one.cache_key for one in functions)
 
 

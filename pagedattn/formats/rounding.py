@@ -8,6 +8,7 @@ import triton.language as tl
 
 _SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2**23: of a sum with it float32 keeps no digits behind the point
 _SHIFT_BITS = tl.constexpr(0x4B400000)
+_BEYOND = tl.constexpr(2.0**18)
 
 
 @triton.jit
@@ -24,9 +25,26 @@ def nearest_integer(x):
 
 @triton.jit
 def divide(x, y, per_y):
-    """x / y, of float32 tensors of one shape; per_y: 1 / y to about 2**-22, or 0 for quotients of 0.
+    """x / y, of float32 tensors; per_y: 1 / y to about 2**-22, or 0 for quotients of 0.
 
     y has at most 11 significant bits, so that a quotient is further than 2**-36 of itself from where rounding changes
     and what the first product lacks is exact; no intermediate result may overflow or be subnormal."""
     near = x * per_y
     return tl.fma(tl.fma(-near, y, x), per_y, near)
+
+
+@triton.jit
+def saturating_quotient(x, y):
+    """x / y, of float32, y broadcast; a quotient beyond 2**16 is as large or larger. NaN stays NaN.
+
+    After the first correction a quotient is less than a last place off, so that the second one rounds as IEEE does if
+    1 / y is rounded so (Markstein). Powers of two keep y near 1 and quotients finite."""
+    exponent = tl.minimum(tl.maximum((y.to(tl.int32, bitcast=True) >> 23) & 255, 1), 253)
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    y = y * down
+    per_y = tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y)
+    x = tl.minimum(tl.maximum(x * down, -_BEYOND, tl.PropagateNan.ALL), _BEYOND, tl.PropagateNan.ALL)
+    quotient = x * per_y
+    for _ in tl.static_range(2):
+        quotient = tl.fma(tl.fma(quotient, y, -x), -per_y, quotient)  # in this order -0.0 stays -0.0
+    return quotient

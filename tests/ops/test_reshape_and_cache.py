@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagedattn import ops
+from pagedattn import PagedKVCache, ops
 from pagedattn.errors import InvalidInputError
+from pagedattn.formats.registry import format_of
 from pagedattn.testing.op_oracles import reshape_and_cache_oracle
 
 SLOTS = [5, -1, 0, 23, 24, 2**40, -(2**63), 17]  # 24 slots: 24 and above are outside
@@ -70,10 +71,10 @@ def test_interleaved_neighbours_are_untouched(device, any_path, layout) -> None:
     assert not pair[..., :3].any() and not pair[..., 27:].any()
 
 
-@pytest.mark.parametrize("count", [1, 3, 70001])
+@pytest.mark.parametrize("count", [1, 3, 2049, 70001])
 def test_any_number_of_tokens(device, any_path, count) -> None:
-    """The largest has several tokens per thread in the extension's kernel."""
-    if any_path == "triton" and device.type == "cpu" and count > 100:
+    """The largest has several tokens per thread in the extension's kernel, the last two in Triton's programs."""
+    if any_path == "triton" and device.type == "cpu" and count > 2049:
         pytest.skip("the interpreter takes a minute for this")
     rows = torch.rand(count, 2, 16, device=device) + 1
     cache = torch.zeros(-(-count // 4) + 1, 4, 2, 16, device=device)
@@ -81,6 +82,23 @@ def test_any_number_of_tokens(device, any_path, count) -> None:
     ops.reshape_and_cache(rows, -rows, cache, other := torch.zeros_like(cache), slots, path=any_path)
     assert torch.equal(cache.flatten(0, 1)[slots], rows) and torch.equal(other.flatten(0, 1)[slots], -rows)
     assert int((cache != 0).sum()) == rows.numel()
+
+
+@pytest.mark.parametrize("form", ["fp8_e5m2", "int8", "k8v4", "turboquant_k3v4"])
+def test_many_tokens_are_encoded_as_few_are(device, path, form) -> None:
+    """Programs of many tokens; slots in the middle and at the end are outside the cache."""
+    count = 2051
+    layer = PagedKVCache(1, 514, 4, 3, 12, head_dim_v=20, device=device, kv_cache_dtype=form).layer(0)
+    key, value = (torch.randn(count, 3, dim, device=device) for dim in (12, 20))
+    slots = torch.randperm(2056, device=device)[:count]
+    slots[[70, 71, -1]] = -1
+    scales = dict.fromkeys(("k_scale", "v_scale"), torch.rand(3, device=device) + 0.5) if form == "fp8_e5m2" else {}
+    ops.reshape_and_cache(key, value, layer.key, layer.value, slots, path=path, **scales, **layer.stored)
+    kept = slots >= 0
+    given = format_of(form)
+    for rows, kind, planes in zip((key, value), (given.key, given.value), layer.sides, strict=True):
+        for plane, want in zip(planes, kind.encode(rows, scales.get("k_scale")), strict=True):
+            assert equal_bits(plane.flatten(0, 1)[slots[kept]], want[kept].cpu())
 
 
 def test_a_block_size_that_is_no_power_of_two(device, any_path) -> None:

@@ -205,14 +205,14 @@ def _write_heads(
     SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store rows [H, D] of one token and the KV heads from `first` on, as FORMAT does those of all heads."""
-    wide = first.to(tl.int64)
+    index = tl.arange(0, triton.next_power_of_2(H))
+    head = (first + index).to(tl.int64)  # a stride may be past 2**31 elements
+    scale_row = head
     if SCALE_STRIDES is not None:
-        scales += wide * SCALE_STRIDES[2]
-    if SCALES > 1:
-        scale += first
-    FORMAT.write_row(
-        rows, codes + wide * s_h, scales, scale, scale_value, 0, D, s_b, s_s, s_h, 0, block, offset,
-        SCALE_STRIDES, H, D, SCALES,
+        scale_row = block * SCALE_STRIDES[0] + offset * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
+    FORMAT.write_rows(
+        rows, codes, scales, scale, scale_value, index * D, block * s_b + offset * s_s + head * s_h, scale_row, head,
+        index < H, index < H, D, SCALES,
     )  # fmt: skip
 
 

@@ -47,8 +47,8 @@ def load_codes(codes, row, seen, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
 
 
 @triton.jit
-def store_codes(codes, at, head, H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """Write codes int32 [HEADS, WIDTH], 0 beyond D, as bytes from `at` [HEADS, 1] on; head [HEADS]: rows, H of them."""
+def store_codes(code, codes, row, kept, D: tl.constexpr, BITS: tl.constexpr):
+    """Write int32 [M, WIDTH], 0 beyond D, as bytes from offsets `row` [M] on, of rows that are `kept` [M]."""
     COUNT: tl.constexpr = 8 // BITS
-    byte = tl.arange(0, codes.shape[1] // COUNT)
-    tl.store(at + byte[None, :], pack(codes, BITS), mask=(head < H)[:, None] & (COUNT * byte < D)[None, :])
+    byte = tl.arange(0, code.shape[1] // COUNT)[None, :]
+    tl.store(codes + row[:, None] + byte, pack(code, BITS), mask=kept[:, None] & (COUNT * byte < D))

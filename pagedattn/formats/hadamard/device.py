@@ -42,7 +42,7 @@ def hadamard(x, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def rotated_steps(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Of float32 rows [H, WIDTH]: steps, whole numbers as float32, 0 outside `mask`, the powers of two [H], and which
+    """Of float32 rows [M, WIDTH]: steps, whole numbers as float32, 0 outside `mask`, the powers of two [M], and which
     rows are finite. `steps.rotated_steps` says what they are."""
     # The largest of bits, in which NaN is larger than all numbers.
     largest = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)

@@ -87,7 +87,7 @@ def write_values(
         mask = (slot < S)[:, None] & (dim < D)[None, :]
         row = tl.load(rows + slot[:, None] * s_rows + dim[None, :], mask=mask, other=0.0).to(tl.float32)
         code, of_row = encode_rotated(row, (dim < D)[None, :], D, WIDTH)
-        store_codes(code, codes + slot[:, None] * s_codes, slot, S, D, 4)
+        store_codes(code, codes, slot * s_codes, slot < S, D, 4)
         tl.store(scales + slot * s_scales, of_row, mask=slot < S)
 
 

@@ -7,34 +7,38 @@ import triton.language as tl
 
 from ..base import RowKernels
 from ..native.device import load_tile
-from ..rounding import nearest_even
+from ..rounding import divide, nearest_integer
 
 
 @triton.jit
-def write_row(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+def write_rows(
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    head = tl.arange(0, triton.next_power_of_2(H)).to(tl.int64)
-    dim = tl.arange(0, triton.next_power_of_2(D))
-    mask = (head < H)[:, None] & (dim < D)[None, :]
-    at = rows + token * s_rt + head[:, None] * s_rh + dim[None, :]
-    code, of_row = encode_rows(tl.load(at, mask=mask, other=0.0).to(tl.float32))
-    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim[None, :], code, mask=mask)
-    to = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
-    tl.store(to, of_row, mask=head < H)
+    dim = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    value = tl.load(rows + row[:, None] + dim, mask=seen[:, None] & (dim < D), other=0.0).to(tl.float32)
+    code, of_row = encode_rows(value)
+    tl.store(codes + code_row[:, None] + dim, code, mask=kept[:, None] & (dim < D))
+    tl.store(scales + scale_row, of_row, mask=kept)
 
 
 @triton.jit
 def encode_rows(rows):
-    """Codes int8 [H, D] and scales float32 [H] of float32 rows."""
-    of_row = tl.div_rn(tl.max(tl.abs(rows), 1), tl.full([rows.shape[0]], 127.0, tl.float32))
+    """Codes int8 [M, D] and scales float32 [M] of float32 rows."""
+    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # of bits, in which NaN is larger than numbers
+    of_row = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, 127.0, tl.float32))
     # Up to four significant bits, so that a code times its scale is a float16 but for a power of two.
     upwards = ((of_row.to(tl.int32, bitcast=True) + 0xFFFFF) & 0x7FF00000).to(tl.float32, bitcast=True)
     of_row = tl.where(of_row == of_row, upwards, of_row)  # of the largest bits of NaN the sum would be 0
     of_row = tl.where(of_row == 0, 1.0, of_row)
-    code = nearest_even(tl.div_rn(rows, tl.broadcast_to(of_row[:, None], rows.shape)))
-    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8), of_row
+    # Rows and scales are divided by a power of two first, so that quotients are found by products.
+    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
+    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    finite = largest < 0x7F800000
+    step = tl.where(finite, of_row * down, 1.0)
+    per_step = tl.where(finite, 1.0 / step, 0.0)
+    steps = divide(rows * down[:, None], step[:, None], per_step[:, None])
+    return nearest_integer(tl.maximum(steps, -127.0)).to(tl.int8), of_row  # NaN becomes -127
 
 
 @triton.jit
@@ -46,4 +50,4 @@ def row_scale(scales, scale_row, seen):
         return tl.load(scales + scale_row)
 
 
-KERNELS = RowKernels(write_row, load_tile, row_scale)
+KERNELS = RowKernels(write_rows, load_tile, row_scale)

@@ -16,29 +16,26 @@ _HALF_STEPS = tl.constexpr(float(HALF_STEPS))
 
 
 @triton.jit
-def write_row(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+def write_rows(
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    HEADS: tl.constexpr = triton.next_power_of_2(H)
     WIDTH: tl.constexpr = max(2, triton.next_power_of_2(D))
-    head = tl.arange(0, HEADS).to(tl.int64)
-    dim = tl.arange(0, WIDTH)
-    mask = (head < H)[:, None] & (dim < D)[None, :]
-    row = tl.load(rows + token * s_rt + head[:, None] * s_rh + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    code, of_row = encode_rotated(row, mask, D, WIDTH)
-    store_codes(code, codes + block * s_cb + slot * s_cs + head[:, None] * s_ch, head, H, D, 4)
-    to_scale = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
-    tl.store(to_scale, of_row, mask=head < H)
+    dim = tl.arange(0, WIDTH)[None, :]
+    mask = seen[:, None] & (dim < D)
+    value = tl.load(rows + row[:, None] + dim, mask=mask, other=0.0).to(tl.float32)
+    code, of_row = encode_rotated(value, mask, D, WIDTH)
+    store_codes(code, codes, code_row, kept, D, 4)
+    tl.store(scales + scale_row, of_row, mask=kept)
 
 
 @triton.jit
 def encode_rotated(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes int32 [H, WIDTH], 0 beyond D, and scales float32 [H]. `RotatedRows4.encode` says how."""
+    """Codes int32 [M, WIDTH], 0 beyond D, and scales float32 [M]. `RotatedRows4.encode` says how."""
     steps, up, finite = rotated_steps(row, mask, D, WIDTH)
     number = edges_below(tl.abs(steps))
     level = tl.where(mask, 2 * number + 1, 0)
-    norm = tl.maximum(tl.sum(level * level, 1), 1)  # 0 of no head
+    norm = tl.maximum(tl.sum(level * level, 1), 1)  # 0 of no row
     found = tl.div_rn(tl.sum(nearest_integer(tl.abs(steps)) * level, 1).to(tl.float32), norm.to(tl.float32))
     of_row = tl.where(finite, found * step_size(D, FRACTION) * up, float("nan"))
     mirrored = number ^ (steps.to(tl.int32, bitcast=True) >> 31)  # of negative elements -1 - number
@@ -64,4 +61,4 @@ def load_tile(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: tl.
     return tl.where(tl.arange(0, BLOCK_D)[None, :] < D, 2 * code - 15, 0).to(tl.int8)
 
 
-KERNELS = RowKernels(write_row, load_tile, row_scale, rotate_back)
+KERNELS = RowKernels(write_rows, load_tile, row_scale, rotate_back)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..fp8.device import fp8_bits
 from ..fp8.format import SMALLEST_MAXIMUM
+from ..rounding import saturating_quotient
 from .deepseek import GROUP as _GROUP
 from .deepseek import LATENT as _LATENT
 from .deepseek import ROPE as _ROPE
@@ -45,7 +46,7 @@ def write_part(part, row, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, E4M3:
         mask = dim < COUNT
         value = tl.load(part + dim, mask=mask)
         if E4M3:
-            value = fp8_bits(tl.div_rn(value.to(tl.float32), scale), 3, 7)
+            value = fp8_bits(saturating_quotient(value.to(tl.float32), scale), 3, 7)
         tl.store(row + FIRST + dim, value, mask=mask)
 
 
@@ -82,7 +83,7 @@ def write_groups(latent, k_pe, codes, scales, halves, at):
     dim = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [4, 128]
     x = tl.load(latent + dim).to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), LEAST), tl.full([LATENT // GROUP], 448.0, tl.float32))
-    tl.store(codes + at + dim, fp8_bits(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), 3, 7))
+    tl.store(codes + at + dim, fp8_bits(saturating_quotient(x, scale[:, None]), 3, 7))
     tl.store(scales + at // 4 + SCALES_AT + group, scale)
     rotated = tl.arange(0, ROPE)
     bits = tl.load(k_pe + rotated).to(tl.float32).to(tl.int32, bitcast=True)

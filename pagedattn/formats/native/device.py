@@ -1,7 +1,7 @@
 """The device half of the native format; what kernels expect of every format's functions is said here.
 
-Rows of codes and scales are named by their offsets in elements: of codes from a pointer that already stands at a KV
-head, of scales from the beginning of their plane. `scales` is None where a format has no second plane.
+Rows, and those of codes and scales, are named by their offsets in elements, of codes that are read from a pointer at a
+KV head, of scales from the beginning of their plane. `scales` is None where a format has no second plane.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from ..base import RowKernels
 
 
 @triton.jit
-def write_row(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+def write_rows(
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store a token's rows, H heads of D elements at rows + token * s_rt + head * s_rh, in a slot of a block of codes,
-    whose strides by block, slot and head are s_cb, s_cs and s_ch; those of scales are SCALE_STRIDES.
+    """Encode rows of D elements at offsets `row` [M] where `seen` [M], of KV heads `head` [M], and store those of them
+    that are `kept` [M], a part of them: codes at offsets `code_row`, scales at `scale_row` [M].
 
-    scale: given float32 [SCALES], 1 or H elements; None (SCALES 0): scale_value in its place.
+    scale: given float32 [SCALES], of all heads or of each; None (SCALES 0): scale_value in its place.
     """
-    N: tl.constexpr = triton.next_power_of_2(H * D)
-    index = tl.arange(0, N)  # [N] over heads and dims
-    head, dim = (index // D).to(tl.int64), index % D  # a stride may be past 2**31 elements
-    mask = index < H * D
-    value = tl.load(rows + token * s_rt + head * s_rh + dim, mask=mask)
-    tl.store(codes + block * s_cb + slot * s_cs + head * s_ch + dim, value, mask=mask)
+    dim = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    value = tl.load(rows + row[:, None] + dim, mask=seen[:, None] & (dim < D))
+    tl.store(codes + code_row[:, None] + dim, value, mask=kept[:, None] & (dim < D))
 
 
 @triton.jit
@@ -46,4 +43,4 @@ def load_tile(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: tl.
         return tl.load(at, mask=(dim < D)[None, :], other=0.0)
 
 
-KERNELS = RowKernels(write_row, load_tile)
+KERNELS = RowKernels(write_rows, load_tile)

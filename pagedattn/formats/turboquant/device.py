@@ -32,7 +32,7 @@ def _level(code, BITS: tl.constexpr):
 
 @triton.jit
 def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Codes int32 [H, WIDTH], 0 beyond D, and factors float16 [H]. `TurboQuantRows.encode` says how."""
+    """Codes int32 [M, WIDTH], 0 beyond D, and factors float16 [M]. `TurboQuantRows.encode` says how."""
     HALF: tl.constexpr = 1 << BITS - 1
     steps, up, finite = rotated_steps(row, mask, D, WIDTH)
     wide = nearest_integer(steps).to(tl.int64)
@@ -43,29 +43,26 @@ def _encode(row, mask, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr)
         number += (size >= (length * _edge_of(_LEVELS[BITS], _UNITS[BITS], at, D))[:, None]).to(tl.int32)
     code = tl.where(steps < 0, HALF - 1 - number, HALF + number)
     level = tl.where(mask, _level(code, BITS), 0)
-    of_levels = tl.sqrt_rn(tl.maximum(tl.sum(level * level, 1), 1).to(tl.float32))  # 0 of no head
+    of_levels = tl.sqrt_rn(tl.maximum(tl.sum(level * level, 1), 1).to(tl.float32))  # 0 of no row
     factor = tl.minimum(tl.div_rn(length, of_levels) * step_size(D, FRACTION) * up, _LARGEST)
     return tl.where(mask, code, 0), tl.where(finite, factor, float("nan")).to(tl.float16)
 
 
 @triton.jit
 def _write(
-    rows, codes, scales, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot, SCALE_STRIDES: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    rows, codes, scales, row, code_row, scale_row, seen, kept, D: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
     WIDTH: tl.constexpr = max(8, triton.next_power_of_2(D))
-    head, dim = tl.arange(0, triton.next_power_of_2(H)).to(tl.int64), tl.arange(0, WIDTH)
-    mask = (head < H)[:, None] & (dim < D)[None, :]
-    row = tl.load(rows + token * s_rt + head[:, None] * s_rh + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    code, factor = _encode(row, mask, D, WIDTH, BITS)
-    to = codes + block * s_cb + slot * s_cs + head[:, None] * s_ch
+    dim = tl.arange(0, WIDTH)[None, :]
+    mask = seen[:, None] & (dim < D)
+    value = tl.load(rows + row[:, None] + dim, mask=mask, other=0.0).to(tl.float32)
+    code, factor = _encode(value, mask, D, WIDTH, BITS)
     if BITS == 3:
-        store_codes(code & 3, to, head, H, D, 2)
-        store_codes(code >> 2, to + _bytes_of(D, 2), head, H, D, 1)
+        store_codes(code & 3, codes, code_row, kept, D, 2)
+        store_codes(code >> 2, codes + _bytes_of(D, 2), code_row, kept, D, 1)
     else:
-        store_codes(code, to, head, H, D, BITS)
-    to_factor = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
-    tl.store(to_factor, factor, mask=head < H)
+        store_codes(code, codes, code_row, kept, D, BITS)
+    tl.store(scales + scale_row, factor, mask=kept)
 
 
 @triton.jit
@@ -89,27 +86,27 @@ def row_scale(scales, scale_row, seen):
 
 
 @triton.jit
-def write_row_4(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+def write_rows_4(
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    _write(rows, codes, scales, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot, SCALE_STRIDES, H, D, 4)
+    _write(rows, codes, scales, row, code_row, scale_row, seen, kept, D, 4)
 
 
 @triton.jit
-def write_row_3(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+def write_rows_3(
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    _write(rows, codes, scales, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot, SCALE_STRIDES, H, D, 3)
+    _write(rows, codes, scales, row, code_row, scale_row, seen, kept, D, 3)
 
 
 @triton.jit
-def write_row_2(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+def write_rows_2(
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    _write(rows, codes, scales, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot, SCALE_STRIDES, H, D, 2)
+    _write(rows, codes, scales, row, code_row, scale_row, seen, kept, D, 2)
 
 
 @triton.jit
@@ -127,6 +124,6 @@ def load_tile_2(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: t
     return _load(codes, row, seen, D, BLOCK_D, 2)
 
 
-_STORED = {2: (write_row_2, load_tile_2), 3: (write_row_3, load_tile_3), 4: (write_row_4, load_tile_4)}
+_STORED = {2: (write_rows_2, load_tile_2), 3: (write_rows_3, load_tile_3), 4: (write_rows_4, load_tile_4)}
 KEY_KERNELS = {bits: RowKernels(*both, row_scale, rotate) for bits, both in _STORED.items()}
 VALUE_KERNELS = {bits: RowKernels(*both, row_scale, rotate_back) for bits, both in _STORED.items()}

@@ -1,6 +1,6 @@
 """Triton: encode the blocks that a step's tokens filled, a KV head's keys and values by some programs each.
 
-Formats that encode each row alone store a block's rows as they store a token's heads.
+Formats that encode each row alone store a block's rows as they store new tokens.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ def _write_block(
         FORMAT.write_block(rows, codes, scales, s_rows, s_codes, SCALE_STRIDES[1], part, S, D, PARTS)
     else:
         ROWS: tl.constexpr = _rows_at_once(S, D)
-        ALONG: tl.constexpr = (0, 0, SCALE_STRIDES[1])
+        index = tl.arange(0, triton.next_power_of_2(ROWS)).to(tl.int64)
         for first in range(part * ROWS, S, PARTS * ROWS):
-            FORMAT.write_row(
-                rows + first * s_rows, codes + first * s_codes, scales + first * SCALE_STRIDES[1], None, 1.0,
-                0, s_rows, 0, 0, s_codes, 0, 0, 0, ALONG, ROWS, D, None,
+            slot = first + index
+            FORMAT.write_rows(
+                rows, codes, scales, None, 1.0, slot * s_rows, slot * s_codes, slot * SCALE_STRIDES[1], index,
+                index < ROWS, index < ROWS, D, 0,
             )  # fmt: skip
 
 

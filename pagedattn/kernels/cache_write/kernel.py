@@ -13,32 +13,52 @@ from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _reshape_and_cache_kernel(
-    key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value, num_slots, sk_t, sk_h,
-    sv_t, sv_h, sck_b, sck_s, sck_h, scv_b, scv_s, scv_h, k_scale_cache, v_scale_cache, S: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
-    PDL: tl.constexpr,
+    key, value, key_cache, value_cache, slots, k_scale, v_scale, k_scale_value, v_scale_value, num_tokens, num_slots,
+    sk_t, sk_h, sv_t, sv_h, sck_b, sck_s, sck_h, scv_b, scv_s, scv_h, k_scale_cache, v_scale_cache,
+    TOKENS: tl.constexpr, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr,
+    V_SCALE_STRIDES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """TOKENS tokens' keys, or as program_id(1) says, their values."""
     if PDL:  # attention may be launched meanwhile; before what it reads of the cache it waits for this kernel's end
         tl.extra.cuda.gdc_launch_dependents()
+    HEADS: tl.constexpr = triton.next_power_of_2(H)
+    index = tl.arange(0, TOKENS * HEADS)  # of rows [TOKENS, HEADS]
+    head = (index % HEADS).to(tl.int64)  # a stride may be past 2**31 elements
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if (slot >= 0) & (slot < num_slots):
-        block = slot // S
-        offset = slot % S
-        K_FORMAT.write_row(
-            key, key_cache, k_scale_cache, k_scale, k_scale_value, sk_t, sk_h, sck_b, sck_s, sck_h,
-            token, block, offset, K_SCALE_STRIDES, H, D, K_SCALES,
+    if TOKENS > 1:
+        token = token * TOKENS + index // HEADS
+    seen = (token < num_tokens) & (head < H)
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+    kept = seen & (slot >= 0) & (slot < num_slots)
+    block = slot // S
+    offset = slot % S
+    if tl.program_id(1) == 0:
+        K_FORMAT.write_rows(
+            key, key_cache, k_scale_cache, k_scale, k_scale_value, token * sk_t + head * sk_h,
+            block * sck_b + offset * sck_s + head * sck_h, _scale_row(block, offset, head, K_SCALE_STRIDES), head, seen,
+            kept, D, K_SCALES,
         )  # fmt: skip
-        if value is not None:
-            V_FORMAT.write_row(
-                value, value_cache, v_scale_cache, v_scale, v_scale_value, sv_t, sv_h, scv_b, scv_s, scv_h,
-                token, block, offset, V_SCALE_STRIDES, H, DV, V_SCALES,
-            )  # fmt: skip
+    elif value is not None:
+        V_FORMAT.write_rows(
+            value, value_cache, v_scale_cache, v_scale, v_scale_value, token * sv_t + head * sv_h,
+            block * scv_b + offset * scv_s + head * scv_h, _scale_row(block, offset, head, V_SCALE_STRIDES), head, seen,
+            kept, DV, V_SCALES,
+        )  # fmt: skip
 
 
+@triton.jit
+def _scale_row(block, offset, head, STRIDES: tl.constexpr):
+    """Offsets in a plane of scales; where there is none, of no meaning."""
+    if STRIDES is None:
+        return block
+    else:
+        return block * STRIDES[0] + offset * STRIDES[1] + head * STRIDES[2]
+
+
+_MANY = 2048  # tokens
 # What differs from layer to layer of a step.
 _launch = Launcher(
     _reshape_and_cache_kernel,
@@ -67,28 +87,41 @@ def launch(
     blocks, size, heads, _ = key_cache.shape
     dim = key.shape[2]
     v, vc = (key, key_cache) if value is None or value_cache is None else (value, value_cache)
+    tokens, elements = len(slot_mapping), heads * max(dim, v.shape[2])
+    rows = [_as_written(side, *pair).kernels for side, pair in ((form.key, (key, key_cache)), (form.value, (v, vc)))]
+    at_once, warps = _tokens_of_a_program(tokens, elements, any(one.rotate is not None for one in rows))
     arguments = (
         *(_bits(key), None if value is None else _bits(value)),
         *(_bits(key_cache), None if value_cache is None else _bits(value_cache)),
-        *(slot_mapping, k_scale, v_scale, k_scale_value, v_scale_value, blocks * size),
+        *(slot_mapping, k_scale, v_scale, k_scale_value, v_scale_value, tokens, blocks * size),
         *(*key.stride()[:2], *v.stride()[:2], *key_cache.stride()[:3], *vc.stride()[:3]),
         *(k_scale_cache, v_scale_cache),
     )
     constants = {
+        "TOKENS": at_once,
         "S": size,
         "H": heads,
         "D": dim,
         "DV": v.shape[2],
         "K_SCALES": 0 if k_scale is None else len(k_scale),
         "V_SCALES": 0 if v_scale is None else len(v_scale),
-        "K_FORMAT": _as_written(form.key, key, key_cache).kernels,
-        "V_FORMAT": _as_written(form.value, v, vc).kernels,
+        "K_FORMAT": rows[0],
+        "V_FORMAT": rows[1],
         "K_SCALE_STRIDES": plane_strides(k_scale_cache),
         "V_SCALE_STRIDES": plane_strides(v_scale_cache),
         "PDL": target_of(key.device).supports_pdl,
     }
     with on_device(key):
-        _launch((len(slot_mapping),), arguments, constants, num_warps=4 if heads * dim >= 512 else 1)
+        _launch((-(-tokens // at_once), 1 if value is None else 2), arguments, constants, num_warps=warps)
+
+
+def _tokens_of_a_program(tokens: int, elements: int, rotated: bool) -> tuple[int, int]:
+    """And its warps. Few tokens are shared out as far as they go. Of many, a program has as much to do as it can
+    hold, as it waits twice for memory; a rotation fills a warp with one token."""
+    if tokens < _MANY:
+        return 1, min(4, max(1, elements // 256))
+    at_once = 1 if rotated else max(1, 2048 // triton.next_power_of_2(elements))
+    return at_once, min(8, max(1, at_once * elements // 1024))
 
 
 def _as_written(rows: RowFormat, new: torch.Tensor, cache: torch.Tensor) -> RowFormat:

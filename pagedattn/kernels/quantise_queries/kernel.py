@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ...formats.fp8.device import fp8_bits
 from ...formats.fp8.format import FP8, SMALLEST_MAXIMUM
+from ...formats.rounding import saturating_quotient
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 
@@ -75,7 +76,7 @@ def _quantise_kernel(
     rows = (tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)) * G
     for first in range(part * ROWS, rows, PARTS * ROWS):
         x, token, head, there = _rows_of(query, query_start_loc, seq, kv_head, first, s_t, s_h, G, D, ROWS, BLOCK_D)
-        x = fp8_bits(tl.div_rn(x, tl.zeros_like(x) + scale), 3, 7)
+        x = fp8_bits(saturating_quotient(x, scale), 3, 7)
         place = codes + ((token * kv_heads * G + head) * D)[:, None] + tl.arange(0, BLOCK_D)[None, :]
         tl.store(place, x, mask=there)
 

@@ -27,18 +27,16 @@ def rotate(x, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def write_key(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    head = tl.arange(0, triton.next_power_of_2(H)).to(tl.int64)[:, None]
     pair = tl.arange(0, triton.next_power_of_2(D // 2))[None, :]
-    mask = (head < H) & (pair < D // 2)
-    at = rows + token * s_rt + head * s_rh + 2 * pair
-    a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(at + 1, mask=mask, other=0.0).to(tl.float32)
+    there, mask = seen[:, None] & (pair < D // 2), kept[:, None] & (pair < D // 2)
+    a = tl.load(rows + row[:, None] + 2 * pair, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(rows + row[:, None] + 2 * pair + 1, mask=there, other=0.0).to(tl.float32)
     code = step(a + b) | step(a - b) << 4
-    tl.store(codes + block * s_cb + slot * s_cs + head * s_ch + pair, code.to(tl.uint8), mask=mask)
-    to = scales + block * SCALE_STRIDES[0] + head * SCALE_STRIDES[2] + 2 * pair
+    tl.store(codes + code_row[:, None] + pair, code.to(tl.uint8), mask=mask)
+    to = scales + scale_row[:, None] + 2 * pair
     tl.store(to, tl.full(a.shape, OPEN, tl.float32), mask=mask)
     tl.store(to + 1, tl.full(a.shape, OPEN, tl.float32), mask=mask)
 
@@ -65,17 +63,15 @@ def load_keys(codes, row, scales, scale_row, seen, D: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def write_value(
-    rows, codes, scales, scale, scale_value, s_rt, s_rh, s_cb, s_cs, s_ch, token, block, slot,
-    SCALE_STRIDES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SCALES: tl.constexpr,
+    rows, codes, scales, scale, scale_value, row, code_row, scale_row, head, seen, kept, D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = triton.next_power_of_2(D)
-    head, dim = tl.arange(0, triton.next_power_of_2(H)).to(tl.int64), tl.arange(0, WIDTH)[None, :]
-    mask = (head < H)[:, None] & (dim < D)
-    row = tl.load(rows + token * s_rt + head[:, None] * s_rh + dim, mask=mask, other=0.0).to(tl.float32)
-    code, of_row = encode_rows(rotate(row, D, WIDTH))
-    tl.store(codes + block * s_cb + slot * s_cs + head[:, None] * s_ch + dim, code, mask=mask)
-    to = scales + block * SCALE_STRIDES[0] + slot * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
-    tl.store(to, of_row, mask=head < H)
+    dim = tl.arange(0, WIDTH)[None, :]
+    value = tl.load(rows + row[:, None] + dim, mask=seen[:, None] & (dim < D), other=0.0).to(tl.float32)
+    code, of_row = encode_rows(rotate(value, D, WIDTH))
+    tl.store(codes + code_row[:, None] + dim, code, mask=kept[:, None] & (dim < D))
+    tl.store(scales + scale_row, of_row, mask=kept)
 
 
 KEYS = RowKernels(write_key, load_keys, None, rotate)
