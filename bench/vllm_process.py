@@ -37,6 +37,7 @@ class Engine:
         read, write = os.pipe()
         self.log = folder / f"{name}.log"
         environment = {**os.environ, **case.variables, **variables, "RESULTS": str(write), "VLLM_NO_USAGE_STATS": "1"}
+        environment["PYTHONFAULTHANDLER"] = "1"  # vLLM says nothing of a process that a signal ends
         if case.suite in ("tokens", "latent", "connectors", "ray"):  # starts in half the time
             options["max_num_seqs"] = 64
             if not case.over_ray:  # vLLM's executor over Ray ends in a process of its own alone
@@ -61,12 +62,14 @@ class Engine:
         """What it answers to what was asked, and first that it is ready.
 
         Raises:
-            RuntimeError: it ended; with the end of its log.
+            RuntimeError: it ended; with the errors of its log, and its end.
         """
         line = self._answers.readline()
         if not line:
             said = self.log.read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"the engine ended with {self.process.wait()}:\n{said[-3000:]}")
+            lines = said.replace("\r", "\n").splitlines()  # a bar of progress is a line for each step
+            told = "\n".join([line for line in lines if "ERROR" in line or "Fatal Python error" in line][-60:])
+            raise RuntimeError(f"{self.log.stem} ended with {self.process.wait()}:\n{told}\n{said[-3000:]}")
         return json.loads(line)
 
     def finish(self) -> None:
