@@ -163,11 +163,9 @@ def _formats(suite: str, given: Sequence[str]) -> list[str]:
     """What caches are measured, each once: of attention by the names of formats, of the engine as it takes them."""
     if suite == FORMATS and not given:
         return [name for name in CACHE_FORMATS if name != "auto"]
-    read = [KVCacheDtype.of(text) for text in given]
     if suite == "engine":
-        return list(dict.fromkeys(map(str, read)))
-    names = [format_of(one.of_one_layer()).name for one in read]
-    return list(dict.fromkeys(names))
+        return list(dict.fromkeys(str(KVCacheDtype.of_model(text)) for text in given))
+    return list(dict.fromkeys(format_of(KVCacheDtype.of(text).of_one_layer()).name for text in given))
 
 
 def median_of_three(once: Callable[[], list[Row]]) -> list[Row]:

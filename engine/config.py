@@ -51,8 +51,8 @@ class EngineConfig:
             blocks that are not full, which a second cache has, "turboquant4" half a byte per element
             ("turboquant_k4v3", "turboquant_k3v4", "turboquant3" and "turboquant2" less), "fp8" ("fp8_e4m3") and
             "fp8_e5m2" a byte per element, with the scales of kv_scales, else the checkpoint's, else 1.
-            "turboquant4:window=64" keeps the last tokens in the model's dtype, in the second cache of "int4", and with
-            ":first=4" behind it the first ones.
+            "int8:window=128" keeps the last tokens in the model's dtype, in the second cache of "int4", and with
+            ":first=4" behind it the first ones; TurboQuant keeps 64 unless a window is said ("turboquant4:window=0").
             "int8:skip=0,-1", or a `KVCacheDtype`, keeps the first and the last layer in the model's dtype, and
             "key=int8,value=rotated_int4" names what K and V are stored as.
         latent: models of latent attention (MLA) keep one row per token and layer; True refuses a model that cannot.
@@ -120,7 +120,7 @@ class EngineConfig:
         if not isinstance(self.model, str | os.PathLike):
             raise InvalidInputError("model", "the path of a folder", repr(self.model))
         object.__setattr__(self, "model", os.fspath(self.model))
-        stored = KVCacheDtype.of(self.kv_cache_dtype)
+        stored = KVCacheDtype.of_model(self.kv_cache_dtype)
         object.__setattr__(self, "kv_cache_dtype", str(stored))
         if self.kv_scales is not None:
             object.__setattr__(self, "kv_scales", _checked_scales(self.kv_scales, stored, self.latent))

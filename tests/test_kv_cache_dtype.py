@@ -141,6 +141,34 @@ def specs(names: list[str], heads: int = 3, dim: int = 20, dtype: torch.dtype = 
     return [FullAttentionSpec(**shape, kv_cache_dtype=name) for name in names]
 
 
+@pytest.mark.parametrize("name", ["turboquant4", "k3v4", "turboquant2"])
+def test_a_model_leaves_what_turboquant_read_last(name: str) -> None:
+    """A name alone has no window for layers and caches, one of 64 for models; what is said counts for both."""
+    form = format_of(name).name
+    usual, none = KVCacheDtype.of_model(name), KVCacheDtype.of_model(f"{name}:window=0")
+    assert (
+        KVCacheDtype.of(name).name == form
+        and usual == KVCacheDtype(name, window=64)
+        and usual.name == f"{form}:window=64"
+    )
+    assert none == KVCacheDtype(name, window=0) != KVCacheDtype(name) and (none.of_one_layer(), none.window) == (
+        form,
+        0,
+    )
+    assert str(none) == f"{form}:window=0" and KVCacheDtype.of_model(str(none)) == none
+    assert KVCacheDtype.of_model(KVCacheDtype(name, [0], first=4)) == KVCacheDtype(name, [0], window=64, first=4)
+    kept = KVCacheDtype(name, (-1,), window=0, first=4)
+    assert kept.of_layers(2) == [f"{form}:first=4", "auto"] and replace(kept, skip_layers=()).window == 0
+    assert str(kept) == f"{form}:window=0:first=4:skip=-1" and KVCacheDtype.of_model(str(kept)) == kept
+    assert str(KVCacheDtype.of_model(f"{name}:window=5")) == f"{form}:window=5"
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "fp8", "k8v4", "int4"])
+def test_models_have_no_window_of_other_formats(name: str) -> None:
+    assert KVCacheDtype.of_model(name) == KVCacheDtype(name) == KVCacheDtype(name, window=0)
+    assert str(KVCacheDtype(name, window=0)) == format_of(name).name
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype"), [(3, 20, torch.float16), (2, 128, torch.bfloat16), (1, 7, torch.float32)]

@@ -260,7 +260,7 @@ def _recent_specs(specs: Sequence[KVCacheSpec], recent_blocks: int | None, num_g
     if recent and num_groups > 1:
         raise UnsupportedError(
             f"kv_cache_dtype={names!r} has one KV group, these layers are of {num_groups}; choose a format that stores "
-            "each token when it comes, as int8, or a cache for each kind of layer"
+            "each token when it comes, as int8 or turboquant4:window=0, or a cache for each kind of layer"
         )
     return recent
 

@@ -47,7 +47,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", help="attention backend by name; the fastest where not given")
     stored = "format of the KV cache, as int8 or fp8, int8:skip=0,-1 or key=int8,value=rotated_int4"
     kept = "NAME:window=N or NAME:first=N keeps the last or the first N tokens in the model's dtype"
-    add("--kv-cache-dtype", help=f"{stored}; {kept}, as turboquant4:window=64; the model's dtype where not given")
+    add("--kv-cache-dtype", help=f"{stored}; {kept}, of turboquant4 64 where not given; the model's dtype else")
     add(
         "--kv-scales", metavar="FILE", help="of `pagedattn calibrate`, for an fp8 cache; the checkpoint's, or 1, if not"
     )

@@ -155,7 +155,8 @@ class CacheFormat:
     """How a cache stores K and V. has_csrc: whether the C++ extension writes it too. block_multiple: of how many tokens
     block sizes are multiples. best_block_size: from how many tokens on blocks are read fastest. window: of how many
     tokens before its own block a query reads what was not encoded. first: of how many tokens at the sequence's
-    beginning. latent_only: latent rows are stored so (`mla_rows`), and no keys and values."""
+    beginning. usual_window: the window of a model for which none is said. latent_only: latent rows are stored so
+    (`mla_rows`), and no keys and values."""
 
     name: str
     key: RowFormat
@@ -165,6 +166,7 @@ class CacheFormat:
     best_block_size: int = 16
     window: int = 0
     first: int = 0
+    usual_window: int = 0
     latent_only: bool = False
 
     def with_native(self, window: int, first: int) -> CacheFormat:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInputError
 from .registry import format_of, format_of_pair, split_name
 
-_SKIP = ":skip="
+_SKIP, _NO_WINDOW = ":skip=", ":window=0"
 _TEXT = (
     "the name of a format, or NAME:window=TOKENS:first=TOKENS:skip=LAYERS, or with some of the three, such as "
     "int8:skip=0,-1"
@@ -27,7 +27,8 @@ class KVCacheDtype:
         skip_layers: indices of layers whose format is "auto"; negative ones count from the last layer.
         key, value: what K and V are stored as, in place of `name`: "int8" and "rotated_int4" are "k8v4".
         window: of how many tokens before its own block a query reads keys and values as the model computed them. The
-            attribute `name` has it, as "turboquant4:window=64".
+            attribute `name` has it, as "turboquant4:window=64", and 0 where models have one else. None: none, but for a
+            model (`of_model`).
         first: of how many tokens at a sequence's beginning a query reads them so; the name has it behind the window, as
             "turboquant4:window=64:first=4".
 
@@ -46,7 +47,7 @@ class KVCacheDtype:
         *,
         key: str | None = None,
         value: str | None = None,
-        window: int = 0,
+        window: int | None = None,
         first: int = 0,
     ) -> None:
         if key is not None or value is not None:
@@ -57,12 +58,15 @@ class KVCacheDtype:
         name = "auto" if name is None else name
         if not isinstance(name, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(name))
-        for kind, count in (("window", window), ("first", first)):
+        for kind, count in (("window", 0 if window is None else window), ("first", first)):
             if type(count) is not int:
                 raise InvalidInputError(kind, "a number of tokens", repr(count))
+        form = format_of(name)
         if window or first:
-            name = format_of(name).with_native(window, first).name
-        name = format_of(name).name  # of an alias too: what is stored alike is equal
+            form = form.with_native(window or 0, first)
+        name = form.name  # of an alias too: what is stored alike is equal
+        if window == 0 and form.usual_window:
+            name = name.replace(form.encoded_as, f"{form.encoded_as}{_NO_WINDOW}", 1)
         native = name == "auto"
         if not isinstance(skip_layers, Sequence):
             raise InvalidInputError("skip_layers", "integers, each once", repr(skip_layers), "(0,) skips layer 0")
@@ -126,6 +130,18 @@ class KVCacheDtype:
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given), "for NAME key=NAME,value=NAME may stand")
         return cls(name, indices, window=window, first=first)
 
+    @classmethod
+    def of_model(cls, given: str | KVCacheDtype) -> KVCacheDtype:
+        """The same as a model takes it, whose second caches are made for it: where nothing is said of a window,
+        TurboQuant leaves the last 64 tokens as they came ("turboquant4:window=0": none). Layers and caches take a name
+        as it is.
+        """
+        stored = cls.of(given)
+        form = format_of(stored.name)
+        if form.window or _NO_WINDOW in stored.name or not form.usual_window:
+            return stored
+        return cls(form.encoded_as, stored.skip_layers, window=form.usual_window, first=form.first)
+
     def block_size(self, given: int | None) -> int:
         """Tokens per block: as given, or where None, 16 or what the format's block sizes are multiples of.
 
@@ -147,7 +163,7 @@ class KVCacheDtype:
         if self.skip_layers:
             remedy = "give each layer its own: KVCacheDtype.of(...).of_layers(num_layers)[index]"
             raise InvalidInputError("kv_cache_dtype", "the format of one layer, without skip=", repr(str(self)), remedy)
-        return self.name
+        return format_of(self.name).name
 
     def of_layers(self, num_layers: int) -> Sequence[str]:
         """The format of each of a model's layers, by name.
@@ -155,7 +171,7 @@ class KVCacheDtype:
         Raises:
             InvalidInputError: an index that no layer has, or two of one layer.
         """
-        names = [self.name] * num_layers
+        names = [format_of(self.name).name] * num_layers
         for index in self.skip_layers:
             if not -num_layers <= index < num_layers:
                 raise InvalidInputError("skip_layers", f"layers in [{-num_layers}, {num_layers})", index)

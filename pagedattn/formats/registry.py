@@ -36,7 +36,8 @@ def format_of(name: str) -> CacheFormat:
     """
     found = _BY_NAME.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None and isinstance(name, str) and (parts := split_name(name)) is not None and parts[0] != name:
-        return _with_native(*parts)
+        name, window, first = parts
+        return _with_native(name, window or 0, first)
     if found is None:
         near = get_close_matches(name.lower(), (*NAMES, DS_MLA.name), 1) if isinstance(name, str) else []
         remedy = f"did you mean {near[0]}?" if near else "name one of these; docs/formats.md says which to take"
@@ -44,10 +45,10 @@ def format_of(name: str) -> CacheFormat:
     return found
 
 
-def split_name(text: str) -> tuple[str, int, int] | None:
-    """NAME:window=N:first=N as a name and the two numbers, 0 where one is not given; None of another text."""
+def split_name(text: str) -> tuple[str, int | None, int] | None:
+    """NAME:window=N:first=N as a name and the two numbers, None and 0 where one is not given; None of another text."""
     found = _NAME.fullmatch(text)
-    return None if found is None else (found[1], int(found[2] or 0), int(found[3] or 0))
+    return None if found is None else (found[1], None if found[2] is None else int(found[2]), int(found[3] or 0))
 
 
 @lru_cache(maxsize=64)

@@ -157,7 +157,7 @@ _TURBO2: dict[str, Any] = {"kv_cache_dtype": "turboquant2"}
 
 
 def _windowed(name: str, window: int, first: int = 0) -> dict[str, Any]:
-    return {"kv_cache_dtype": KVCacheDtype(name, window=window, first=first).name}
+    return {"kv_cache_dtype": KVCacheDtype(name, window=window, first=first).of_one_layer()}
 
 
 _STORED = (

@@ -16,10 +16,10 @@ from pagedattn.errors import InvalidInputError
 from pagedattn.integrations import transformers as hf
 
 MIXED = "int8:skip=0,-1"
-FORMATS = ("int8", "k8v4", "turboquant4", "fp8", "fp8_e5m2", MIXED)
+FORMATS = ("int8", "k8v4", "turboquant4:window=0", "fp8", "fp8_e5m2", MIXED)
 # Products of other sizes may differ in their last bits, and then an element is stored as the code beside its own, which
 # the coarser a format is, the more it changes log-probabilities: at most by so much.
-STEP = {"int8": 0.01, MIXED: 0.01, "k8v4": 0.1, "turboquant4": 0.2, "fp8": 0.1, "fp8_e5m2": 0.2}
+STEP = {"int8": 0.01, MIXED: 0.01, "k8v4": 0.1, "turboquant4:window=0": 0.2, "fp8": 0.1, "fp8_e5m2": 0.2}
 PROMPTS = [[5, 9, 200, 31, 7] * 4, [44, 3, 90], [8, 8, 300, 17, 25, 60, 12, 99, 101]]
 NEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 
@@ -96,7 +96,7 @@ def test_blocks_take_the_bytes_of_their_format(folder: Path) -> None:
     elements, layers = 2 * 4 * 2 * 32, 4
     expected = {"auto": 4 * elements, "fp8": elements, "int8": elements + 2 * 4 * 2 * 4}
     expected["k8v4"] = expected["int8"] - elements // 4
-    expected["turboquant4"] = elements // 2 + 2 * 4 * 2 * 2
+    expected["turboquant4:window=0"] = elements // 2 + 2 * 4 * 2 * 2
     # All layers in one slab, of a whole number of the largest row, of 2 heads of float32.
     row = 2 * 32 * 4
     expected[MIXED] = -(-2 * (expected["auto"] + expected["int8"]) // row) * row

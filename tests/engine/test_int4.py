@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -257,7 +258,10 @@ def test_options_that_do_not_go_with_it(folder: Path, tmp_path: Path) -> None:
         InvalidInputError, match="block_size must be a multiple of 32 for kv_cache_dtype='int4', got 16"
     ):
         EngineConfig(model="m", kv_cache_dtype="int4", block_size=16)
-    assert EngineConfig(model="m", kv_cache_dtype="turboquant4:window=64").tokens_per_block == 32
+    usual = EngineConfig(model="m", kv_cache_dtype="turboquant4")
+    assert (usual.kv_cache_dtype, usual.tokens_per_block) == ("turboquant4:window=64", 32)
+    none = EngineConfig(model="m", kv_cache_dtype="turboquant4:window=0")
+    assert none.kv_cache_dtype == "turboquant4:window=0" == EngineConfig(**asdict(none)).kv_cache_dtype
     windows = save(hf_model("qwen2-half-window", torch.float32), tmp_path)
     for kind in ("native", "transformers"):
         with pytest.raises(UnsupportedError, match="kv_cache_dtype='int4' has one KV group, these layers are of 2"):

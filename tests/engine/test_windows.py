@@ -87,7 +87,7 @@ def test_formats_with_windows(name: str, chunk: int, folder: Path) -> None:
 
 def test_windows_are_read_and_what_is_before_them_is_encoded(folder: Path) -> None:
     """What makes the other tests tests."""
-    found = [_alone(name, 4) for name in ("auto", "turboquant4", WINDOW, "turboquant4:window=40")]
+    found = [_alone(name, 4) for name in ("auto", "turboquant4:window=0", WINDOW, "turboquant4:window=40")]
     assert all(one != other for one, other in itertools.combinations(found, 2))
 
 

@@ -48,6 +48,17 @@ def test_chunks_of_any_size_give_one_result(name: str, stored: str) -> None:
     assert 1e-4 < off < 0.25
 
 
+def test_turboquant_has_a_window_unless_none_is_said() -> None:
+    model, ids, found = model_of("llama"), tokens(40), {}
+    exact = model(ids).logits
+    for stored in ("turboquant4", "turboquant4:window=64", "turboquant4:window=0"):
+        hf.enable(model, kv_cache_dtype=stored)
+        found[stored] = logits(model, ids, 8)
+    assert torch.equal(found["turboquant4"], found["turboquant4:window=64"])
+    assert torch.allclose(found["turboquant4"], exact, atol=1e-9), "all of it lies in the window"
+    assert float((found["turboquant4:window=0"] - exact).norm() / exact.norm()) > 1e-3
+
+
 @pytest.mark.parametrize("stored", ["int4", WINDOW, FIRST])
 def test_every_way_of_decoding_is_that_of_one_row_alone(stored: str) -> None:
     model, inputs = model_of("llama"), batch(*RAGGED)

@@ -56,6 +56,7 @@ def enable(
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
         kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "int4", "turboquant4", "fp8",
             "fp8_e5m2" or another; with some layers kept in the model's dtype "int8:skip=0,-1", or a `KVCacheDtype`.
+            TurboQuant leaves the last 64 tokens as they came unless a window is said ("turboquant4:window=0").
         kv_scales: a file of `pagedattn calibrate` for an fp8 cache, or a loaded one; None: all are 1.
         latent: latent attention (MLA) keeps one row per token and layer, where the model is seen to be that; a warning
             of the logger "pagedattn" says why where it is not. True refuses a model that cannot. False keeps keys and
@@ -67,7 +68,7 @@ def enable(
         UnsupportedError: transformers is missing, or the model cannot be right over a paged cache, or cannot keep rows
             with latent=True; says why.
     """
-    stored = KVCacheDtype.of(kv_cache_dtype)
+    stored = KVCacheDtype.of_model(kv_cache_dtype)
     register_generate()
     check_model(model)
     disable(model)

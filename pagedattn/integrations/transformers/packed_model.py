@@ -68,7 +68,7 @@ class PackedModel:
         Raises:
             UnsupportedError: transformers is missing, or the model cannot be right over a paged cache; says why.
         """
-        stored = KVCacheDtype.of(kv_cache_dtype)
+        stored = KVCacheDtype.of_model(kv_cache_dtype)
         size = stored.block_size(block_size)
         register_attention()
         check_model(model)
