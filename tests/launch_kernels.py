@@ -234,7 +234,20 @@ def unkept() -> dict[str, Any]:
     for _ in range(3):
         model(query, query[:, :KV_HEADS], query[:, :KV_HEADS], cache, mine)
     kept = [one.write is None for one in mine.plan.calls.values()]
-    return {"foreign": len(foreign.plan.calls), "writes": len(writes), "kept": kept}
+    return {"foreign": len(foreign.plan.calls), "writes": len(writes), "kept": kept, "many": many(other, cache, common)}
+
+
+def many(model: Attention, cache: LayerCache, common: CommonAttentionMetadata) -> dict[str, Any]:
+    """Calls of 70 layouts, then one of the first layout that is not aligned: how many are kept, and whether the first
+    still is."""
+    metadata = model.build(common)
+    assert metadata.plan is not None
+    calls, first = metadata.plan.calls, []
+    for extra in range(70):
+        model(torch.randn(SEQS, HEADS, DIM + 16 * extra).half()[..., :DIM], None, None, cache, metadata)
+        first = first or [*calls.items()]
+    model(torch.randn(SEQS * HEADS * DIM + 1).half()[1:].view(SEQS, HEADS, DIM), None, None, cache, metadata)
+    return {"kept": len(calls), "first": [*calls.items()][:1] == first}
 
 
 def ways() -> dict[str, list[list[str]]]:

@@ -73,6 +73,7 @@ def test_a_call_that_a_plan_does_not_serve_is_not_kept() -> None:
 
 def test_a_backend_that_writes_itself_does_so_each_time() -> None:
     unkept = found()["unkept"]
+    assert unkept["many"] == {"kept": 64, "first": True}, "a captured graph may write to memory that it holds"
     assert unkept["writes"] == 3 and unkept["kept"] == [True]
 
 

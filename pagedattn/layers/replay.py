@@ -25,7 +25,7 @@ from ..spec import Scale
 if TYPE_CHECKING:
     from ..runtime.launcher import Replay
 
-_MOST_CALLS = 64  # of one plan; those of a CUDA graph live long
+_MOST_CALLS = 64  # of one plan. None is given up for another: a CUDA graph may write to memory that it holds
 _Tensor = torch.Tensor
 
 
@@ -119,11 +119,10 @@ def run_and_keep(
     bases = tuple(x if isinstance(x, _Tensor) else None for x in bases)
     others = () if cache.recent is None else (cache.recent.key, cache.recent.value)
     places = [None if one is None else one.places(bases, others) for one in attends]
-    if once and len(attends) == plan.num_launches and None not in places:
+    kept = layout in plan.calls or len(plan.calls) >= _MOST_CALLS
+    if once and not kept and len(attends) == plan.num_launches and None not in places:
         again = load("runtime.launcher").Replay
         write = again(made[:1]) if written and count == 1 and made[0] is not None and made[0].repeatable() else None
-        if len(plan.calls) >= _MOST_CALLS:
-            plan.calls.clear()
         result = out.flatten(1) if given.dim() == 2 else out
         plan.calls[layout] = Recorded(write, again(attends, places), impl.spec.softmax_scale, _allocates(given, result))
     return out
