@@ -51,7 +51,7 @@ FAULTS = (
     Fault("the largest levels never taken, triton", "turboquant:_encode", "tl.static_range(HALF - 1)",
           "tl.static_range(HALF - 2)", "test_format_turboquant.py bit_by_bit triton"),
     Fault("levels of least squared error without the row's length", "TurboQuantRows.encode",
-          "length / (level * level).sum(-1, keepdim=True).float().sqrt()",
+          "length / root((level * level).sum(-1, keepdim=True))",
           "length / (UNITS[self.bits] * dim**0.5)", "test_format_turboquant.py lengths_are_kept"),
     Fault("factors beyond float16 stored as infinite", "TurboQuantRows.encode", ".clamp(max=LARGEST)", "",
           "test_format_turboquant.py beyond_float16"),

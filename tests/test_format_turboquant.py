@@ -14,7 +14,7 @@ from pagedattn import Attention, BlockPool, CommonAttentionMetadata, PagedKVCach
 from pagedattn.formats.hadamard.rotation import block_of, hadamard, signs
 from pagedattn.formats.registry import FORMATS
 from pagedattn.formats.turboquant.codebook import LEVELS, UNITS
-from pagedattn.formats.turboquant.format import LARGEST, TURBOQUANT, TurboQuantRows
+from pagedattn.formats.turboquant.format import LARGEST, TURBOQUANT, TurboQuantRows, root
 
 NAMES = ("turboquant4", "turboquant_k4v3", "turboquant_k3v4", "turboquant3", "turboquant2")
 BITS = (4, 3, 2)
@@ -50,6 +50,13 @@ def squared_error(levels: list[float]) -> float:
     for level, mean, (low, high) in zip(levels, means(levels), pairwise(edges), strict=True):
         total += 2 * (below(high)[1] - below(low)[1]) * (level * level - 2 * level * mean)
     return total
+
+
+def test_roots_are_those_of_ieee_on_every_cpu() -> None:
+    """torch's vectorised root of float32 has an error of a last place on some."""
+    squares = torch.randint(1, 1 << 40, (4096,), generator=torch.Generator().manual_seed(0))
+    want = [math.sqrt(number) for number in squares.float().tolist()]  # far closer than a float32's last place
+    assert torch.equal(root(squares), torch.tensor(want, dtype=torch.float64).float())
 
 
 @pytest.mark.parametrize(("bits", "optimum"), [(2, 0.117482), (3, 0.034548), (4, 0.009501)])

@@ -44,14 +44,14 @@ class TurboQuantRows(RowFormat):
     def encode(self, rows: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         dim, levels = rows.shape[-1], LEVELS[self.bits]
         steps, up = rotated_steps(rows)
-        length = (steps * steps).sum(-1, keepdim=True).float().sqrt()
+        length = root((steps * steps).sum(-1, keepdim=True))
         size, number = steps.abs().float(), torch.zeros_like(steps)
         for at in range(len(levels) // 2 - 1):
             number += size >= length * edge_of(levels, UNITS[self.bits], at, dim)
         half = len(levels) // 2
         code = torch.where(steps < 0, half - 1 - number, half + number)
         level = torch.tensor(levels, device=rows.device)[code]
-        factor = length / (level * level).sum(-1, keepdim=True).float().sqrt() * step_size(dim, FRACTION) * up
+        factor = length / root((level * level).sum(-1, keepdim=True)) * step_size(dim, FRACTION) * up
         return self._pack(code), factor.clamp(max=LARGEST).to(torch.float16)
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
@@ -73,6 +73,11 @@ class TurboQuantRows(RowFormat):
         from .device import KEY_KERNELS
 
         return KEY_KERNELS[self.bits]
+
+
+def root(squares: torch.Tensor) -> torch.Tensor:
+    """Of whole numbers as float32, to the nearest. torch takes roots of float32 with an error on some CPUs."""
+    return squares.float().double().sqrt().float()
 
 
 class TurboQuantValues(TurboQuantRows):
