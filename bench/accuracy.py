@@ -127,7 +127,7 @@ def losses(models: Mapping[str, Any], ids: torch.Tensor, chunk: int) -> list[Row
 def share_in_16_bit(model: Any, kv_cache_dtype: str, start: int, count: int) -> Row:
     """A row's part for the queries at `count` positions from `start` on: which share of the keys that they read, in all
     layers together, lies in the model's dtype. It does not depend on chunks."""
-    stored, positions = KVCacheDtype.of_model(kv_cache_dtype), range(start, start + count)
+    stored, positions = KVCacheDtype.of(kv_cache_dtype), range(start, start + count)
     names, size = stored.of_layers(model.config.get_text_config().num_hidden_layers), stored.block_size(None)
     native = {name: sum(format_of(name).native_keys(at, size) for at in positions) for name in {*names}}
     keys = len(names) * sum(at + 1 for at in positions)

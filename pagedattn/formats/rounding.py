@@ -34,13 +34,20 @@ def divide(x, y, per_y):
 
 
 @triton.jit
+def powers_of_two(magnitude):
+    """Of float32 magnitudes, given as their bits int32, the power of two that each begins with and one by it; both are
+    normal numbers, so that of subnormal and of the largest magnitudes it is the nearest such."""
+    exponent = tl.minimum(tl.maximum(magnitude >> 23, 1), 253)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def saturating_quotient(x, y):
     """x / y, of float32, y broadcast; a quotient beyond 2**16 is as large or larger. NaN stays NaN.
 
     After the first correction a quotient is less than a last place off, so that the second one rounds as IEEE does if
     1 / y is rounded so (Markstein). Powers of two keep y near 1 and quotients finite."""
-    exponent = tl.minimum(tl.maximum((y.to(tl.int32, bitcast=True) >> 23) & 255, 1), 253)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    _, down = powers_of_two(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     y = y * down
     per_y = tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y)
     x = tl.minimum(tl.maximum(x * down, -_BEYOND, tl.PropagateNan.ALL), _BEYOND, tl.PropagateNan.ALL)

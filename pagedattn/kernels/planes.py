@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def scale_rows(block, slot, kv_head, STRIDES: tl.constexpr):
-    """Offsets of slots' scales of a KV head in a plane of these strides, int64 [BLOCK_N]; of no meaning where there is
-    none."""
+    """Offsets of slots' scales of a KV head, or of each of several, in a plane of these strides, int64 [BLOCK_N]; of no
+    meaning where there is none."""
     row = block
     if STRIDES is not None:
         row = block * STRIDES[0] + slot * STRIDES[1] + kv_head.to(tl.int64) * STRIDES[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rounding import nearest_even
+from ..rounding import nearest_even, powers_of_two
 from . import rotation, steps
 
 block_of = triton.constexpr_function(rotation.block_of)
@@ -47,9 +47,7 @@ def rotated_steps(row, mask, D: tl.constexpr, WIDTH: tl.constexpr):
     # The largest of bits, in which NaN is larger than all numbers.
     largest = tl.max(row.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = largest < 0x7F800000
-    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
-    up = (exponent << 23).to(tl.float32, bitcast=True)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    up, down = powers_of_two(largest)
     turned = hadamard(row * down[:, None] * signs(tl.arange(0, WIDTH))[None, :], D, WIDTH)
     turned = tl.where(mask & finite[:, None], turned, 0.0)
     return nearest_even(turned * _steps_per_unit(D, FRACTION)), up, finite

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..base import RowKernels
 from ..native.device import load_tile
-from ..rounding import divide, nearest_integer
+from ..rounding import divide, nearest_integer, powers_of_two
 
 
 @triton.jit
@@ -32,8 +32,7 @@ def encode_rows(rows):
     of_row = tl.where(of_row == of_row, upwards, of_row)  # of the largest bits of NaN the sum would be 0
     of_row = tl.where(of_row == 0, 1.0, of_row)
     # Rows and scales are divided by a power of two first, so that quotients are found by products.
-    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    _, down = powers_of_two(largest)
     finite = largest < 0x7F800000
     step = tl.where(finite, of_row * down, 1.0)
     per_step = tl.where(finite, 1.0 / step, 0.0)

@@ -11,6 +11,7 @@ from ...formats.native.format import ROWS as NATIVE_ROWS
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
+from ..planes import scale_rows
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
@@ -38,24 +39,15 @@ def _reshape_and_cache_kernel(
     if tl.program_id(1) == 0:
         K_FORMAT.write_rows(
             key, key_cache, k_scale_cache, k_scale, k_scale_value, token * sk_t + head * sk_h,
-            block * sck_b + offset * sck_s + head * sck_h, _scale_row(block, offset, head, K_SCALE_STRIDES), head, seen,
+            block * sck_b + offset * sck_s + head * sck_h, scale_rows(block, offset, head, K_SCALE_STRIDES), head, seen,
             kept, D, K_SCALES,
         )  # fmt: skip
     elif value is not None:
         V_FORMAT.write_rows(
             value, value_cache, v_scale_cache, v_scale, v_scale_value, token * sv_t + head * sv_h,
-            block * scv_b + offset * scv_s + head * scv_h, _scale_row(block, offset, head, V_SCALE_STRIDES), head, seen,
+            block * scv_b + offset * scv_s + head * scv_h, scale_rows(block, offset, head, V_SCALE_STRIDES), head, seen,
             kept, DV, V_SCALES,
         )  # fmt: skip
-
-
-@triton.jit
-def _scale_row(block, offset, head, STRIDES: tl.constexpr):
-    """Offsets in a plane of scales; where there is none, of no meaning."""
-    if STRIDES is None:
-        return block
-    else:
-        return block * STRIDES[0] + offset * STRIDES[1] + head * STRIDES[2]
 
 
 _MANY = 2048  # tokens
