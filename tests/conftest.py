@@ -18,6 +18,7 @@ import uninterpreted  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     interpreter.make_order_stable()
+    interpreter.check_options()
     interpreter.make_fast()
 
 

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter order-stable and fast.
+"""Makes Triton's interpreter order-stable, strict about launches, and fast.
 
 In an order-stable `tl.dot` an element's bits depend on its row and its column alone.
 
@@ -48,6 +48,20 @@ def make_order_stable() -> None:
         return interpreter.TensorHandle(product(rows, columns, d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def check_options() -> None:
+    """Refuse a number of warps that a GPU refuses: the interpreter takes any, since it has none."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def run_checked(self: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> Any:
+        if num_warps not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"num_warps: expected a power of two up to 32 for {self.__name__}, got {num_warps}")
+        return run(self, *args, **kwargs)
+
+    InterpretedFunction.run = run_checked
 
 
 def make_fast() -> None:

@@ -12,6 +12,8 @@ FAULTS = (
     Fault("a rotated output left rotated, prefill", "_paged_attention_kernel",
           "acc = V_FORMAT.rotate(acc, DV, BLOCK_DV)",
           "pass", GROWN),
+    Fault("as many warps as elements ask for", "_tokens_of_a_program", "width = triton.next_power_of_2(elements)",
+          "width = elements", "test_reshape_and_cache.py no_power_of_two triton"),
     Fault("a query not rotated, decode", "_decode_kernel",
           "q, q_rest = rotated_queries(q, K_FORMAT.rotate, D, BLOCK_D)", "pass", GROWN),
     Fault("a query not rotated, prefill", "_paged_attention_kernel",

@@ -47,7 +47,9 @@ def equal_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "both"])
-@pytest.mark.parametrize(("heads", "dim", "dim_v"), [(2, 16, 16), (3, 24, 40), (1, 1, 7), (4, 72, 9), (5, 128, 512)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dim_v"), [(2, 16, 16), (3, 24, 40), (1, 1, 7), (4, 72, 9), (5, 128, 512), (6, 128, 64)]
+)
 def test_writes_what_it_should_and_nothing_else(device, any_path, dtype, layout, heads, dim, dim_v) -> None:
     host = make_cache(layout, heads, dim, dim_v, dtype)
     rows = fused_rows(len(SLOTS) + 2, heads, dim, dim_v, dtype)  # two rows of padding
@@ -82,6 +84,16 @@ def test_any_number_of_tokens(device, any_path, count) -> None:
     ops.reshape_and_cache(rows, -rows, cache, other := torch.zeros_like(cache), slots, path=any_path)
     assert torch.equal(cache.flatten(0, 1)[slots], rows) and torch.equal(other.flatten(0, 1)[slots], -rows)
     assert int((cache != 0).sum()) == rows.numel()
+
+
+def test_many_tokens_whose_elements_are_no_power_of_two(device, any_path) -> None:
+    """Keys of 192 and values of 128, as an expanded latent layer stores them."""
+    count = 2048
+    key, value = torch.randn(count, 16, 192, device=device), torch.randn(count, 16, 128, device=device)
+    keys, values = torch.zeros(count, 1, 16, 192, device=device), torch.zeros(count, 1, 16, 128, device=device)
+    slots = torch.randperm(count, device=device)
+    ops.reshape_and_cache(key, value, keys, values, slots, path=any_path)
+    assert torch.equal(keys[slots, 0], key) and torch.equal(values[slots, 0], value)
 
 
 @pytest.mark.parametrize("form", ["fp8_e5m2", "int8", "k8v4", "turboquant_k3v4"])

@@ -108,12 +108,13 @@ def launch(
 
 
 def _tokens_of_a_program(tokens: int, elements: int, rotated: bool) -> tuple[int, int]:
-    """And its warps. Few tokens are shared out as far as they go. Of many, a program has as much to do as it can
-    hold, as it waits twice for memory; a rotation fills a warp with one token."""
+    """And its warps, a power of two. Few tokens are shared out as far as they go. Of many, a program has as much to do
+    as it can hold, as it waits twice for memory; a rotation fills a warp with one token."""
+    width = triton.next_power_of_2(elements)
     if tokens < _MANY:
-        return 1, min(4, max(1, elements // 256))
-    at_once = 1 if rotated else max(1, 2048 // triton.next_power_of_2(elements))
-    return at_once, min(8, max(1, at_once * elements // 1024))
+        return 1, min(4, max(1, width // 256))
+    at_once = 1 if rotated else max(1, 2048 // width)
+    return at_once, min(8, max(1, at_once * width // 1024))
 
 
 def _as_written(rows: RowFormat, new: torch.Tensor, cache: torch.Tensor) -> RowFormat:
