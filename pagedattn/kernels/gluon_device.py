@@ -26,18 +26,17 @@ def tile_layout(shape):
 
 
 @gluon.jit
-def tanh(x):
-    """tanh through exp2."""
-    t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-    y = (1.0 - t) / (1.0 + t)
-    return gl.where(x < 0, -y, y)
-
-
-@gluon.jit
 def approximate(OP: gl.constexpr, x):
     """ "lg2" or "rcp" of normal numbers, exact to 2**-22 or so, where `gl.log2` and a division are to the last digit by
     20 instructions."""
     return gl.inline_asm_elementwise(OP + ".approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def tanh(x):
+    """To within 2**-22, which is 7e-6 of a logit under a soft cap of 30, by half as many instructions as a form that is
+    exact near 0."""
+    return 1.0 - 2.0 * approximate("rcp", 1.0 + gl.exp2(x * (2.0 * LOG2E)))
 
 
 @gluon.jit
