@@ -16,6 +16,10 @@ from .work_item import CONSUMERS, ROWS
 COUNTERS = gl.constexpr(_COUNTERS)
 GROUP = gl.constexpr(16)  # states that one consumer adds up
 AT_ONCE = gl.constexpr(2)  # unrolled, so that what registers have room for is in flight
+AT_ONCE_OF_LINES = gl.constexpr(4)
+LINES = gl.constexpr(16)  # of 256 outputs, that are added up at a time where heads are wide
+WIDEST_ROW = gl.constexpr(128)  # outputs of which registers have room for AT_ONCE states and their sum
+LINE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 4], [1, 0]))  # that of `_by_thread`
 
 
 @gluon.jit
@@ -46,10 +50,15 @@ def _outputs(state, like):
 
 
 @gluon.jit
-def _publish(acc, m_i, l_i, state, shape):
+def _publish_rows(m_i, l_i, state):
     row = gl.arange(0, ROWS, m_i.type.layout)
     gl.store(state + row, m_i.to(gl.int32, bitcast=True))
     gl.store(state + ROWS + row, l_i.to(gl.int32, bitcast=True))
+
+
+@gluon.jit
+def _publish(acc, m_i, l_i, state, shape):
+    _publish_rows(m_i, l_i, state)
     for i in gl.static_range(len(acc)):
         outputs = _by_thread(acc[i])
         gl.store(_outputs(state + i * ROWS * shape.D, outputs), outputs.to(gl.int32, bitcast=True))
@@ -86,26 +95,82 @@ def _add(acc, before, outputs, here):
 
 
 @gluon.jit
-def _reduce_splits(acc, m_i, l_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
-    """The states at `count` places together, every STRIDE from `start` on, in the layouts of those given."""
+def _row_sums(state, row, live):
+    """Maxima and sums of a state's rows, as of rows that saw nothing where it is none."""
+    m = gl.load(state + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
+    sums = gl.load(state + ROWS + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
+    return gl.where(live, m, -float("inf")), sums
+
+
+@gluon.jit
+def _factors(m_i, m):
+    """The larger of two maxima, and what sums under each are multiplied by."""
+    top = gl.maximum(m_i, m)
+    shift = gl.where(top == -float("inf"), 0.0, top)
+    return top, gl.exp2(m_i - shift), gl.exp2(m - shift)
+
+
+@gluon.jit
+def _reduce_splits(
+    acc, m_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape, WITH_OUTPUTS: gl.constexpr
+):
+    """The states at `count` places together, every STRIDE from `start` on, in the layouts of those given; outputs not
+    without WITH_OUTPUTS."""
     row = gl.arange(0, ROWS, m_i.type.layout)
     m_i = gl.full_like(m_i, -float("inf"))
-    l_i = gl.zeros_like(l_i)
-    acc = _zeros(acc)
+    l_i = gl.zeros_like(m_i)
+    if WITH_OUTPUTS:
+        acc = _zeros(acc)
     for done in range(0, count, AT_ONCE):
         for nth in gl.static_range(AT_ONCE):
             live = done + nth < count
             state = _state(workspace, start + gl.where(live, done + nth, 0) * STRIDE, w, shape)
-            m = gl.load(state + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
-            sums = gl.load(state + ROWS + row, cache_modifier=".cg").to(gl.float32, bitcast=True)
-            outputs = _load_outputs(state, acc, shape)
-            m = gl.where(live, m, -float("inf"))
-            top = gl.maximum(m_i, m)
-            shift = gl.where(top == -float("inf"), 0.0, top)
-            before, here = gl.exp2(m_i - shift), gl.exp2(m - shift)
+            m, sums = _row_sums(state, row, live)
+            m_i, before, here = _factors(m_i, m)
             l_i = l_i * before + sums * here
-            acc = _add(acc, before, outputs, here)
-            m_i = top
+            if WITH_OUTPUTS:
+                acc = _add(acc, before, _load_outputs(state, acc, shape), here)
+    return acc, m_i, l_i
+
+
+@gluon.jit
+def _reduce_lines(WIDTH: gl.constexpr, part, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
+    """Outputs of a part of the head, from `part` in a state on, of the states that `_reduce_splits` takes: their sum
+    takes the place of the first's. Some lines of all states, then the next."""
+    HALF: gl.constexpr = WIDTH // 8  # lines of the first eight of sixteen rows
+    SOME: gl.constexpr = min(LINES, HALF)
+    line = gl.arange(0, SOME, gl.SliceLayout(1, LINE_LAYOUT))
+    column = gl.arange(0, 256, gl.SliceLayout(0, LINE_LAYOUT))
+    for first in range(0, 2 * HALF, SOME):
+        row = column // 64 * 16 + first // HALF * 8 + column // 8 % 8
+        place = 2 * ROWS + part + gl.expand_dims((first + line) * 256, 1) + gl.expand_dims(column, 0)
+        m_i = gl.full([256], -float("inf"), gl.float32, gl.SliceLayout(0, LINE_LAYOUT))
+        total = gl.zeros([SOME, 256], gl.float32, LINE_LAYOUT)
+        for done in range(0, count, AT_ONCE_OF_LINES):
+            for nth in gl.static_range(AT_ONCE_OF_LINES):
+                live = done + nth < count
+                state = _state(workspace, start + gl.where(live, done + nth, 0) * STRIDE, w, shape)
+                m, _ = _row_sums(state, row, live)
+                outputs = gl.load(state + place, cache_modifier=".cg").to(gl.float32, bitcast=True)
+                m_i, before, here = _factors(m_i, m)
+                total = total * gl.expand_dims(before, 0) + outputs * gl.expand_dims(here, 0)
+        gl.store(_state(workspace, start, w, shape) + place, total.to(gl.int32, bitcast=True))
+
+
+@gluon.constexpr_function
+def _is_narrow(shape):
+    return shape.D + shape.MORE_V <= WIDEST_ROW
+
+
+@gluon.jit
+def _reduce(acc, m_i, workspace, start, count, STRIDE: gl.constexpr, w: gl.constexpr, shape):
+    """The states at `count` places together, but that outputs of wide heads are left in the first one's place. Every
+    thread is done with them when it returns."""
+    if not _is_narrow(shape):
+        for i in gl.static_range(len(acc)):
+            _reduce_lines(acc[i].shape[1], i * ROWS * shape.D, workspace, start, count, STRIDE, w, shape)
+    acc, m_i, l_i = _reduce_splits(acc, m_i, workspace, start, count, STRIDE, w, shape, _is_narrow(shape))
+    thread_barrier()
     return acc, m_i, l_i
 
 
@@ -121,12 +186,16 @@ def publish_and_reduce(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
     members = gl.minimum(item.parts - first, GROUP)
     complete = is_last(workspace + (head * CONSUMERS + w) * 2, members)
     if complete:
-        acc, m_i, l_i = _reduce_splits(acc, m_i, l_i, workspace, head, members, 1, w, shape)
+        acc, m_i, l_i = _reduce(acc, m_i, workspace, head, members, 1, w, shape)
         if item.parts > GROUP:
-            thread_barrier()  # every thread has read the head's state before it is replaced
-            _publish(acc, m_i, l_i, _state(workspace, head, w, shape), shape)
+            if _is_narrow(shape):
+                _publish(acc, m_i, l_i, _state(workspace, head, w, shape), shape)
+            else:
+                _publish_rows(m_i, l_i, _state(workspace, head, w, shape))
             groups = (item.parts + GROUP - 1) // GROUP
             complete = is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)
             if complete:
-                acc, m_i, l_i = _reduce_splits(acc, m_i, l_i, workspace, item.origin, groups, GROUP, w, shape)
+                acc, m_i, l_i = _reduce(acc, m_i, workspace, item.origin, groups, GROUP, w, shape)
+        if complete and not _is_narrow(shape):
+            acc = _load_outputs(_state(workspace, item.origin, w, shape), acc, shape)
     return complete, acc, m_i, l_i
