@@ -33,7 +33,8 @@ class AttentionShape(NamedTuple):
 
 class BatchBounds(NamedTuple):
     """Upper bounds of a step's sequences, tokens and keys, as the host knows them. The first num_decodes have one token
-    each. max_keys: keys that the block table has room for, 0 where unknown."""
+    each. max_keys: keys that the block table has room for, 0 where unknown. max_prompt_keys: of a sequence that is no
+    decode, 0 where max_seq_len is all that is known."""
 
     num_tokens: int
     num_seqs: int
@@ -41,13 +42,21 @@ class BatchBounds(NamedTuple):
     max_query_len: int
     max_seq_len: int
     max_keys: int = 0
+    max_prompt_keys: int = 0
+
+    @property
+    def prompt_keys(self) -> int:
+        """Keys of a sequence that is no decode."""
+        return self.max_prompt_keys or self.max_seq_len
 
     def part(self, first: int, last: int, max_query_len: int) -> BatchBounds:
         """Of sequences first..last alone, whose queries are at most so long."""
         if first == 0 and last == self.num_seqs and max_query_len == self.max_query_len:
             return self
         decodes = min(max(self.num_decodes - first, 0), last - first)
-        return BatchBounds(self.num_tokens, last - first, decodes, max_query_len, self.max_seq_len, self.max_keys)
+        longest = self.max_seq_len if decodes else self.prompt_keys
+        lens = (max_query_len, longest, self.max_keys, self.max_prompt_keys)
+        return BatchBounds(self.num_tokens, last - first, decodes, *lens)
 
 
 def shape_of(inputs: AttentionInputs) -> AttentionShape:

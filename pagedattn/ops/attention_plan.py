@@ -112,7 +112,7 @@ def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device
     for first in range(0, dequantise.most_keys(bounds), keys):
         block = first // size
         own = mask if mask.from_block is None else mask.replace(from_block=max(mask.from_block - block, 0) or None)
-        rest = prompts._replace(max_seq_len=bounds.max_seq_len - first, max_keys=keys)
+        rest = prompts._replace(max_seq_len=bounds.prompt_keys - first, max_keys=keys, max_prompt_keys=0)
         plan = plan_attention(shape._replace(mask=own.constants), rest, device)
         passes.append(KeyPass(block, block + keys // size, plan))
     return tuple(passes)

@@ -150,7 +150,8 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     key_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0)) if packed else None
     for (kernel, first, last, longest), config in plan.launches:
         whole = last - first == len(inputs.seq_lens)
-        part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
+        keys = min(inputs.max_seq_len, plan.bounds.part(first, last, longest).max_seq_len)
+        part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest, max_seq_len=keys)
         prior = None
         if plan.prefix is not None and plan.cascade is not None and first == 0:
             prefix, part = plan.cascade.divide(part, plan.prefix_dtype)

@@ -128,11 +128,18 @@ def test_a_plan_is_that_of_the_call_itself(features: dict[str, Any], monkeypatch
     problem.run(TritonBackend)
     (planned, inputs) = seen[-1]
     own = plan_call(inputs)
-    assert plan.serves(inputs) and (own.shape, own.bounds) == (plan.shape, plan.bounds) == (
-        planned.shape,
-        planned.bounds,
-    )
+    assert plan.serves(inputs) and own.shape == plan.shape == planned.shape and plan.bounds == planned.bounds
+    assert own.bounds == plan.bounds._replace(max_prompt_keys=0), "lengths that the host knows are the metadata's alone"
     assert own.launches == plan.launches == planned.launches
+
+
+def test_keys_of_prompts_are_bounded_by_their_own_lengths() -> None:
+    """Not by those of decodes, where the host knows them."""
+    common = make_problem(Case(query_lens=(1, 9, 5), seq_lens=(300, 20, 30), head_dim=16), DEVICE).common
+    for known, keys in ((common, 30), (common.replace(seq_lens_cpu=None), 300)):
+        bounds = plan_of(TritonMetadataBuilder(SPEC, DEVICE).build(known)).bounds
+        assert bounds.part(1, 3, 9).max_seq_len == bounds.part(2, 3, 5).max_seq_len == keys
+        assert bounds.max_seq_len == bounds.part(0, 1, 1).max_seq_len == bounds.part(0, 2, 9).max_seq_len == 300
 
 
 def test_prompts_on_long_contexts_without_the_kernel_for_hopper() -> None:

@@ -115,6 +115,13 @@ def test_a_copy_has_64_mib_at_most() -> None:
     assert copy_turns(SHAPE, long) == 8 and copy_turns(SHAPE, long._replace(num_seqs=2)) == 0
 
 
+def test_a_copy_is_as_long_as_prompts_are() -> None:
+    """However long the contexts of decodes beside them are."""
+    shape = SHAPE._replace(head_dim=256, head_dim_v=256, num_kv_heads=4)
+    mixed = BatchBounds(4941, 5, 1, 1235, 1 << 15, 1 << 15)
+    assert not copy_turns(shape, mixed) and copy_turns(shape, mixed._replace(max_prompt_keys=1235)) == 1
+
+
 def test_it_pays_where_many_queries_see_most_keys() -> None:
     def pays(shape: AttentionShape, max_query_len: int) -> bool:
         return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len)) > 0

@@ -82,7 +82,10 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         if shape.block_size is None and shape.paged and common.block_size is not None:
             shape = shape._replace(block_size=common.block_size)
         lens = (common.max_query_len, common.max_seq_len, common.block_table.shape[1] * (shape.block_size or 0))
-        return shape, BatchBounds(common.num_tokens, common.seq_lens.shape[0], common.num_decodes, *lens)
+        count, decodes, prompt_keys = common.seq_lens.shape[0], common.num_decodes, 0
+        if common.seq_lens_cpu is not None and 0 < decodes < count:
+            prompt_keys = int(common.seq_lens_cpu[decodes:count].max())
+        return shape, BatchBounds(common.num_tokens, count, decodes, *lens, prompt_keys)
 
     def _shareable(self, common: CommonAttentionMetadata, shared_prefix_len: int) -> int:
         """Keys, whole blocks, that each new token of the decodes sees and that all of them share."""

@@ -35,8 +35,8 @@ def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     if bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
         return False
     # Of few keys that are seen, most of the copy would not be read.
-    seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
-    return 2 * seen >= bounds.max_seq_len
+    seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
+    return 2 * seen >= bounds.prompt_keys
 
 
 def copy_turns(shape: AttentionShape, bounds: BatchBounds) -> int:
@@ -62,8 +62,8 @@ def keys_per_pass(shape: AttentionShape, bounds: BatchBounds, tile: int) -> int:
 
 
 def most_keys(bounds: BatchBounds) -> int:
-    """Of a sequence: its length, or what the block table has room for."""
-    return min(bounds.max_seq_len, bounds.max_keys or bounds.max_seq_len)
+    """Of a prompt: its length, or what the block table has room for."""
+    return min(bounds.prompt_keys, bounds.max_keys or bounds.prompt_keys)
 
 
 def _divisors(heads: int) -> list[int]:
