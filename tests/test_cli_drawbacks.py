@@ -24,3 +24,19 @@ def test_why_and_backends_name_it(
     assert ("TORCH: a slow build (pip install fast)" in said[0]) == bool(reason)
     assert ("7; a slow build (pip install fast)" in said[1]) == bool(reason)
     assert ("slow" in said[0] + said[1]) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "told"),
+    [
+        ("int8", ("--compile",), True),
+        ("int8", (), False),
+        ("fp8", ("--compile",), False),
+        ("auto", ("--compile",), False),
+    ],
+)
+def test_why_tells_which_compilers_take_no_scales(
+    stored: str, options: tuple[str, ...], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(("why", *LAYER, "--kv-cache-dtype", stored, *options)) == 0
+    assert ("torch.compile: inductor and aot_eager" in " ".join(capsys.readouterr().out.split())) == told

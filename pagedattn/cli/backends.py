@@ -18,6 +18,11 @@ from . import display
 from .spec_options import latent_dims_of, spec_of
 from .terminal import show_matrix, show_rows
 
+# AOTAutograd raises "does not yet handle input mutations on views with different dtypes".
+_COMPILE_SCALES = (
+    "torch.compile: inductor and aot_eager take no cache of codes with scales, which are two dtypes in one storage "
+    "(compile by backend='eager', or take kv_cache_dtype='auto', or fp8 with given scales)"
+)
 Probed = tuple[Availability, Capabilities | None]  # whether it can run here, and what it serves
 
 
@@ -152,10 +157,17 @@ def _winners_of_forms(forms: LatentForms, dims: LatentDims) -> dict[str, object]
 
 
 def _drawbacks(selection: Selection) -> list[str]:
-    """A line for each backend that serves, but less well than it could, with the remedy."""
+    """A line for each backend that serves, but less well than it could, with the remedy; and for what torch lacks."""
     found = {one.name: one.availability() for one in (selection.prefill, selection.decode)}
     kept = {name: state for name, state in found.items() if state.reason and state.hint}
-    return [f"{name}: {state.reason} ({state.hint})" for name, state in kept.items()]
+    lines = [f"{name}: {state.reason} ({state.hint})" for name, state in kept.items()]
+    return [*lines, _COMPILE_SCALES] if selection.spec.compile and _computes_scales(selection.spec) else lines
+
+
+def _computes_scales(spec: AttentionSpec) -> bool:
+    """Whether the cache keeps scales beside codes, as two tensors of one storage."""
+    rows = ((spec.format.key, spec.head_dim), (spec.format.value, spec.value_dim))
+    return spec.uses_cache and any(len(one.planes(dim, spec.dtype)) > 1 for one, dim in rows)
 
 
 def _losers(selection: Selection, form: str) -> str:
