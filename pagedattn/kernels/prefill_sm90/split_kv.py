@@ -196,6 +196,7 @@ def publish_and_reduce(acc, m_i, l_i, workspace, item, w: gl.constexpr, shape):
             complete = is_last(workspace + (item.origin * CONSUMERS + w) * 2 + 1, groups)
             if complete:
                 acc, m_i, l_i = _reduce(acc, m_i, workspace, item.origin, groups, GROUP, w, shape)
-        if complete and not _is_narrow(shape):
-            acc = _load_outputs(_state(workspace, item.origin, w, shape), acc, shape)
+        if not _is_narrow(shape):
+            if complete:
+                acc = _load_outputs(_state(workspace, item.origin, w, shape), acc, shape)
     return complete, acc, m_i, l_i
