@@ -63,7 +63,7 @@ def test_both_caches_and_vllm_in_one_file(
     code, rows = _run(file, "--contender", "vllm CUSTOM", "--contender", "vllm FLASHMLA")
     assert code == 1 and [*rows] == ["latent", "expanded", "vllm CUSTOM", "vllm FLASHMLA"]
     assert rows["vllm CUSTOM"]["workloads"][0]["median_tok_s"] > 0 and rows["vllm CUSTOM"]["refused"] is None
-    assert "ended with 1" in rows["vllm FLASHMLA"]["refused"]
+    assert "FLASHMLA-FLASHMLA-0 ended with 1" in rows["vllm FLASHMLA"]["refused"]
 
 
 @CPU_ONLY

@@ -150,8 +150,7 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     key_starts = torch.nn.functional.pad(inputs.seq_lens.cumsum(0), (1, 0)) if packed else None
     for (kernel, first, last, longest), config in plan.launches:
         whole = last - first == len(inputs.seq_lens)
-        keys = min(inputs.max_seq_len, plan.bounds.part(first, last, longest).max_seq_len)
-        part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest, max_seq_len=keys)
+        part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
         prior = None
         if plan.prefix is not None and plan.cascade is not None and first == 0:
             prefix, part = plan.cascade.divide(part, plan.prefix_dtype)
@@ -177,7 +176,8 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
         return
     dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
     heads, tile = inputs.key.shape[2] // plan.copy_turns, sm90.keys_per_tile(plan.shape.head_dim)
-    copy = None
+    # Decodes have a launch of their own, and a copy no room for their keys.
+    inputs, copy = inputs._replace(max_seq_len=min(inputs.max_seq_len, plan.bounds.prompt_keys)), None
     for first in range(0, inputs.key.shape[2], heads):
         copy = dequantise(inputs.heads(first, first + heads), tile, copy)
         attend(copy, plan.tile_schedule, plan.workspace)

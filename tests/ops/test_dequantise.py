@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from pagedattn.kernels.dequantise.plan import MOST_BYTES, copy_turns
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
 from pagedattn.ops.attention_plan import plan_attention
+from pagedattn.ops.launch_plan import LaunchPlan
 
 SHAPE = AttentionShape(
     torch.bfloat16, torch.int8, 8, 4, 128, 128, Mask(causal=True).constants, False, True, False, 16, ("int8", "int8")
@@ -122,6 +125,18 @@ def test_a_copy_is_as_long_as_prompts_are() -> None:
     assert not copy_turns(shape, mixed) and copy_turns(shape, mixed._replace(max_prompt_keys=1235)) == 1
 
 
+def test_a_copy_is_made_as_long_as_prompts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds, made = BatchBounds(25, 2, 1, 24, 300, 304, 40), []
+    module = import_module("pagedattn.ops.paged_attention")
+    plan = LaunchPlan(SHAPE, bounds, (), "", 0, copy_turns=2)
+    family = SimpleNamespace(launch=lambda inputs, *_: made.append(inputs) or inputs)
+    monkeypatch.setattr(module, "load", lambda name: family)
+    for longest, room in ((300, 40), (24, 24)):  # of a call whose keys are fewer, those
+        made.clear()
+        module._launch_sm90(plan, call_of_heads(4, longest), None)
+        assert [one.max_seq_len for one in made] == 4 * [room]  # two turns, each a copy and what attends to it
+
+
 def test_it_pays_where_many_queries_see_most_keys() -> None:
     def pays(shape: AttentionShape, max_query_len: int) -> bool:
         return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len)) > 0
@@ -149,14 +164,18 @@ def test_open_blocks_of_decodes_and_prompts_are_one_launch_that_adds() -> None:
     assert (plan.launches[0].span.first, plan.launches[-1].span.last) == (0, 10)
 
 
-def test_a_call_is_cut_by_kv_heads() -> None:
-    heads, dim = 4, 16
+def call_of_heads(heads: int, max_seq_len: int = 5) -> AttentionInputs:
+    dim = 16
     cache, scales = torch.randn(3, 16, heads, dim), torch.rand(3, 16, heads, 1)
     query, lse = torch.randn(5, 2 * heads, dim), torch.rand(5, 2 * heads)
     starts, lens, table = torch.tensor([0, 5]).int(), torch.tensor([5]).int(), torch.tensor([[2]]).int()
     of_query, one, of_head = torch.arange(2.0 * heads), torch.ones(1), torch.arange(1.0 * heads)
     given = (query, cache, cache + 1, table, starts, lens, of_query, of_query + 1, one, of_head, query + 1, lse)
-    whole = AttentionInputs(*given, 1.0, 1.0, (), 0.0, 5, 5, 0, False, scales, scales + 1, "int8")
+    return AttentionInputs(*given, 1.0, 1.0, (), 0.0, 5, max_seq_len, 0, False, scales, scales + 1, "int8")
+
+
+def test_a_call_is_cut_by_kv_heads() -> None:
+    whole = call_of_heads(4)
     part = whole.heads(1, 3)
     for name in ("key", "value", "k_scale_cache", "v_scale_cache"):
         assert torch.equal(getattr(part, name), getattr(whole, name)[:, :, 1:3]), name
