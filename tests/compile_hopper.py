@@ -16,7 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
-from pagedattn.kernels.prefill_sm90 import copy_kernel, fp8_kernel, int8_kernel, parts_kernel
+from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts
 
@@ -32,13 +32,12 @@ POINTERS = {  # and numbers that are no int32
     "v_scale_cache": "*fp32",
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
-FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
-REGISTERS = {None: 240, "copy": 240, "u8": 224, **dict.fromkeys(FP8, 232)}  # of a consumer's thread
+CODES = {"fp8e4nv": "e4m3", "fp8e5": "e5m2", "i8": "int8"}
+REGISTERS = {None: 240, "copy": 240, **dict.fromkeys(CODES, 232)}  # of a consumer's thread
 KERNELS = {
     None: _prefill_kernel,
     "copy": copy_kernel._prefill_kernel,
-    "u8": int8_kernel._prefill_kernel,
-    **dict.fromkeys(FP8, fp8_kernel._prefill_kernel),
+    **dict.fromkeys(CODES, codes_kernel._prefill_kernel),
 }
 
 
@@ -68,8 +67,10 @@ def compile_one(
     constants = {**fixed, **({} if sinks else {"sinks": None})}
     if fixed["FIELDS"] == FIELDS:
         constants["workspace"] = None
-    if stored in FP8:
-        constants["CODES"] = FP8[stored]
+    if stored in CODES:
+        constants["CODES"] = CODES[stored]
+        planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
+        constants |= dict.fromkeys(scales if stored == "i8" else planes)
     if stored == "copy":
         constants |= {"k_scale": None, "v_scale": None, **copy_kernel.block_constants(flags["mask"])}
         constants |= {"tile_scales": None} if flags["mask"].earlier_blocks else {}
@@ -117,7 +118,7 @@ def main() -> None:
     plain = {"mask": Mask(True), "softcap": False}
     splits_kv: dict[str, Any] = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
-    compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "u8", **plain)
+    compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "i8", **plain)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
     compile_one("copy-int4-D128-G4-S32", "bf16", 128, 4, 32, False, "copy", **earlier)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
@@ -132,8 +133,8 @@ def main() -> None:
         compile_one("e5m2-D64-G4-S16-parts", "bf16", 64, 4, 16, False, "fp8e5", **plain, **splits_kv)
         window: dict[str, Any] = {"mask": Mask(True, 100), "softcap": False}
         compile_one("e4m3-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, "fp8e4nv", **window)
-        compile_one("int8-D64-G8-S256-window-sinks", "bf16", 64, 8, 256, True, "u8", **window)
-        compile_one("int8-D64-G4-S16-parts-fp16", "fp16", 64, 4, 16, False, "u8", **plain, **splits_kv)
+        compile_one("int8-D64-G8-S256-window-sinks", "bf16", 64, 8, 256, True, "i8", **window)
+        compile_one("int8-D64-G4-S16-parts-fp16", "fp16", 64, 4, 16, False, "i8", **plain, **splits_kv)
         compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
         compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, mask=Mask(True, 4096), softcap=False)
         compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, mask=Mask(True, 100), softcap=False)

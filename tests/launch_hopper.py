@@ -20,10 +20,10 @@ from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMeta
 from pagedattn.kernels import hopper
 from pagedattn.kernels.dequantise import kernel as dequantise
 from pagedattn.kernels.dequantise import plan as copies
-from pagedattn.kernels.prefill_sm90 import copy_kernel, fp8_kernel, int8_kernel, kernel, parts_kernel
+from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, kernel, parts_kernel
 
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
-MODULES: tuple[Any, ...] = (kernel, fp8_kernel, int8_kernel, parts_kernel, copy_kernel, dequantise)
+MODULES: tuple[Any, ...] = (kernel, codes_kernel, parts_kernel, copy_kernel, dequantise)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
@@ -37,7 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "D 60": {"query_lens": [300], "dim": 60},
     "fp8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "fp8_e4m3"},
     "int8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "int8"},
-    "int8, D 256": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256},
+    "int8, D 80": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 80},
+    "int8, D 256": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256, "block_size": 32},
     "k8v4": {"query_lens": [300], "kv_cache_dtype": "k8v4"},
     "turboquant4, long": {"query_lens": [300], "kv_cache_dtype": "turboquant4"},
     "fp8, long": {"query_lens": [300], "kv_cache_dtype": "fp8_e4m3"},
@@ -68,7 +69,7 @@ def run(
     stored = options.get("kv_cache_dtype", "auto")
     recent = stored == "int4"
     known: dict[str, Any] = {"dtype": dtype, "layout": layout, "recent_blocks": 90 if recent else None}
-    caches = PagedKVCache(2, 90, 32 if recent else 16, heads[1], dim, kv_cache_dtype=stored, **known)
+    caches = PagedKVCache(2, 90, block_size or 16, heads[1], dim, kv_cache_dtype=stored, **known)
     cache = caches.layer(0)
     second = {"recent_table": table, "block_size": block_size} if recent and block_size else {}
     common = CommonAttentionMetadata.from_lengths(query_lens, lens, table, **second)  # type: ignore[arg-type]

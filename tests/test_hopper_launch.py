@@ -52,7 +52,7 @@ def test_few_query_blocks_share_their_keys_out(name: str) -> None:
     "name",
     [
         *("prompts", "prompts and decodes", "prompts and long decodes", "several tokens each"),
-        *("HND", "one head", "fp8", "int8", "D 80"),
+        *("HND", "one head", "fp8", "int8", "int8, D 256", "D 80"),
     ],
 )
 def test_other_layers_repeat_the_launches_that_triton_makes(name: str) -> None:
@@ -68,7 +68,7 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
     ("name", "reason"),
     [
         ("D 60", "head dims 60 and 60"),
-        ("int8, D 256", "head dims 256 and 256, not 64, 128"),
+        ("int8, D 80", "head dims 80 and 80, not 64, 128, 256"),
         ("turboquant4, long", "over a cache of torch.uint8"),
     ],
 )
@@ -110,8 +110,8 @@ def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, la
     ("name", "kernels"),
     [
         ("prompts", ["prefill_sm90/kernel.py"]),
-        ("prompts, fp8 codes", ["prefill_sm90/fp8_kernel.py"]),
-        ("prompts, int8 codes", ["prefill_sm90/int8_kernel.py"]),
+        ("prompts, fp8 codes", ["prefill_sm90/codes_kernel.py"]),
+        ("prompts, int8 codes", ["prefill_sm90/codes_kernel.py"]),
         ("prompts, dequantised", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
         ("decodes, fp8", ["decode_sm90/kernel.py"]),
         ("decodes, int8", ["decode_sm90/kernel.py"]),

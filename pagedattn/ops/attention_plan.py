@@ -95,7 +95,10 @@ def plan_prefix(
     of a captured step would have to be as long as its longest prefix."""
     whole = shape._replace(mask=Mask.of(shape.mask).replace(causal=False).constants)
     params = sm90.params_of(whole, rows.max_keys, target.num_sms)
-    by_prompts = not _why_not_sm90(whole, not_sm90) and has_prompts_work(shape, rows, target)
+    # Over int8 the kernel for codes takes no longer, and adds before it rounds.
+    not_by_codes = sm90_decode.why_not(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
+    served = not _why_not_sm90(whole, not_sm90) and ("int8" not in shape.codes or bool(not_by_codes))
+    by_prompts = served and has_prompts_work(shape, rows, target)
     span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
     launch = _launch(span, whole, rows, target, params, not_sm90_decode, most_rows=_ANY_ROWS)
     return LaunchPlan(whole, rows, (launch,), "", _workspace_size(launch, rows))
@@ -214,11 +217,10 @@ def prefers_split_kv(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> b
 
 def has_prompts_work(shape: AttentionShape, rows: BatchBounds, target: Target) -> bool:
     """Whether the rows over a shared prefix are work for the Hopper prefill kernel: of less, what it takes before its
-    first keys and after its last ones is more than what it gains. Not over int8, whose values it rounds to 16 bits:
-    outputs that are rounded before they are added to would be off by three roundings."""
+    first keys and after its last ones is more than what it gains."""
     count, fewest = rows.max_query_len * shape.group, sm90_decode.FEW_ROWS if shape.codes[0] else DECODE_ROWS
     work = shape.num_kv_heads * -(-count // DECODE_ROWS) * rows.max_seq_len
-    return count > fewest and work >= _PREFIX_KEYS_PER_SM * target.num_sms and "int8" not in shape.codes
+    return count > fewest and work >= _PREFIX_KEYS_PER_SM * target.num_sms
 
 
 def decode_query_len(max_query_len: int) -> int:

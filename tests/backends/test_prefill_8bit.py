@@ -10,8 +10,9 @@ import torch
 from backends.test_hopper import FEW_BLOCKS, HERE, LENS
 from backends.triton_kinds import KINDS, case_of_kind
 
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache
 from pagedattn.backends.registry import get_backend
-from pagedattn.kernels.prefill_sm90.plan import INT8_HEAD_DIMS, WHOLE_HEAD_DIMS
+from pagedattn.kernels.prefill_sm90.plan import WHOLE_HEAD_DIMS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
@@ -20,9 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopp
 DEVICE = torch.device("cuda", 0)
 
 
-def is_whole(case: Case, head_dims: tuple[int, ...]) -> bool:
+def is_whole(case: Case) -> bool:
     """Whether heads are read in one part."""
-    return case.head_dim in head_dims and case.head_dim_v in (None, case.head_dim)
+    return case.head_dim in WHOLE_HEAD_DIMS and case.head_dim_v in (None, case.head_dim)
 
 
 CASES = {
@@ -30,12 +31,10 @@ CASES = {
     for index, kind in enumerate(KINDS)
     for name, scale in (("fp8_e4m3", ("head", "float", "tensor")[index % 3]), ("fp8_e5m2", "tensor"))
     if case_of_kind(kind).dtype == torch.bfloat16 and (name == "fp8_e4m3" or index % 3 == 0)
-    if is_whole(case_of_kind(kind), WHOLE_HEAD_DIMS)
+    if is_whole(case_of_kind(kind))
 }
 CASES |= {
-    f"int8, {kind}": case_of_kind(kind).but(kv_cache_dtype="int8")
-    for kind in KINDS
-    if is_whole(case_of_kind(kind), INT8_HEAD_DIMS)
+    f"int8, {kind}": case_of_kind(kind).but(kv_cache_dtype="int8") for kind in KINDS if is_whole(case_of_kind(kind))
 }
 CASES["int8, large rows"] = case_of_kind("plain").but(kv_cache_dtype="int8", magnitude=300.0, scale=1e-5)
 CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3", magnitude=300.0, scale=1e-5)
@@ -46,17 +45,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that it served; none is over a copy, as `test_dequantised_prompts.py` has them."""
     monkeypatch.setattr("pagedattn.kernels.dequantise.plan.copy_turns", lambda shape, bounds: 0)
     made: list[Any] = []
-    for name in ("fp8_kernel", "int8_kernel"):
-        family = import_module(f"pagedattn.kernels.prefill_sm90.{name}")
+    family = import_module("pagedattn.kernels.prefill_sm90.codes_kernel")
+    launch = family.launch
 
-        def seen(
-            inputs: Any, entries: torch.Tensor, workspace: torch.Tensor | None, launch: Any = family.launch
-        ) -> None:
-            launch(inputs, entries, workspace)
-            assert not entries[0, :2].any(), "a counter was not left as it was found"
-            made.append(inputs)
+    def seen(inputs: Any, entries: torch.Tensor, workspace: torch.Tensor | None) -> None:
+        launch(inputs, entries, workspace)
+        assert not entries[0, :2].any(), "a counter was not left as it was found"
+        made.append(inputs)
 
-        monkeypatch.setattr(family, "launch", seen)
+    monkeypatch.setattr(family, "launch", seen)
     return made
 
 
@@ -81,3 +78,23 @@ def test_parts_of_few_query_blocks(name: str, launches: list[Any]) -> None:
         if case.sliding_window:  # of so many keys that parts pay
             case = case.but(sliding_window=2030 + case.sliding_window)
         agrees(case, name, launches)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_values_of_many_sizes(order: int, launches: list[Any]) -> None:
+    """Tokens whose values are 2**-60 to 2**60, growing or falling: a tile has a unit of its own."""
+    keys, dim = 1500, 128
+    sizes = torch.linspace(-60 * order, 60 * order, keys, device=DEVICE).round().exp2()[:, None, None]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(keys, heads, dim, device=DEVICE) for heads in (8, 2, 2))
+    query, key, value = query.bfloat16(), key.bfloat16(), (value * sizes).bfloat16()
+    cache = PagedKVCache(1, 100, 16, 2, dim, kv_cache_dtype="int8", dtype=torch.bfloat16, device=DEVICE).layer(0)
+    table = torch.randperm(100, dtype=torch.int32, device=DEVICE)[None]
+    outputs = []
+    for backend in ("TRITON", "TORCH"):
+        kinds: dict[str, Any] = {"dtype": torch.bfloat16, "kv_cache_dtype": "int8", "device": DEVICE}
+        layer = Attention(8, dim, 2, block_size=16, backend=backend, **kinds)
+        common = CommonAttentionMetadata.from_lengths([keys], [keys], table)
+        outputs.append(layer(query, key, value, cache, common).double())
+    error = (outputs[0] - outputs[1]).abs().amax(-1) / outputs[1].abs().amax(-1)
+    assert launches and float(error.max()) < 2**-6, float(error.max())

@@ -136,6 +136,7 @@ def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_ro
     assert prefix_of(fp8, decodes(4)) == (by_codes, "decode_sm90", 16)
     for codes in (CODES, K8V4):
         assert prefix_of(SHAPE._replace(codes=codes), decodes(1024)) == (by_codes, "decode_sm90", 64)
+    assert prefix_of(SHAPE._replace(**narrow), decodes(80)) == (by_codes, "prefill_sm90", 80)
     assert prefix_of(SHAPE._replace(codes=K8V4, **narrow), decodes(64)) == (by_codes, "decode", 64)
     native = SHAPE._replace(codes=(None, None), stored_dtype=torch.bfloat16)
     assert prefix_of(native, decodes(80)) == (["decode"], "prefill_sm90", 80)

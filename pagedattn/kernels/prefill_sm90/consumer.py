@@ -28,12 +28,20 @@ class Output:
 
 @gluon.jit
 def _logits(q, k, shape):
-    """Begin a tile's logits [64, BLOCK_N]: of queries that are a sum of two, or of the parts of a head."""
-    s = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
-    for i in gl.static_range(len(q)):
-        part = k[i % len(k)].permute((1, 0))
-        s = warpgroup_mma(q[i], part, s, use_acc=i > 0, is_async=True)
-    return s
+    """Begin a tile's logits [64, BLOCK_N]: of queries that are a sum of two, or of the parts of a head; of int8, whole
+    numbers."""
+    if shape.CODES == "int8":
+        keys = k[0].permute((1, 0))
+        s = gl.zeros([ROWS, shape.BLOCK_N], gl.int32, shape.S_LAYOUT)
+        s = warpgroup_mma(q[0], keys, s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s]) << 8
+        return warpgroup_mma(q[1], keys, s, is_async=True)
+    else:
+        s = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
+        for i in gl.static_range(len(q)):
+            part = k[i % len(k)].permute((1, 0))
+            s = warpgroup_mma(q[i], part, s, use_acc=i > 0, is_async=True)
+        return s
 
 
 @gluon.jit
@@ -69,20 +77,24 @@ def _rescale(acc, alpha):
 
 
 @gluon.jit
-def _times_scales(s, c, key_scales, shape):
-    """Logits of int8 keys [64, BLOCK_N] times the keys' scales, which lie in shared memory."""
-    if shape.KEY_SCALES:
-        scales = key_scales.index(c % key_scales.shape[0]).load(gl.SliceLayout(0, shape.S_LAYOUT))
-        return s * gl.expand_dims(scales, 0)
+def _times_scales(s, c, of_keys, shape):
+    """Logits [64, BLOCK_N] of keys that are stored with a scale of each token, times those; and the unit of the tile's
+    values, an exponent of two."""
+    if shape.TOKEN_SCALES:
+        stage = c % of_keys.of_keys.shape[0]
+        scales = of_keys.of_keys.index(stage).load(gl.SliceLayout(0, shape.S_LAYOUT))
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        unit = gl.max(of_keys.units.index(stage).slice(0, 1).load(one), 0)
+        return s.to(gl.float32) * gl.expand_dims(scales, 0), unit
     else:
-        return s
+        return s, 0.0
 
 
 @gluon.jit
-def _tile_factor(key_scales, tile, shape):
+def _tile_factor(tile_scales, tile, shape):
     """A factor of a tile's logits; asked for while products run, so that nothing waits for it."""
     if shape.TILE_SCALES:
-        return gl.load(key_scales + tile)
+        return gl.load(tile_scales + tile)
     else:
         return 1.0
 
@@ -146,7 +158,7 @@ def _grow(l_i, alpha, p, shape):
 
 
 @gluon.jit
-def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, channels, MASKED: gl.constexpr, shape):
+def _steps(p, acc, m_i, l_i, unit, c, high, low, rows, of_keys, softcap, pin, channels, MASKED: gl.constexpr, shape):
     """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
     q, q_pos, keys, qk_scale = rows
     for back in range(0, high - low):
@@ -154,8 +166,8 @@ def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, chann
         qk = _logits(q, channels.k.parts(c), shape)
         channels.v.wait_full(c - 1)
         pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
-        factor = _tile_factor(key_scales, high - 1 - back, shape)
-        s = _times_scales(warpgroup_mma_wait(len(pv), deps=[qk]), c, key_scales, shape)
+        factor = _tile_factor(of_keys, high - 1 - back, shape)
+        s, next_unit = _times_scales(warpgroup_mma_wait(len(pv), deps=[qk]), c, of_keys, shape)
         scale = _scale_of(qk_scale, factor, shape)
         p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, scale, softcap, MASKED, shape)
         l_i = _grow(l_i, alpha, p, shape)
@@ -164,9 +176,12 @@ def _steps(p, acc, m_i, l_i, c, high, low, rows, key_scales, softcap, pin, chann
         pin.store(l_i.to(pin.dtype))
         acc = _end_outputs(pv, shape)
         channels.release(c)
+        if shape.TOKEN_SCALES:
+            alpha *= gl.exp2(unit - next_unit)
+        unit = next_unit
         acc = _rescale(acc, alpha)
         c += 1
-    return p, acc, m_i, l_i, c
+    return p, acc, m_i, l_i, unit, c
 
 
 @gluon.jit
@@ -240,8 +255,8 @@ def _skip(item, c, channels, shape):
 @gluon.jit
 def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
-    and their strides by head; of values also one that the host knows. int8 codes have key scales [STAGES, BLOCK_N] in
-    shared memory; TILE_SCALES lie as [B, Hkv, tiles], with strides by head and by sequence."""
+    and their strides by head; of values also one that the host knows. TOKEN_SCALES: in the place of keys'
+    `scale_planes.ScaleRooms`; TILE_SCALES lie as [B, Hkv, tiles], with strides by head and by sequence."""
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w % channels.pins.shape[0])
     n = 0  # items begun
@@ -260,7 +275,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             k_scale, s_kscale = of_keys[0], of_keys[1]
             if shape.TILE_SCALES:
                 k_scale += item.head // shape.PACKS * s_kscale + item.seq * of_keys[2]
-            elif not shape.KEY_SCALES and k_scale is not None:  # keys times their scale: as their logits times it
+            elif not shape.TOKEN_SCALES and k_scale is not None:  # keys times their scale: as their logits times it
                 logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
             factor = _tile_factor(k_scale, high - 1, shape)
@@ -275,7 +290,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             if shape.MORE > 0:
                 rooms = rooms + (queries.more[0].index(n % queries.STAGES).reshape([ROWS, shape.MORE]),)  # noqa: RUF005
             q = rooms
-            if shape.SPLIT_Q:
+            if shape.CODES is not None:
                 q, up = split_queries(rooms[0], shape)
                 logit_scale = gl.maximum(up * logit_scale, 2.0**-126)  # 0 times a masked logit would be NaN
             if shape.CAST_Q:
@@ -283,7 +298,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 q = (cast,)
                 logit_scale = up * logit_scale
             qk = _logits(q, channels.k.parts(c), shape)
-            s = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
+            s, unit = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)
             c += 1
             scale = _scale_of(logit_scale, factor, shape)
@@ -296,21 +311,23 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             masked = gl.minimum(whole_high, high - 1)
             whole = gl.minimum(whole_low, masked)
             rows = (q, q_pos, keys, logit_scale)
-            p, acc, m_i, l_i, c = _steps(
-                p, acc, m_i, l_i, c, high - 1, masked, rows, k_scale, softcap, pin, channels, True, shape
+            p, acc, m_i, l_i, unit, c = _steps(
+                p, acc, m_i, l_i, unit, c, high - 1, masked, rows, k_scale, softcap, pin, channels, True, shape
             )
-            p, acc, m_i, l_i, c = _steps(
-                p, acc, m_i, l_i, c, masked, whole, rows, k_scale, softcap, pin, channels, False, shape
+            p, acc, m_i, l_i, unit, c = _steps(
+                p, acc, m_i, l_i, unit, c, masked, whole, rows, k_scale, softcap, pin, channels, False, shape
             )
             if shape.WINDOW > 0 or shape.FIRST % shape.BLOCK_N > 0:
-                p, acc, m_i, l_i, c = _steps(
-                    p, acc, m_i, l_i, c, whole, low, rows, k_scale, softcap, pin, channels, True, shape
+                p, acc, m_i, l_i, unit, c = _steps(
+                    p, acc, m_i, l_i, unit, c, whole, low, rows, k_scale, softcap, pin, channels, True, shape
                 )
             channels.v.wait_full(c - 1)
             pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
             following = take(channels.items, n + 1, 4, shape)
             acc = _end_outputs(pv, shape)
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+            if shape.TOKEN_SCALES:
+                acc = _rescale(acc, gl.full_like(m_i, 1.0) * gl.exp2(unit))
             complete = True
             if shape.SPLIT_KV:
                 if item.parts > 1:

@@ -16,7 +16,6 @@ from ..tiles import MIN_SPLIT_KEYS
 FP8 = ("e4m3", "e5m2")
 HEAD_DIMS = range(64, 257, 8)
 WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
-INT8_HEAD_DIMS = (64, 128)  # 16 warps have 128 registers a thread, too few for products 256 wide
 MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
 COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")  # over a copy, blocks not beside a window
 TILE_ROWS = 128  # packed query rows of a tile
@@ -126,7 +125,7 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     int8 = {*shape.codes} == {"int8"} and shape.dtype in (torch.bfloat16, torch.float16)
     if not (native or (shape.paged and (fp8 or int8))):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
-    if reason := _why_not_dims(shape, native, int8):
+    if reason := _why_not_dims(shape, native):
         return reason
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
@@ -147,11 +146,11 @@ def why_not_copied(native: AttentionShape, here: str) -> str:
     return "" if module_of(native) == "kernel" else "heads of two parts"
 
 
-def _why_not_dims(shape: AttentionShape, native: bool, int8: bool) -> str:
+def _why_not_dims(shape: AttentionShape, native: bool) -> str:
     dim, dim_v = shape.head_dim, shape.head_dim_v
     if not native:
-        dims = INT8_HEAD_DIMS if int8 else WHOLE_HEAD_DIMS
-        return "" if dim in dims and dim_v == dim else f"head dims {dim} and {dim_v}, not {', '.join(map(str, dims))}"
+        dims = ", ".join(map(str, WHOLE_HEAD_DIMS))
+        return "" if _is_whole(dim, dim_v) else f"head dims {dim} and {dim_v}, not {dims}"
     if not (dim in HEAD_DIMS and dim_v in HEAD_DIMS):
         return f"head dims {dim} and {dim_v}, not multiples of 8 from 64 to 256"
     (first, more), (first_v, more_v) = head_parts(dim), head_parts(dim_v)
@@ -177,7 +176,7 @@ def module_of(shape: AttentionShape) -> str:
     code = shape.codes[0]
     if code is None:
         return "kernel" if _is_whole(shape.head_dim, shape.head_dim_v) else "parts_kernel"
-    return "int8_kernel" if code == "int8" else "fp8_kernel"
+    return "codes_kernel"
 
 
 def why_not_tensors(inputs: AttentionInputs) -> str:

@@ -97,36 +97,22 @@ def _targets(ring, n, start, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def load_tile(w: gl.constexpr, descs, row, place, item, start, c, ring, shape):
+    """A loading warp's part of the c-th tile, of keys from `start` on. row: the sequence's of the table."""
+    key = start + w * shape.LOAD
+    blocks = _blocks(row, key, _last_page(item, shape), shape)
+    ring.wait_empty(c)
+    targets = _targets(ring, c, w * shape.LOAD, shape.LOAD)
+    _load(descs, blocks, key, item.head // shape.PACKS, place, ring.barrier(c), targets, shape)
+
+
+@gluon.jit
 def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, shape):
     """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
-    last_page = _last_page(item, shape)
-    kv_head = item.head // shape.PACKS
     for back in range(0, high - low):
-        key = (high - 1 - back) * shape.BLOCK_N + w * shape.LOAD
-        blocks = _blocks(row, key, last_page, shape)
-        ring.wait_empty(c)
-        targets = _targets(ring, c, w * shape.LOAD, shape.LOAD)
-        _load(descs, blocks, key, kv_head, place, ring.barrier(c), targets, shape)
-        c += 1
-    return c
-
-
-@gluon.jit
-def _load_turns(descs, table, s_table, places, item, c, ring, shape):
-    """All tiles of an item's keys and values, by turns, to one ring. The number of tiles of each loaded, after it."""
-    low, _, _, high = tiles_of(item, shape)
-    row = table + item.seq.to(gl.int64) * s_table
-    last_page = _last_page(item, shape)
-    for back in range(0, high - low):
-        key = (high - 1 - back) * shape.BLOCK_N
-        blocks = _blocks(row, key, last_page, shape)
-        for i in gl.static_range(2):
-            n = 2 * c + i
-            ring.wait_empty(n)
-            target = (ring.tile(n),)
-            _load((descs[i],), blocks, key, item.head // shape.PACKS, places[i], ring.barrier(n), target, shape)
+        load_tile(w, descs, row, place, item, (high - 1 - back) * shape.BLOCK_N, c, ring, shape)
         c += 1
     return c
 
@@ -134,8 +120,7 @@ def _load_turns(descs, table, s_table, places, item, c, ring, shape):
 @gluon.jit
 def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, shape):
     """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first
-    warp's part of their keys, by a descriptor for each part of a tile; of int8 caches all codes, of which `descs` and
-    `place` are of keys and of values."""
+    warp's part of their keys, by a descriptor for each part of a tile."""
     # Nothing of what came before is read, and nothing is written, before an item is handed out.
     gdc_wait()
     n = 0  # items handed out
@@ -145,10 +130,7 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
         following = items.draw()
         hand_out(channels.items, n, item, shape)
         _load_queries(descs_q, item, n, channels, shape)
-        if shape.CODES == "int8":
-            c = _load_turns(descs, table, s_table, place, item, c, ring, shape)
-        else:
-            c = _load_tiles(0, descs, table, s_table, place, item, c, ring, shape)
+        c = _load_tiles(0, descs, table, s_table, place, item, c, ring, shape)
         n += 1
         item = items.look_up(following, shape, False)
     hand_out(channels.items, n, item, shape)

@@ -33,9 +33,9 @@ class Shape:
     MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
     block of rows, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed keys, LOAD keys of a tile
     that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an
-    8-bit cache, as `RowFormat.codes`, or None; KEY_SCALES: they are int8, whose scales are factors of logits;
-    SPLIT_Q: they are fp8, with which queries are multiplied as two. TILE_SCALES: a tile's logits have a factor; CAST_Q:
-    queries become float16, as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor.
+    8-bit cache, as `RowFormat.codes`, or None, with which queries are multiplied as two of as many bits; TOKEN_SCALES:
+    they are int8, whose scales are factors of columns. TILE_SCALES: a tile's logits have a factor; CAST_Q: queries
+    become float16, as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor.
     EARLIER: rows see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
@@ -56,8 +56,7 @@ class Shape:
     DTYPE: gl.constexpr
     V_DTYPE: gl.constexpr
     CODES: gl.constexpr
-    KEY_SCALES: gl.constexpr
-    SPLIT_Q: gl.constexpr
+    TOKEN_SCALES: gl.constexpr
     TILE_SCALES: gl.constexpr
     CAST_Q: gl.constexpr
     ROW_SCALES: gl.constexpr
@@ -79,14 +78,13 @@ class Shape:
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
         self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
-        fp8 = CODES in ("e4m3", "e5m2")
-        self.KEY_SCALES = gl.constexpr(CODES == "int8")
-        self.CODES, self.SPLIT_Q = gl.constexpr(CODES), gl.constexpr(fp8)
+        codes = CODES is not None
+        self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
         self.TILE_SCALES, self.CAST_Q = gl.constexpr(TILE_SCALES), gl.constexpr(CAST_Q)
-        self.ROW_SCALES = gl.constexpr(fp8 or CAST_Q)
+        self.ROW_SCALES = gl.constexpr(codes or CAST_Q)
         self.EARLIER, self.RECENT, self.FIRST = gl.constexpr(EARLIER), gl.constexpr(RECENT), gl.constexpr(FIRST)
-        self.V_DTYPE = gl.constexpr(gl.float16 if fp8 else DTYPE)  # it has every fp8, and probabilities
-        depth = 32 if fp8 else 16
+        self.V_DTYPE = gl.constexpr(gl.float16 if codes else DTYPE)  # it has every code, and probabilities
+        depth = 32 if codes else 16
         self.MORE, self.MORE_V, self.DIM_V = gl.constexpr(MORE), gl.constexpr(MORE_V), gl.constexpr(DIM_V or D)
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth]))
         self.O_LAYOUT = gl.constexpr(output_layout(D))

@@ -1,6 +1,6 @@
-"""Gluon: the warps that convert fp8 values for prefill on Hopper, which another warp has loaded to a staging tile.
+"""Gluon: the warps that convert values of 8 bits for prefill on Hopper; another has loaded them to a staging tile.
 
-They become float16, which has every fp8 and, like it, probabilities. Keys need no conversion (`queries`).
+They become float16, which has every code and probabilities. Keys need no conversion (`queries`).
 """
 
 from triton.experimental import gluon
@@ -26,14 +26,27 @@ def word_layout(words, warps):
 
 
 @gluon.jit
-def _elements(words, CODES: gl.constexpr):
-    """Words [rows, n] of four codes as words [rows, 2 n] of two float16."""
+def _elements(words, factors, CODES: gl.constexpr):
+    """Words [rows, n] of four codes as words [rows, 2 n] of two float16; int8 times factors [rows], float32."""
     if CODES == "e4m3":
         low, high = gl.inline_asm_elementwise(
             """{ .reg .b16 a, b;
             mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
             "=&r,=r,r",
             [words],
+            (gl.int32, gl.int32),
+            True,
+            1,
+        )
+    elif CODES == "int8":  # 1024 + (code + 128), less 1152
+        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
+        pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
+        low, high = gl.inline_asm_elementwise(
+            """{ .reg .b32 x, h, k, o; mov.b32 k, 0x64646464; mov.b32 o, 0x64806480; xor.b32 x, $2, 0x80808080;
+            prmt.b32 h, x, k, 0x4140; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $0, h, $3;
+            prmt.b32 h, x, k, 0x4342; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $1, h, $3; }""",
+            "=&r,=r,r,r",
+            [words, pairs],
             (gl.int32, gl.int32),
             True,
             1,
@@ -51,9 +64,9 @@ def _elements(words, CODES: gl.constexpr):
 
 
 @gluon.jit
-def _convert(source, target, begin, end, shape):
-    """Codes [BLOCK_N, D] as elements; rows outside begin..end become 0: their weights are 0, but 0 * NaN would reach
-    the output."""
+def _convert(source, target, factors, begin, end, shape):
+    """Codes [BLOCK_N, D] as elements, int8 times factors [BLOCK_N] in shared memory; rows outside begin..end become 0:
+    their weights are 0, but 0 * NaN would reach the output."""
     WORDS: gl.constexpr = word_layout(shape.D // 4, CONVERTERS)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(shape.CODE_LAYOUT.swizzle_byte_width, element_bitwidth=32, rank=2)
@@ -65,13 +78,14 @@ def _convert(source, target, begin, end, shape):
         words = source.slice(i * ROWS, ROWS).load(WORDS)
         live = (index >= begin - i * ROWS) & (index < end - i * ROWS)
         words = gl.where(gl.expand_dims(live, 1), words, 0)
-        target.slice(i * ROWS, ROWS).store(_elements(words, shape.CODES))
+        of_rows = factors.slice(i * ROWS, ROWS).load(gl.SliceLayout(1, WORDS)) if shape.TOKEN_SCALES else None
+        target.slice(i * ROWS, ROWS).store(_elements(words, of_rows, shape.CODES))
     fence_async_shared()
 
 
 @gluon.jit
-def convert_values(staging, channels, shape):
-    """Converts the values of every item handed out."""
+def convert_values(staging, rooms, channels, shape):
+    """Converts the values of every item handed out. rooms: `scale_planes.ScaleRooms`, where tokens have scales."""
     n = 0
     c = 0
     item = take(channels.items, n, CONVERTERS, shape)
@@ -84,7 +98,8 @@ def convert_values(staging, channels, shape):
                 begin = item.first - shape.WINDOW + 1 - key
             staging.wait_full(c)
             channels.wait_empty_values(c)
-            _convert(staging.tile(c), channels.v.tile(c), begin, item.keys - key, shape)
+            factors = rooms.of_values.index(c % staging.STAGES) if shape.TOKEN_SCALES else None
+            _convert(staging.tile(c), channels.v.tile(c), factors, begin, item.keys - key, shape)
             mbarrier.arrive(channels.v.barrier(c), count=1)
             staging.release(c)
             c += 1

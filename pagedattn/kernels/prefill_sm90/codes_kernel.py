@@ -1,4 +1,4 @@
-"""Gluon: prefill on Hopper over a paged fp8 cache: the warps of `kernel`, but for those that bring the values."""
+"""Gluon: prefill on Hopper over a paged cache of 8 bits: the warps of `kernel`, but for those that bring the values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
+from .code_values import convert_values
 from .consumer import Output, consume
-from .fp8_values import convert_values
 from .kernel import cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import produce_items, produce_tiles
+from .scale_planes import ScalePlane, make_scale_rooms, produce_scaled_values
 from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
-@gluon.jit(do_not_specialize=["heads", "max_keys", "sl_t", "s_table"], do_not_specialize_on_alignment=["table"])
+@gluon.jit(
+    do_not_specialize=[
+        *("heads", "max_keys", "sl_t", "s_table", "k_per_block", "k_per_slot", "k_per_head"),
+        *("v_per_block", "v_per_slot", "v_per_head"),
+    ],
+    do_not_specialize_on_alignment=["table"],
+)
 def _prefill_kernel(
-    query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, heads, max_keys, qk_scale,
-    out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t, so_h,
-    sl_t, s_kscale, s_vscale, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE:
-    gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW:
-    gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
+    query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, k_scale_cache, v_scale_cache,
+    heads, max_keys, qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows,
+    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, k_per_block, k_per_slot, k_per_head, v_per_block, v_per_slot,
+    v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE: gl.constexpr,
+    FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -37,18 +45,25 @@ def _prefill_kernel(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(key.dtype, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, CONSUMERS),
+        make_ring(key.dtype, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, CONSUMERS, 2 if shape.TOKEN_SCALES else 1),
         make_ring(shape.V_DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
-    staging = make_ring(gl.uint8, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, 1)
+    staging = make_ring(gl.uint8, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, 1, 2 if shape.TOKEN_SCALES else 1)
     fence_async_shared()
     items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     logit_scale = qk_scale * LOG2E
-    of_keys, of_values = (k_scale, s_kscale), (v_scale, s_vscale, out_scale)
+    of_keys, of_values, rooms = (k_scale, s_kscale), (v_scale, s_vscale, out_scale), None
+    if shape.TOKEN_SCALES:
+        rooms = make_scale_rooms(STAGES, shape)
+        of_keys = (rooms, 0)
+        of_tokens = (
+            ScalePlane(k_scale_cache, k_per_block, k_per_slot, k_per_head),
+            ScalePlane(v_scale_cache, v_per_block, v_per_slot, v_per_head),
+        )
     gl.warp_specialize(
         [
             (
@@ -60,8 +75,10 @@ def _prefill_kernel(
                 (1, logit_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape),
             ),
             (produce_items, ((query,), (key,), table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_tiles, (0, (value,), table, s_table, v_place, staging, channels, shape)),
-            (convert_values, (staging, channels, shape)),
+            (produce_scaled_values, ((value,), table, s_table, v_place, staging, of_tokens, rooms, channels, shape))
+            if shape.TOKEN_SCALES
+            else (produce_tiles, (0, (value,), table, s_table, v_place, staging, channels, shape)),
+            (convert_values, (staging, rooms, channels, shape)),
         ],
         [4, 1, 1, 2],
         [232, 40, 40, 40],
@@ -78,6 +95,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries)
     constants |= {"CODES": inputs.format.value.codes}
+    k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
     layout = code_layout(query.shape[2])
     size = key.shape[1]
     part = min(size, constants["BLOCK_N"])
@@ -85,10 +103,11 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     values, v_place = cache_rows(value.view(torch.uint8), part, layout)
     arguments = (
         *(query_rows(query, constants["PACK"]), keys, values, table, out, lse, entries, workspace, inputs.sinks),
-        *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * size),
+        *(inputs.k_scale, inputs.v_scale, k_scales, v_scales, heads, table.shape[1] * size),
         *(inputs.scale, inputs.out_scale, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
     )
     with on_device(query):
         _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
