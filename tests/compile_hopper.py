@@ -17,7 +17,7 @@ from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
-from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
+from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, block_constants, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts
 
 POINTERS = {  # and numbers that are no int32
@@ -56,6 +56,7 @@ def compile_one(
     sinks: bool,
     stored: str | None = None,
     dim_v: int = 0,
+    rotated: bool = False,
     **flags: Any,
 ) -> None:
     dim_v = dim_v or dim
@@ -71,8 +72,9 @@ def compile_one(
         constants["CODES"] = CODES[stored]
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
+        constants |= {"ROTATED": rotated, **block_constants(flags["mask"])}
     if stored == "copy":
-        constants |= {"k_scale": None, "v_scale": None, **copy_kernel.block_constants(flags["mask"])}
+        constants |= {"k_scale": None, "v_scale": None, **block_constants(flags["mask"])}
         constants |= {"tile_scales": None} if flags["mask"].earlier_blocks else {}
     if more and not more_v:
         constants["more_value"] = None
@@ -120,6 +122,7 @@ def main() -> None:
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "i8", **plain)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
+    compile_one("levels-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "i8", rotated=True, **plain, **splits_kv)
     compile_one("copy-int4-D128-G4-S32", "bf16", 128, 4, 32, False, "copy", **earlier)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:

@@ -22,6 +22,7 @@ from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.dequantise import kernel as dequantise
+from pagedattn.kernels.dequantise import levels_kernel
 from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, num_warps
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.mla_decode import kernel as mla_decode
@@ -214,6 +215,17 @@ def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: 
     report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=num_warps(tile, dim))
 
 
+def levels_case(stored: str, kind: str, block_size: int, dim: int) -> None:
+    form, names = FORMATS[stored], format_of_kernels(stored)
+    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_table": "*i32"}
+    types |= dict.fromkeys(("to_key", "to_value"), "*i8") | dict.fromkeys(("to_k_scales", "to_v_scales"), "*fp32")
+    constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "MASK": (1, 0)}
+    constants |= {"TOKENS": levels_kernel.TOKENS, "K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
+    constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
+    warps = num_warps(levels_kernel.TOKENS, dim)
+    report(f"levels-sm90-{stored}-D{dim}", levels_kernel._levels_kernel, types, constants, 90, num_warps=warps)
+
+
 def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:
     block_d, block_dv = block_dims(dim, dim_v)
     return {"S": 16, "GROUP": group, "D": dim, "DV": dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
@@ -311,6 +323,8 @@ def compile_more() -> None:
     dequantise_case("k8v4", "bf16", 16, 128, earlier=True)
     dequantise_case("int8", "bf16", 16, 64, earlier=True)
     dequantise_case("fp8_e4m3", "bf16", 16, 256)
+    levels_case("turboquant4", "bf16", 16, 256)
+    levels_case("turboquant_k3v4", "bf16", 32, 64)
     mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
     decode_case(90, "bf16", 128, 4, 1, 64, accumulate=True)

@@ -69,7 +69,7 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
     [
         ("D 60", "head dims 60 and 60"),
         ("int8, D 80", "head dims 80 and 80, not 64, 128, 256"),
-        ("turboquant4, long", "over a cache of torch.uint8"),
+        ("turboquant4, D 80", "over a cache of torch.uint8"),
     ],
 )
 def test_what_it_does_not_serve_goes_to_the_portable_kernel(name: str, reason: str) -> None:
@@ -98,7 +98,8 @@ def test_heads_are_dequantised_in_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "launches"), [("fp8, long", 2), ("int8, D 256, long", 2), ("k8v4", 2), ("k8v4 and decodes", 3)]
+    ("name", "launches"),
+    [("fp8, long", 2), ("int8, D 256, long", 2), ("k8v4", 2), ("k8v4 and decodes", 3), ("turboquant4, long", 2)],
 )
 def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, launches: int) -> None:
     made = calls()[name]
@@ -113,6 +114,7 @@ def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, la
         ("prompts, fp8 codes", ["prefill_sm90/codes_kernel.py"]),
         ("prompts, int8 codes", ["prefill_sm90/codes_kernel.py"]),
         ("prompts, dequantised", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
+        ("prompts, levels", ["dequantise/levels_kernel.py", "prefill_sm90/codes_kernel.py"]),
         ("decodes, fp8", ["decode_sm90/kernel.py"]),
         ("decodes, int8", ["decode_sm90/kernel.py"]),
         ("decodes, k8v4", ["decode_sm90/kernel.py"]),

@@ -50,6 +50,8 @@ MORE = {
     "dequantise-sm90-k8v4-D128-earlier",
     "dequantise-sm90-int8-D64-earlier",
     "dequantise-sm90-fp8_e4m3-D256",
+    "levels-sm90-turboquant4-D256",
+    "levels-sm90-turboquant_k3v4-D64",
     "mla_decode-sm90-bf16-fp8_e4m3-H16-64x1",
     "decode-sm90-turboquant_k3v4-D128-G4-64x1",
     "decode-sm90-bf16-D128-G4-64x1-accumulate",

@@ -111,7 +111,7 @@ class RowFormat(ABC):
 
     name: str  # what `KVCacheDtype(key=..., value=...)` calls it
     # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8" or "rotated_int4"
-    # (`k8v4`), beside which the second plane is a float32 factor of each row, "turboquant4" with one in float16, or
+    # (`k8v4`), beside which the second plane is a float32 factor of each row, "turboquantN" with one in float16, or
     # "int4_per_channel" with steps and least elements. None: only the device half reads it.
     codes: str | None = None
     # The most keys of a tile that the device half loads, beginning at a multiple of them, so that a tile lies in one

@@ -10,6 +10,7 @@ import torch
 from backends.test_hopper import HERE
 
 from pagedattn.backends.registry import get_backend
+from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
@@ -38,15 +39,42 @@ KINDS = {
     "e4m3, scales of heads": Case(**BF16, kv_cache_dtype="fp8_e4m3", kv_scale="head"),
     "e4m3, fp16, a number as scale": Case(**FP16, kv_cache_dtype="fp8_e4m3", kv_scale="float"),
     "e5m2, fp16": Case(**FP16, kv_cache_dtype="fp8_e5m2", kv_scale="tensor"),
+    "turboquant4": Case(**BF16, kv_cache_dtype="turboquant4"),
+    "turboquant4, a window": Case(**BF16, kv_cache_dtype="turboquant4:window=64", block_size=32),
+    "k4v3, fp16, 64, sinks, HND": Case(
+        **FP16 | {"head_dim": 64}, kv_cache_dtype="turboquant_k4v3", sinks=0.5, layout="HND"
+    ),
+    "k3v4, not causal, seven heads a group": Case(
+        **BF16 | {"heads": (14, 2)}, kv_cache_dtype="turboquant_k3v4", causal=False, block_size=64
+    ),
+    "turboquant2, 256, soft cap": Case(**BF16 | {"head_dim": 256}, kv_cache_dtype="turboquant2", softcap=9.0),
+    "turboquant4, large rows": Case(**BF16, kv_cache_dtype="turboquant4", magnitude=300.0, scale=1e-6),
 }
 LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 1500)), ((3000,), (3000,))]
 
 
+def key_bytes(case: Case) -> int:
+    """Of a copied key and value of one head: of two 16-bit rows, or of levels and a scale each."""
+    return 2 * case.head_dim + 8 if case.kv_cache_dtype.startswith("turboquant") else 4 * case.head_dim
+
+
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
+    """The calls whose caches are copied from now on."""
+    made = list[AttentionInputs]()
+    for name in ("kernel", "levels_kernel"):
+        family = import_module(f"pagedattn.kernels.dequantise.{name}")
+
+        def seen(inputs: AttentionInputs, launch: Any = family.launch, **rest: Any) -> AttentionInputs:
+            made.append(inputs)
+            return launch(inputs, **rest)
+
+        monkeypatch.setattr(family, "launch", seen)
+    return made
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    family, made = import_module("pagedattn.kernels.dequantise.kernel"), []
-    launch = family.launch
-    monkeypatch.setattr(family, "launch", lambda inputs, *rest: made.append(inputs) or launch(inputs, *rest))
+    made = copies(monkeypatch)
     for queries, keys in LENS:
         case = KINDS[kind].but(query_lens=queries, seq_lens=keys)
         made.clear()
@@ -55,7 +83,11 @@ def test_against_the_oracle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["int8, 64, window, sinks, HND", "k8v4, fp16, 64, three heads a group", "e4m3, scales of heads"]
+    "kind",
+    [
+        *("int8, 64, window, sinks, HND", "k8v4, fp16, 64, three heads a group", "e4m3, scales of heads"),
+        "k4v3, fp16, 64, sinks, HND",
+    ],
 )
 @pytest.mark.parametrize("lens", [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 1500))])
 def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +95,16 @@ def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.Monke
     problem = make_problem(case, DEVICE)
     plan = import_module("pagedattn.kernels.dequantise.plan")
     rows = sum(length > 1 for length in case.query_lens) * -(-max(case.seq_lens) // 16) * 16
-    monkeypatch.setattr(plan, "MOST_BYTES", rows * 3 * case.head_dim * 2)  # of one and a half
-    family, heads = import_module("pagedattn.kernels.dequantise.kernel"), []
-    launch = family.launch
-    monkeypatch.setattr(
-        family, "launch", lambda inputs, *rest: heads.append(inputs.key.shape[2]) or launch(inputs, *rest)
-    )
+    monkeypatch.setattr(plan, "MOST_BYTES", rows * key_bytes(case) * 3 // 2)  # of one and a half
+    made = copies(monkeypatch)
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
-    assert heads and {*heads} == {1}
+    assert made and {one.key.shape[2] for one in made} == {1}
 
 
-@pytest.mark.parametrize("kind", ["k8v4", "k8v4, fp16, 64, three heads a group", "int4", "int4, 256, sinks, a window"])
+@pytest.mark.parametrize(
+    "kind",
+    ["k8v4", "k8v4, fp16, 64, three heads a group", "int4", "int4, 256, sinks, a window", "turboquant4, large rows"],
+)
 @pytest.mark.parametrize("lens", LENS)
 def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which a copy has no room for one head: a third of the longest prompt's keys at a time, in whole tiles."""
@@ -82,10 +113,9 @@ def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPat
     plan = import_module("pagedattn.kernels.dequantise.plan")
     prompts = [seq for new, seq in zip(case.query_lens, case.seq_lens, strict=True) if new > 1]
     keys = -(-max(prompts) // (3 * 128)) * 128
-    monkeypatch.setattr(plan, "MOST_BYTES", len(prompts) * keys * 2 * case.head_dim * 2)
-    family, starts = import_module("pagedattn.kernels.dequantise.kernel"), []
-    launch = family.launch
-    monkeypatch.setattr(family, "launch", lambda inputs, *rest: starts.append(inputs) or launch(inputs, *rest))
+    monkeypatch.setattr(plan, "MOST_BYTES", len(prompts) * keys * key_bytes(case))
+    starts = copies(monkeypatch)
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
-    tables = {one.block_table.storage_offset() % one.block_table.stride(0) for one in starts}
+    found = [one.block_table for one in starts if one.block_table is not None]
+    tables = {table.storage_offset() % table.stride(0) for table in found}
     assert len(tables) == -(-max(prompts) // keys) > 1

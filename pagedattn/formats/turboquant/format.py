@@ -35,7 +35,7 @@ class TurboQuantRows(RowFormat):
 
     def __init__(self, bits: int) -> None:
         self.bits, self.name = bits, f"turboquant{bits}"
-        self.codes = self.name if bits == 4 else None
+        self.codes = self.name
 
     def planes(self, dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
         width = bytes_of(dim, 2) + bytes_of(dim, 1) if self.bits == 3 else bytes_of(dim, self.bits)

@@ -10,9 +10,10 @@ from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
-from ..masking import end_key, first_encoded, stops_early
+from ..masking import stops_early
 from ..planes import scale_rows
 from .plan import FLOAT16_KEYS, num_warps
+from .tokens import tokens_of
 
 
 @triton.jit(do_not_specialize=["num_blocks", "columns"])
@@ -25,21 +26,10 @@ def _dequantise_kernel(
     tl.static_assert(K_FORMAT.rotate is None, "queries over a copy are not rotated")
     seq = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    column, slot = token // S, token % S
-    seq_len = tl.load(seq_lens + seq)
-    inside = (column < columns) & (token < seq_len)
-    block = tl.load(table + seq * s_table + column, mask=inside, other=-1).to(tl.int64)
-    known = (block >= 0) & (block < num_blocks)
-    if head == 0:  # a block that is not in the cache is not in the copy either
-        own = seq * columns + column
-        tl.store(to_table + own, tl.where(known, own, -1).to(tl.int32), mask=(slot == 0) & (column < columns))
-    # Some block of the cache. By a `where` of known ones Triton fails to choose layouts for heads of 64.
-    block = tl.maximum(tl.minimum(block, num_blocks - 1), 0)
-    row = ((seq * columns * S + token) * H + head)[:, None]
-    seen = known
-    if stops_early(MASK):  # what no query sees may not be encoded yet: zeros, with which no product is NaN
-        seen = known & (token >= first_encoded(MASK)) & (token < end_key(seq_len - 1, seq_len, MASK))
+    number, block, slot, known, seen = tokens_of(
+        table, seq_lens, to_table, num_blocks, columns, s_table, S, TOKENS, MASK
+    )
+    row = (number * H + head)[:, None]
 
     dim = tl.arange(0, BLOCK_D)[None, :]
     k_scale_row = scale_rows(block, slot, head, K_STRIDES)
@@ -53,7 +43,7 @@ def _dequantise_kernel(
         k = k.to(tl.float32) * (of_key * ((268 - exponent) << 23).to(tl.float32, bitcast=True))[:, None]
         up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
         tl.store(to_scales + (seq * H + head) * tl.num_programs(0) + tl.program_id(0), up)
-    if stops_early(MASK):
+    if stops_early(MASK):  # zeros, with which no product is NaN
         k = tl.where(seen[:, None], k, 0.0)
     tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
 

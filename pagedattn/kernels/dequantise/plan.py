@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
 
@@ -11,8 +13,10 @@ MOST_BYTES = 64 << 20  # of copied keys and values, however many there are
 # Codes of keys whose numbers float16 has: of int4 as they are, of int8, with the scales that `formats/int8` gives rows,
 # times a power of two of a tile.
 FLOAT16_KEYS = ("int8", "int4_per_channel")
+# Of rotated rows whose levels are int8: the copy has those, with a scale each, as in float16 they are not exact.
+LEVELS = ("turboquant4", "turboquant3", "turboquant2")
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
-# prompts reads, of which fp8 loses less than int8, and of others.
+# prompts reads, of which fp8 loses less than int8, and of others. Rows in levels have no such kernel.
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 512}
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
@@ -23,6 +27,11 @@ def native_shape(shape: AttentionShape) -> AttentionShape:
     return shape._replace(stored_dtype=shape.dtype, codes=(None, None))
 
 
+def has_levels(shape: AttentionShape) -> bool:
+    """Whether the copy is one of `levels_kernel`."""
+    return {*shape.codes} <= {*LEVELS}
+
+
 def num_warps(tile: int, dim: int) -> int:
     """Of a program that copies `tile` rows of `dim` elements."""
     return max(4, tile * dim // 2048)
@@ -30,9 +39,9 @@ def num_warps(tile: int, dim: int) -> int:
 
 def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
-    if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
+    if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS, *LEVELS):
         return False
-    if bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
+    if not has_levels(shape) and bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
@@ -72,4 +81,6 @@ def _divisors(heads: int) -> list[int]:
 
 def _key_bytes(shape: AttentionShape, bounds: BatchBounds, heads: int) -> int:
     """In the copy: of one key of each prompt."""
-    return (bounds.num_seqs - bounds.num_decodes) * heads * (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize
+    elements, scales = shape.head_dim + shape.head_dim_v, 2 * torch.float32.itemsize
+    size = elements + scales if has_levels(shape) else elements * shape.dtype.itemsize
+    return (bounds.num_seqs - bounds.num_decodes) * heads * size

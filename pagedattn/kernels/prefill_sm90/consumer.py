@@ -5,8 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_device import LN2, LOG2E, tanh
-from ..gluon_names import thread_barrier
+from ..gluon_device import LN2, LOG2E, powers_of_two, tanh
+from ..gluon_names import reinterpret, thread_barrier
+from ..gluon_rotation import rotate_back
 from .queries import cast_queries, split_queries
 from .split_kv import publish_and_reduce
 from .work_item import ROWS, last_seen, output_layout, take, tiles_of
@@ -227,9 +228,12 @@ def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape
     them, threads hold 4, and half of every sector would be written twice."""
     WIDTH: gl.constexpr = rows.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    room.store(rows.to(shape.DTYPE))
-    thread_barrier()
-    result = room.load(WIDE)
+    if shape.ROTATED:
+        result = _rotated_back(rows, room, WIDE).to(shape.DTYPE)
+    else:
+        room.store(rows.to(shape.DTYPE))
+        thread_barrier()
+        result = room.load(WIDE)
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)
     place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
@@ -238,6 +242,19 @@ def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape
     if begin + WIDTH > shape.DIM_V:
         keep = keep & gl.expand_dims(dim < shape.DIM_V, 0)
     gl.store(output.out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0), result, mask=keep)
+
+
+@gluon.jit
+def _rotated_back(rows, room, WIDE: gl.constexpr):
+    """Outputs of rotated values as they were before the rotation, in another layout. On their way through shared memory
+    they are float16 of a row's own range, so that they are not rounded to the queries' dtype twice."""
+    down, up = powers_of_two(gl.max(gl.abs(rows), 1), 14, 15)
+    LAYOUT: gl.constexpr = room.layout
+    half = reinterpret(room, gl.float16, [rows.shape[0], rows.shape[1]], LAYOUT)
+    half.store((rows * gl.expand_dims(down, 1)).to(gl.float16))
+    thread_barrier()
+    up = gl.convert_layout(up, gl.SliceLayout(1, WIDE))
+    return rotate_back(half.load(WIDE).to(gl.float32)) * gl.expand_dims(up, 1)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .consumer import Output, consume
-from .kernel import cache_rows, copied_slots, launch_grid, query_rows
+from .kernel import block_constants, cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
@@ -81,12 +81,6 @@ def _prefill_kernel(
 
 # What is copied, in the order of `../dequantise/kernel.py`.
 _launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "tile_scales"))
-
-
-def block_constants(mask: Mask) -> dict[str, int]:
-    """Constants of the kernel by which rows see earlier blocks alone."""
-    size = mask.earlier_blocks or 0
-    return {"EARLIER": size, "RECENT": mask.recent_blocks or 0, "FIRST": (mask.from_block or 0) * size}
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
