@@ -23,7 +23,7 @@ from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.dequantise import kernel as dequantise
 from pagedattn.kernels.dequantise import levels_kernel
-from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, num_warps
+from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, LEVELS, num_warps
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.mla_decode import kernel as mla_decode
 from pagedattn.kernels.mla_decode.plan import mla_decode_config
@@ -203,27 +203,20 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
 def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: bool = False) -> None:
     """earlier: before a window of recent blocks, and behind a first one."""
     form, names = FORMATS[stored], format_of_kernels(stored)
-    tile = min(keys_per_tile(dim), form.key.tile_keys or 128)
-    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_value": f"*{kind}", "to_table": "*i32"}
-    types |= {"to_key": "*fp16" if form.key.codes in FLOAT16_KEYS else f"*{kind}", "to_scales": "*fp32"}
+    levels = {form.key.codes, form.value.codes} <= {*LEVELS}
+    kernel = levels_kernel._levels_kernel if levels else dequantise._dequantise_kernel
+    tile = levels_kernel.TOKENS if levels else min(keys_per_tile(dim), form.key.tile_keys or 128)
+    key = "i8" if levels else "fp16" if form.key.codes in FLOAT16_KEYS else kind
+    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_table": "*i32", "to_key": f"*{key}"}
+    types |= dict.fromkeys(("to_scales", "to_k_scales", "to_v_scales"), "*fp32")
+    types |= {"to_value": "*i8" if levels else f"*{kind}"}
     constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "TOKENS": tile}
     constants |= {"MASK": (1, 0, 0, block_size, 2, 1) if earlier else (1, 0)}
     constants |= {"K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
     constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
-    constants |= {} if form.key.kernels.row_scale is not None else {"to_scales": None}
+    constants |= {} if levels or form.key.kernels.row_scale is not None else {"to_scales": None}
     name = f"dequantise-sm90-{stored}-D{dim}{'-earlier' if earlier else ''}"
-    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=num_warps(tile, dim))
-
-
-def levels_case(stored: str, kind: str, block_size: int, dim: int) -> None:
-    form, names = FORMATS[stored], format_of_kernels(stored)
-    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_table": "*i32"}
-    types |= dict.fromkeys(("to_key", "to_value"), "*i8") | dict.fromkeys(("to_k_scales", "to_v_scales"), "*fp32")
-    constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "MASK": (1, 0)}
-    constants |= {"TOKENS": levels_kernel.TOKENS, "K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
-    constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
-    warps = num_warps(levels_kernel.TOKENS, dim)
-    report(f"levels-sm90-{stored}-D{dim}", levels_kernel._levels_kernel, types, constants, 90, num_warps=warps)
+    report(name, kernel, types, constants, 90, num_warps=num_warps(tile, dim))
 
 
 def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:
@@ -323,8 +316,8 @@ def compile_more() -> None:
     dequantise_case("k8v4", "bf16", 16, 128, earlier=True)
     dequantise_case("int8", "bf16", 16, 64, earlier=True)
     dequantise_case("fp8_e4m3", "bf16", 16, 256)
-    levels_case("turboquant4", "bf16", 16, 256)
-    levels_case("turboquant_k3v4", "bf16", 32, 64)
+    dequantise_case("turboquant4", "bf16", 16, 256)
+    dequantise_case("turboquant_k3v4", "bf16", 32, 64, earlier=True)
     mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")
     decode_case(90, "bf16", 128, 4, 1, 64, accumulate=True)

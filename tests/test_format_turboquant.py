@@ -169,9 +169,8 @@ def test_keys_and_values_have_the_bits_that_a_name_says() -> None:
     assert bits == list(zip(NAMES, (4, 4, 3, 3, 2), (4, 3, 4, 3, 2), strict=True))
     for form in TURBOQUANT:
         assert form.key.kernels.rotate is not None and form.key.kernels.rotate is not form.value.kernels.rotate
-        known = {4: "turboquant4"}  # to kernels that convert codes by themselves
         for rows in (form.key, form.value):
-            assert isinstance(rows, TurboQuantRows) and rows.codes == known.get(rows.bits)
+            assert isinstance(rows, TurboQuantRows) and rows.codes == f"turboquant{rows.bits}"
 
 
 @pytest.mark.parametrize("backend", ["TORCH", "TRITON"])
