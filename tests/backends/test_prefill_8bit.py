@@ -98,3 +98,20 @@ def test_values_of_many_sizes(order: int, launches: list[Any]) -> None:
         outputs.append(layer(query, key, value, cache, common).double())
     error = (outputs[0] - outputs[1]).abs().amax(-1) / outputs[1].abs().amax(-1)
     assert launches and float(error.max()) < 2**-6, float(error.max())
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_a_query_that_is_not_finite_has_no_number_as_output(name: str, launches: list[Any]) -> None:
+    """And its neighbours have theirs."""
+    tokens, dim = 100, 128
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(tokens, heads, dim, device=DEVICE).bfloat16() for heads in (8, 2, 2))
+    query[40, 3, 17], query[60, 5, 0] = torch.nan, torch.inf
+    kinds: dict[str, Any] = {"dtype": torch.bfloat16, "kv_cache_dtype": name, "device": DEVICE}
+    cache = PagedKVCache(1, 7, 16, 2, dim, **kinds).layer(0)
+    layer = Attention(8, dim, 2, block_size=16, backend="TRITON", **kinds)
+    table = torch.randperm(7, dtype=torch.int32, device=DEVICE)[None]
+    out = layer(query, key, value, cache, CommonAttentionMetadata.from_lengths([tokens], [tokens], table))
+    lost = torch.zeros(tokens, 8, dtype=torch.bool, device=DEVICE)
+    lost[40, 3] = lost[60, 5] = True
+    assert launches and torch.equal(out.isnan().all(-1), lost) and torch.equal(out.isnan().any(-1), lost)

@@ -24,19 +24,19 @@ from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(
     do_not_specialize=[
-        *("heads", "max_keys", "sl_t", "s_table", "k_per_block", "k_per_slot", "k_per_head"),
-        *("v_per_block", "v_per_slot", "v_per_head"),
+        *("heads", "max_keys", "sl_t", "s_table", "num_blocks", "k_per_block", "k_per_slot"),
+        *("k_per_head", "v_per_block", "v_per_slot", "v_per_head"),
     ],
     do_not_specialize_on_alignment=["table"],
 )
 def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, k_scale_cache, v_scale_cache,
     heads, max_keys, qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows,
-    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, k_per_block, k_per_slot, k_per_head, v_per_block, v_per_slot,
-    v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE: gl.constexpr,
-    FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr, ROTATED: gl.constexpr, EARLIER: gl.constexpr,
-    RECENT: gl.constexpr, FIRST: gl.constexpr,
+    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_slot, k_per_head, v_per_block,
+    v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr,
+    PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr, ROTATED: gl.constexpr,
+    EARLIER: gl.constexpr, RECENT: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -66,8 +66,8 @@ def _prefill_kernel(
         rooms = make_scale_rooms(STAGES, shape)
         of_keys = (rooms, 0)
         of_tokens = (
-            ScalePlane(k_scale_cache, k_per_block, k_per_slot, k_per_head),
-            ScalePlane(v_scale_cache, v_per_block, v_per_slot, v_per_head),
+            ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_slot, k_per_head),
+            ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_slot, v_per_head),
         )
     gl.warp_specialize(
         [
@@ -116,6 +116,7 @@ def launch(
         *(inputs.scale, inputs.out_scale, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        len(key),
         *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
     )
     with on_device(query):

@@ -309,7 +309,9 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             q = rooms
             if shape.CODES is not None:
                 q, up = split_queries(rooms[0], shape)
-                logit_scale = gl.maximum(up * logit_scale, 2.0**-126)  # 0 times a masked logit would be NaN
+                logit_scale *= up
+                # 0 times a masked logit would be NaN; a row that is NaN stays so.
+                logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
             if shape.CAST_Q:
                 cast, up = cast_queries(rooms[0], shape)
                 q = (cast,)

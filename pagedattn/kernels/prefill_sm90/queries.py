@@ -108,10 +108,12 @@ def cast_queries(room, shape):
 @gluon.jit
 def _powers(q, MARGIN: gl.constexpr, shape):
     """Powers of two that put the largest of each row of q [64, D], times MARGIN, below 256: by element; and their
-    inverses by row."""
-    exponent = ((gl.max(gl.abs(q), 1) * MARGIN).to(gl.int32, bitcast=True) >> 23) & 255
+    inverses by row, NaN of one with an element that is not finite, which no int8 stands for."""
+    # The largest of bits, in which NaN is larger than all numbers.
+    largest = gl.max(q.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(gl.float32, bitcast=True)
+    exponent = ((largest * MARGIN).to(gl.int32, bitcast=True) >> 23) & 255
     exponent = gl.maximum(exponent, 32)  # what follows are normal numbers
     down = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
     down, _ = gl.broadcast(gl.expand_dims(down, 1), q)
-    up = gl.where(exponent == 255, float("inf"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
+    up = gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
     return down, gl.convert_layout(up, gl.SliceLayout(1, shape.S_LAYOUT))

@@ -19,20 +19,23 @@ _RANGE = gl.constexpr(40)
 
 @aggregate
 class ScalePlane:
-    """Scales of rows [P, S, Hkv, 1] float32."""
+    """Scales of rows [P, S, Hkv, 1] float32. blocks: P."""
 
     scales: gl.tensor
+    blocks: gl.tensor
     per_block: gl.tensor
     per_slot: gl.tensor
     per_head: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, scales, per_block, per_slot, per_head):
-        self.scales, self.per_block, self.per_slot, self.per_head = scales, per_block, per_slot, per_head
+    def __init__(self, scales, blocks, per_block, per_slot, per_head):
+        self.scales, self.blocks, self.per_block = scales, blocks, per_block
+        self.per_slot, self.per_head = per_slot, per_head
 
     @gluon.jit
     def load(self, block, slot, head, live):
-        """Of slots of blocks, 0 where they are not live: whatever lies there could be NaN."""
+        """Of slots of blocks, 0 where they are not live, as whatever lies there could be NaN, or not in the cache."""
+        live = live & (block >= 0) & (block < self.blocks)
         at = block.to(gl.int64) * self.per_block + slot * self.per_slot + head * self.per_head
         return gl.load(self.scales + at, mask=live, other=0.0)
 
