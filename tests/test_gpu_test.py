@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from backends.drawn_kinds import STORED, WITH_NATIVE, case_drawn, lengths_drawn, names
-from backends.test_triton_random import FIXED, KINDS, PER_TEST, PORTABLE, QUANTISED, SHAPES, case_of, named, shares
+from backends.test_triton_random import FIXED, KINDS, PER_TEST, QUANTISED, SHAPES, case_of, named, shares
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.backends.triton.metadata import shape_of_spec
@@ -58,7 +58,7 @@ def test_as_many_problems_as_were_asked_for(total: int) -> None:
     assert [index for one in tests for index in one.indices] == [*range(total)] and {one.seed for one in tests} == {3}
     assert max(len(one.indices) for one in tests) <= PER_TEST
     drawn = [f"drawn 3/{number}" for number in range(max(total // PER_TEST, 1))]
-    assert [*dict.fromkeys(one.kind for one in tests)] == [*KINDS, *QUANTISED, *PORTABLE, *drawn]
+    assert [*dict.fromkeys(one.kind for one in tests)] == [*KINDS, *QUANTISED, *drawn]
 
 
 def test_a_problem_is_drawn_again_by_what_a_failure_says() -> None:
@@ -111,7 +111,6 @@ def test_random_problems_go_to_both_kernels() -> None:
             case = case_of(kind, index)
             shape = shape_of_spec(case.spec(torch.device("cpu")))
             assert not sm90.why_not(dequantise.native_shape(shape), ""), kind
-            assert sm90.why_not(shape, "") or kind not in PORTABLE, kind
             decodes = next((i for i, n in enumerate(case.query_lens) if n != 1), len(case.query_lens))
             bounds = BatchBounds(0, len(case.query_lens), decodes, max(case.query_lens), 0)
             if dequantise.copy_turns(shape, bounds._replace(max_seq_len=max(case.seq_lens))):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from backends.drawn_kinds import MOST, PREFIX, case_drawn, lengths_drawn, names
-from backends.triton_kinds import KINDS, PORTABLE, QUANTISED, case_of_kind
+from backends.triton_kinds import KINDS, QUANTISED, case_of_kind
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.errors import describe_error
@@ -28,7 +28,7 @@ GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
 DEVICE = torch.device("cuda", 0)
 PER_TEST = 50  # problems at most
-FIXED = (*KINDS, *QUANTISED, *PORTABLE)
+FIXED = (*KINDS, *QUANTISED)
 PEERS = ("FLASH_ATTN", "FLASHINFER")
 SHAPES = ("decodes", "prompts", "few", "mixed")
 QUERIES = (0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 260)

@@ -55,7 +55,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "packed, D256, bidirectional": {"head_dim": 256, "causal": False},
 }
 PACKED = {name: {**kind, "paged": False} for name, kind in PACKED.items()}
-# Over quantised caches: each needs the decode kernel for those and one for prompts, by a copy where they are long.
+# Over quantised caches: each needs a decode kernel and one for prompts, by a copy where they are long.
 QUANTISED: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
     "int8, fp16, D64, window of 129, sinks": {
@@ -71,9 +71,6 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "e4m3, scales of heads": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
     "e4m3, fp16, D64, sinks": {"kv_cache_dtype": "fp8_e4m3", "dtype": FP16, "head_dim": 64, "sinks": 0.5},
     "e5m2, blocks of 128, a number as scale": {"kv_cache_dtype": "fp8_e5m2", "block_size": 128, "kv_scale": "float"},
-}
-# Over caches that the portable kernels serve on every GPU.
-PORTABLE: dict[str, dict[str, Any]] = {
     "turboquant4": {"kv_cache_dtype": "turboquant4"},
     "turboquant4, D256, soft cap, HND": {
         **{"kv_cache_dtype": "turboquant4", "head_dim": 256, "softcap": 5.0, "layout": "HND"},
@@ -90,6 +87,4 @@ PORTABLE: dict[str, dict[str, Any]] = {
 
 def case_of_kind(kind: str) -> Case:
     """A case of that kind, whose lengths are the caller's to choose."""
-    return Case(
-        **{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED | PORTABLE | PACKED)[kind]}
-    )
+    return Case(**{"head_dim": 128, "heads": (8, 2), "dtype": torch.bfloat16, **(KINDS | QUANTISED | PACKED)[kind]})
