@@ -68,6 +68,7 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
     ("name", "reason"),
     [
         ("D 60", "head dims 60 and 60"),
+        ("int8, D 256, blocks of 16", "begins within a slot"),
         ("int8, D 80", "head dims 80 and 80, not 64, 128, 256"),
         ("turboquant4, D 80", "over a cache of torch.uint8"),
     ],

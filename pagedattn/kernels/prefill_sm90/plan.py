@@ -21,6 +21,7 @@ COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")  # over a
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
+_SCALE_BYTES = 8  # of the int8 key and value of a token and head
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
 _MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler looks at all together
@@ -130,6 +131,8 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
+    if int8 and size is not None and size * _SCALE_BYTES % shape.head_dim:
+        return f"blocks of {size}, whose scales a cache has in between, so that the next one begins within a slot"
     if unserved := Mask.of(shape.mask).unserved(masks):
         return f"masks with {', '.join(unserved)}"
     return "ALiBi" if shape.alibi else ""
