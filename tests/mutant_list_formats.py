@@ -114,7 +114,7 @@ FAULTS = (
     Fault("many rows: prompts of more than a copy takes", "decode_sm90:why_not", "most_rows if many else most",
           "1 << 30 if many else most", "test_decode_sm90_plan.py without_a_copy"),
     Fault("a prefix's rows wait for another kernel", "plan_prefix", "most_rows=_ANY_ROWS", "", PREFIX),
-    Fault("a prefix over int8 rounded before it is added", "plan_prefix", '"int8" not in shape.codes or ', "True or ",
+    Fault("a prefix over int8 rounded before it is added", "plan_prefix", "not (by_codes or ", "not (",
           PREFIX),
     Fault("a prefix of few rows by the kernel for prompts", "has_prompts_work", "count > fewest and ", "", PREFIX),
     Fault("a short prefix by the kernel for prompts", "has_prompts_work",

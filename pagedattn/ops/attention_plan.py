@@ -96,9 +96,8 @@ def plan_prefix(
     whole = shape._replace(mask=Mask.of(shape.mask).replace(causal=False).constants)
     params = sm90.params_of(whole, rows.max_keys, target.num_sms)
     # Over int8 the kernel for codes takes no longer, and adds before it rounds.
-    not_by_codes = sm90_decode.why_not(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
-    served = not _why_not_sm90(whole, not_sm90) and ("int8" not in shape.codes or bool(not_by_codes))
-    by_prompts = served and has_prompts_work(shape, rows, target)
+    by_codes = "int8" in shape.codes and not sm90_decode.why_not(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
+    by_prompts = not (by_codes or _why_not_sm90(whole, not_sm90)) and has_prompts_work(shape, rows, target)
     span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
     launch = _launch(span, whole, rows, target, params, not_sm90_decode, most_rows=_ANY_ROWS)
     return LaunchPlan(whole, rows, (launch,), "", _workspace_size(launch, rows))
