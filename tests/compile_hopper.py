@@ -28,7 +28,7 @@ POINTERS = {  # and numbers that are no int32
     "k_scale": "*fp32",
     "v_scale": "*fp32",
     "k_scale_cache": "*fp32",
-    "tile_scales": "*fp32",
+    "factors": "*fp32",
     "v_scale_cache": "*fp32",
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
@@ -56,7 +56,7 @@ def compile_one(
     sinks: bool,
     stored: str | None = None,
     dim_v: int = 0,
-    rotated: bool = False,
+    factors: str = "",
     **flags: Any,
 ) -> None:
     dim_v = dim_v or dim
@@ -72,10 +72,10 @@ def compile_one(
         constants["CODES"] = CODES[stored]
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
-        constants |= {"ROTATED": rotated, **block_constants(flags["mask"])}
     if stored == "copy":
         constants |= {"k_scale": None, "v_scale": None, **block_constants(flags["mask"])}
-        constants |= {"tile_scales": None} if flags["mask"].earlier_blocks else {}
+        constants["KEY_SCALES"] = factors == "key"
+        constants |= {} if factors else {"factors": None}
     if more and not more_v:
         constants["more_value"] = None
     codes = None if stored == "copy" else stored
@@ -86,6 +86,8 @@ def compile_one(
         "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
         "value": descriptor("u8" if codes else kind, part, dim),
     }
+    if factors == "key":
+        types["factors"] = f"tensordesc<fp32[1, 1, {fixed['BLOCK_N']}],{copy_kernel.FACTORS!r}>"
     if more:
         types |= dict.fromkeys(("key", "value"), descriptor(kind, part, 1, 1, first))
         types |= {
@@ -122,11 +124,12 @@ def main() -> None:
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "i8", **plain)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
-    compile_one("levels-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "i8", rotated=True, **plain, **splits_kv)
+    of_keys: dict[str, Any] = {"factors": "key", **plain, **splits_kv}
+    compile_one("copy-turboquant4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "copy", **of_keys)
     compile_one("copy-int4-D128-G4-S32", "bf16", 128, 4, 32, False, "copy", **earlier)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
-        compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", **plain)
+        compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", factors="tile", **plain)
         compile_one("e4m3-D128-G4-S16", "bf16", 128, 4, 16, False, "fp8e4nv", **plain)
         compile_one("bf16-D128-G4-packed", "bf16", 128, 4, 0, False, kv_heads=32, **plain)
         compile_one("fp16-D64-G1-S64-softcap", "fp16", 64, 1, 64, False, mask=Mask(causal=False), softcap=True)

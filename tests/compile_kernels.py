@@ -22,8 +22,7 @@ from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.dequantise import kernel as dequantise
-from pagedattn.kernels.dequantise import levels_kernel
-from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, LEVELS, num_warps
+from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, num_warps, rotated_tokens
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.mla_decode import kernel as mla_decode
 from pagedattn.kernels.mla_decode.plan import mla_decode_config
@@ -203,20 +202,18 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
 def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: bool = False) -> None:
     """earlier: before a window of recent blocks, and behind a first one."""
     form, names = FORMATS[stored], format_of_kernels(stored)
-    levels = {form.key.codes, form.value.codes} <= {*LEVELS}
-    kernel = levels_kernel._levels_kernel if levels else dequantise._dequantise_kernel
-    tile = levels_kernel.TOKENS if levels else min(keys_per_tile(dim), form.key.tile_keys or 128)
-    key = "i8" if levels else "fp16" if form.key.codes in FLOAT16_KEYS else kind
+    tile = min(keys_per_tile(dim), form.key.tile_keys or 128)
+    tile = tile if form.key.kernels.rotate is None else rotated_tokens(dim)
+    key = "fp16" if form.key.codes in FLOAT16_KEYS else kind
     types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_table": "*i32", "to_key": f"*{key}"}
-    types |= dict.fromkeys(("to_scales", "to_k_scales", "to_v_scales"), "*fp32")
-    types |= {"to_value": "*i8" if levels else f"*{kind}"}
+    types |= {"to_scales": "*fp32", "to_value": f"*{kind}"}
     constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "TOKENS": tile}
     constants |= {"MASK": (1, 0, 0, block_size, 2, 1) if earlier else (1, 0)}
     constants |= {"K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
     constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
-    constants |= {} if levels or form.key.kernels.row_scale is not None else {"to_scales": None}
+    constants |= {} if form.key.kernels.row_scale is not None else {"to_scales": None}
     name = f"dequantise-sm90-{stored}-D{dim}{'-earlier' if earlier else ''}"
-    report(name, kernel, types, constants, 90, num_warps=num_warps(tile, dim))
+    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=num_warps(tile, dim))
 
 
 def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +19,11 @@ from fake_gpu import launched
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMetadata, plan_step
 from pagedattn.kernels import hopper
 from pagedattn.kernels.dequantise import kernel as dequantise
-from pagedattn.kernels.dequantise import levels_kernel
 from pagedattn.kernels.dequantise import plan as copies
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, kernel, parts_kernel
 
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
-MODULES: tuple[Any, ...] = (kernel, codes_kernel, parts_kernel, copy_kernel, dequantise, levels_kernel)
+MODULES: tuple[Any, ...] = (kernel, codes_kernel, parts_kernel, copy_kernel, dequantise)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
@@ -94,10 +92,6 @@ def run(
     return {**found, "again": repeated(layer, fused[:, : heads[0]], caches, plan)}
 
 
-def launchers_of(module: Any) -> list[Any]:
-    return [module._launch, *([module._launch_copy] if hasattr(module, "_launch_copy") else [])]
-
-
 def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: StepMetadata) -> dict[str, bool]:
     """Of a second layer's call, whether it is made without checks, and launches what one with all checks does, and what
     Triton itself does."""
@@ -105,26 +99,23 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     (metadata,), out, lines = plan.by_key.values(), torch.empty(query.shape, dtype=query.dtype), []
     assert metadata.repeated is not None
     made, alive = list[weakref.ref[torch.Tensor]](), [0]
-    copies: tuple[Any, ...] = (dequantise, levels_kernel)
-    launches = [family.launch for family in copies]
+    family: Any = dequantise
+    launch = family.launch
 
-    def seen(inputs: Any, launch: Any, **rest: Any) -> Any:
-        made.append(weakref.ref((copied := launch(inputs, **rest)).key))
+    def seen(*given: Any, **rest: Any) -> Any:
+        made.append(weakref.ref((copied := launch(*given, **rest)).key))
         alive.append(len({id(one()) for one in made if one() is not None}))
         return copied
 
-    for family, launch in zip(copies, launches, strict=True):
-        family.launch = partial(seen, launch=launch)
+    family.launch = seen
     layer(query, None, None, caches.layer(0), plan, out)
-    for family, launch in zip(copies, launches, strict=True):
-        family.launch = launch
+    family.launch = launch
     launched.clear()
     freed = max(alive) <= 1 and not any(one() is not None for one in made)
     kept = dict(metadata.repeated.calls)
     for calls, direct in ((kept, True), ({}, True), ({}, False)):
         for module in MODULES:
-            for launcher in launchers_of(module):
-                launcher._direct = direct
+            module._launch._direct = direct
         metadata.repeated.calls.clear()
         metadata.repeated.calls.update(calls)
         launched.clear()
@@ -132,8 +123,7 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
         lines.append(_placed([line for call in launched for line in call], (query, out, *slabs)))
     again, careful, own = lines
     for module in MODULES:
-        for launcher in launchers_of(module):
-            launcher._direct = True
+        module._launch._direct = True
     # What is compiled in, and hooks that nobody listens to, Triton passes too.
     same = all(y is None or x == y for x, y in zip(own, again, strict=True))
     return {"kept": len(kept) == 2, "freed": freed, "careful": again == careful != [], "triton": same}
@@ -160,7 +150,7 @@ WAYS: dict[str, tuple[list[int], str]] = {
     "prompts, fp8 codes": ([60, 40], "fp8_e4m3"),
     "prompts, int8 codes": ([60, 40], "int8"),
     "prompts, dequantised": ([300, 40], "int8"),
-    "prompts, levels": ([300, 40], "turboquant4"),
+    "prompts, turboquant4": ([300, 40], "turboquant4"),
     "decodes, fp8": ([1, 1, 1], "fp8_e4m3"),
     "decodes, int8": ([1, 1, 1], "int8"),
     "decodes, k8v4": ([1, 1, 1], "k8v4"),

@@ -56,7 +56,7 @@ FAULTS = (
     Fault("three-bit codes without their upper bits", "turboquant:_load",
           "| load_codes(codes + _bytes_of(D, 2), row, seen, D, BLOCK_D, 1) << 2", "| 4",
           "test_conformance.py triton turboquant3"),
-    Fault("levels off the codebook's curve, triton", "turboquant:_level", "curve * (curve + _CUBIC)", "curve * curve",
+    Fault("levels off the codebook's curve, triton", "turboquant:_level", "t * t + HALF", "t * t",
           "test_conformance.py triton turboquant4"),
     Fault("levels off the codebook's curve", "levels_of", "(1 << SHIFT[bits] - 1)", "0",
           "test_format_turboquant.py least_error"),

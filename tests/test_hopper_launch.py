@@ -115,7 +115,7 @@ def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, la
         ("prompts, fp8 codes", ["prefill_sm90/codes_kernel.py"]),
         ("prompts, int8 codes", ["prefill_sm90/codes_kernel.py"]),
         ("prompts, dequantised", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
-        ("prompts, levels", ["dequantise/levels_kernel.py", "prefill_sm90/codes_kernel.py"]),
+        ("prompts, turboquant4", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
         ("decodes, fp8", ["decode_sm90/kernel.py"]),
         ("decodes, int8", ["decode_sm90/kernel.py"]),
         ("decodes, k8v4", ["decode_sm90/kernel.py"]),

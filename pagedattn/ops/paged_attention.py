@@ -11,11 +11,9 @@ import torch
 from ..errors import InvalidInputError
 from ..formats.base import check_takes_scales
 from ..formats.registry import stored_as
-from ..kernels.dequantise import plan as dequantise_plan
 from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.reference import attention
-from ..kernels.shape import AttentionShape
 from ..runtime.op_registry import choose, expect, load, register
 from ..spec import Mask
 from .attention_plan import plan_call
@@ -176,22 +174,14 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
         packed = {} if key_starts is None else {"key_starts": key_starts[:-1, None].int()}
         family.launch(inputs, plan.tile_schedule, plan.workspace, **packed)
         return
-    dequantise, attend = _copied_by(plan.shape)
+    family, attend = load("kernels.dequantise.kernel"), load("kernels.prefill_sm90.copy_kernel")
+    tile = sm90.keys_per_tile(plan.shape.head_dim)
     heads = inputs.key.shape[2] // plan.copy_turns
     # Decodes have a launch of their own, and a copy no room for their keys.
     inputs, copy = inputs._replace(max_seq_len=min(inputs.max_seq_len, plan.bounds.prompt_keys)), None
     for first in range(0, inputs.key.shape[2], heads):
-        copy = dequantise(inputs.heads(first, first + heads), before=copy)
-        attend(copy, plan.tile_schedule, plan.workspace)
-
-
-def _copied_by(shape: AttentionShape) -> tuple[Callable[..., AttentionInputs], Callable[..., None]]:
-    """What copies a cache of such calls, and what attends to the copy."""
-    if dequantise_plan.has_levels(shape):
-        attend = partial(load("kernels.prefill_sm90.codes_kernel").launch, rotated=True)
-        return load("kernels.dequantise.levels_kernel").launch, attend
-    copy = partial(load("kernels.dequantise.kernel").launch, tile=sm90.keys_per_tile(shape.head_dim))
-    return copy, load("kernels.prefill_sm90.copy_kernel").launch
+        copy = family.launch(inputs.heads(first, first + heads), tile, before=copy)
+        attend.launch(copy, plan.tile_schedule, plan.workspace)
 
 
 def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:

@@ -10,6 +10,7 @@ import torch
 from backends.test_hopper import HERE
 
 from pagedattn.backends.registry import get_backend
+from pagedattn.kernels.dequantise import kernel
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
@@ -53,22 +54,15 @@ KINDS = {
 LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 1500)), ((3000,), (3000,))]
 
 
-def key_bytes(case: Case) -> int:
-    """Of a copied key and value of one head: of two 16-bit rows, or of levels and a scale each."""
-    return 2 * case.head_dim + 8 if case.kv_cache_dtype.startswith("turboquant") else 4 * case.head_dim
-
-
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
     """The calls whose caches are copied from now on."""
-    made = list[AttentionInputs]()
-    for name in ("kernel", "levels_kernel"):
-        family = import_module(f"pagedattn.kernels.dequantise.{name}")
+    made, launch = list[AttentionInputs](), kernel.launch
 
-        def seen(inputs: AttentionInputs, launch: Any = family.launch, **rest: Any) -> AttentionInputs:
-            made.append(inputs)
-            return launch(inputs, **rest)
+    def seen(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = None) -> AttentionInputs:
+        made.append(inputs)
+        return launch(inputs, tile, before)
 
-        monkeypatch.setattr(family, "launch", seen)
+    monkeypatch.setattr(kernel, "launch", seen)
     return made
 
 
@@ -95,7 +89,7 @@ def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.Monke
     problem = make_problem(case, DEVICE)
     plan = import_module("pagedattn.kernels.dequantise.plan")
     rows = sum(length > 1 for length in case.query_lens) * -(-max(case.seq_lens) // 16) * 16
-    monkeypatch.setattr(plan, "MOST_BYTES", rows * key_bytes(case) * 3 // 2)  # of one and a half
+    monkeypatch.setattr(plan, "MOST_BYTES", rows * 6 * case.head_dim)  # of one and a half
     made = copies(monkeypatch)
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
     assert made and {one.key.shape[2] for one in made} == {1}
@@ -113,7 +107,7 @@ def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPat
     plan = import_module("pagedattn.kernels.dequantise.plan")
     prompts = [seq for new, seq in zip(case.query_lens, case.seq_lens, strict=True) if new > 1]
     keys = -(-max(prompts) // (3 * 128)) * 128
-    monkeypatch.setattr(plan, "MOST_BYTES", len(prompts) * keys * key_bytes(case))
+    monkeypatch.setattr(plan, "MOST_BYTES", len(prompts) * keys * 4 * case.head_dim)
     starts = copies(monkeypatch)
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
     found = [one.block_table for one in starts if one.block_table is not None]

@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from pagedattn import Mask, PagedKVCache, ops
-from pagedattn.formats.hadamard.rotation import rotate_back
 from pagedattn.formats.int4.format import INT4
-from pagedattn.formats.int8.format import INT8
 from pagedattn.formats.registry import stored_as
-from pagedattn.formats.turboquant.format import TurboQuantRows
-from pagedattn.kernels.dequantise import kernel, levels_kernel
+from pagedattn.kernels.dequantise import kernel
 from pagedattn.kernels.dequantise.plan import MOST_BYTES, copy_turns
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
@@ -75,12 +72,13 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
             torch.testing.assert_close(made.value[to, slot], exact[1][block, slot], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "key_bits", "value_bits"), [("turboquant_k4v3", 4, 3), ("turboquant2", 2, 2)])
-def test_rotated_rows_become_int8_with_a_scale_each(name: str, key_bits: int, value_bits: int) -> None:
-    heads, dims, size = 2, (64, 32), 16
-    cache = PagedKVCache(
-        1, 12, size, heads, dims[0], head_dim_v=dims[1], kv_cache_dtype=name, dtype=torch.float32, device=DEVICE
-    ).layer(0)
+@pytest.mark.parametrize(
+    ("name", "dims"), [("turboquant_k4v3", (64, 48)), ("turboquant2", (256, 32)), ("turboquant4", (128, 128))]
+)
+def test_rotated_keys_become_sums_of_levels_with_a_factor_each(name: str, dims: tuple[int, int]) -> None:
+    heads, size = 2, 16
+    options: dict[str, Any] = {"kv_cache_dtype": name, "dtype": torch.float32, "device": DEVICE}
+    cache = PagedKVCache(1, 12, size, heads, dims[0], head_dim_v=dims[1], **options).layer(0)
     make = torch.Generator(DEVICE).manual_seed(0)
     key, value = (torch.randn(192, heads, dim, device=DEVICE, generator=make) for dim in dims)
     key[5] = torch.nan
@@ -92,21 +90,30 @@ def test_rotated_rows_become_int8_with_a_scale_each(name: str, key_bits: int, va
     mask = Mask(causal=True, earlier_blocks=16).constants  # nothing of the last, open block
     given = (query, cache.key, cache.value, table, starts, lens, None, None, None, None, out, None, 1.0, 3.0, mask)
     stored = (cache.key_scale, cache.value_scale, cache.stored["kv_cache_dtype"])
-    made = levels_kernel.launch(AttentionInputs(*given, 0.0, 1, 80, 0, False, *stored))
-    assert made.format is INT8 and made.out_scale == 3.0 and made.block_table is not None
+    made = kernel.launch(AttentionInputs(*given, 0.0, 1, 80, 0, False, *stored), TILE)
+    assert made.format is stored_as("auto", torch.float32) and made.out_scale == 3.0
+    assert made.block_table is not None and made.k_scale_cache is not None and made.v_scale_cache is None
     assert made.block_table.tolist() == [[0, 1, -1, 3, 4], [5, 6, -1, -1, -1]]
-    sides = ((made.key, made.k_scale_cache, key_bits), (made.value, made.v_scale_cache, value_bits))
-    for (codes, scales, bits), planes in zip(sides, cache.sides, strict=True):
-        assert scales is not None and codes.dtype == torch.int8
-        dim = codes.shape[-1]
-        exact = TurboQuantRows(bits).decode(planes, dim, torch.float64)
-        rows = rotate_back(codes.double() * scales.double())
-        for seq, length in enumerate(lens.tolist()):
-            for at in range(length):
-                to, block, slot = int(made.block_table[seq, at // size]), int(table[seq, at // size]), at % size
-                if to >= 0:
-                    want = exact[block, slot] if at // size < (length - 1) // size else torch.zeros_like(exact[0, 0])
-                    torch.testing.assert_close(rows[to, slot], want, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert made.key.dtype == torch.float16 and made.k_scale_cache.shape == (2, heads, 128), "whole tiles"
+    rows = made.key.double(), made.value.double()
+    assert torch.equal(rows[0][:2], rows[0][:2].round()) and float(rows[0][:2].abs().max()) <= 2048
+    form = stored_as(stored[2], cache.key.dtype)
+    exact = [
+        side.decode(planes, dim, torch.float64)
+        for side, planes, dim in zip((form.key, form.value), cache.sides, dims, strict=True)
+    ]
+    for seq, length in enumerate(lens.tolist()):
+        for at in range(length):
+            to, block, slot = int(made.block_table[seq, at // size]), int(table[seq, at // size]), at % size
+            if to >= 0:
+                factor = made.k_scale_cache[seq, :, at, None].double()
+                seen = at // size < (length - 1) // size
+                for got, want, close in (
+                    (rows[0][to, slot] * factor, exact[0], 1e-7),
+                    (rows[1][to, slot], exact[1], 1e-6),
+                ):
+                    want = want[block, slot] if seen else torch.zeros_like(want[0, 0])
+                    torch.testing.assert_close(got, want, rtol=close, atol=close, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +191,8 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):
         few = SHAPE._replace(codes=other)
         assert pays(few, 16) and not pays(few, 15), "no other kernel for Hopper reads these prompts"
-    levels = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
-    assert pays(levels, 17), "a few rows are a few times slower by a kernel that reads them"
+    rotated = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
+    assert pays(rotated, 17), "a few rows are a few times slower by a kernel that reads them"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)
     assert not pays(window, 2000) and pays(window, 8000)
     for changes in ({"codes": (None, None)}, {"block_size": None}, {"paged": False}):

@@ -40,7 +40,8 @@ def load_codes(codes, row, seen, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: t
     COUNT: tl.constexpr = 8 // BITS
     byte = tl.arange(0, BLOCK_D // COUNT)
     at = codes + byte[None, :] + row[:, None]
-    some = (COUNT * byte < D)[None, :] & (row >= 0)[:, None]
+    # By whole bytes: of a multiple of them the compiler does not see that they are loaded 16 at a time.
+    some = (byte < (D + COUNT - 1) // COUNT)[None, :] & (row >= 0)[:, None]
     if seen is not None:
         some = some & seen[:, None]
     return unpack(tl.load(at, mask=some, other=0).to(tl.int32), BITS)

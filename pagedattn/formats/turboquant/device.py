@@ -24,10 +24,13 @@ _edge_of = triton.constexpr_function(codebook.edge_of)
 def _level(code, BITS: tl.constexpr):
     """Of codes int32, by the curve that `codebook.py` describes."""
     t = 2 * code - ((1 << BITS) - 1)
-    curve = t * t
-    if BITS == 4:
-        curve = curve * (curve + _CUBIC)
-    return (t * (curve + _LINEAR[BITS]) + (1 << _SHIFT[BITS] - 1)) >> _SHIFT[BITS]
+    if BITS == 4:  # as a square, which takes fewer operations
+        HALF: tl.constexpr = _CUBIC // 2
+        curve = t * t + HALF
+        curve = curve * curve + (_LINEAR[BITS] - HALF * HALF)
+    else:
+        curve = t * t + _LINEAR[BITS]
+    return (t * curve + (1 << _SHIFT[BITS] - 1)) >> _SHIFT[BITS]
 
 
 @triton.jit

@@ -4,9 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon_device import LN2, LOG2E
-from ..gluon_rotation import rotate_back
 from .operands import is_4_bit
 from .queries import rows_of
+from .rotation import rotate_back
 from .split_kv import publish_and_reduce
 
 

@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon_device import bits, powers_of_two
-from ..gluon_rotation import rotate
 from .axes import along, in_3d
 from .operands import is_4_bit, key_element
 from .operands_4bit import in_key_order
+from .rotation import rotate
 
 
 @gluon.jit

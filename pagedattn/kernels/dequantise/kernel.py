@@ -7,23 +7,23 @@ import triton
 import triton.language as tl
 
 from ...formats.base import plane_strides
+from ...formats.hadamard.device import block_of, hadamard, signs
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import stops_early
 from ..planes import scale_rows
-from .plan import FLOAT16_KEYS, num_warps
+from .plan import FLOAT16_KEYS, num_warps, rotated_tokens
 from .tokens import tokens_of
 
 
-@triton.jit(do_not_specialize=["num_blocks", "columns"])
+@triton.jit(do_not_specialize=["num_blocks", "columns", "s_factors"])
 def _dequantise_kernel(
     key, value, table, seq_lens, k_scale_cache, v_scale_cache, to_key, to_value, to_table, to_scales, num_blocks,
-    columns, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, s_table, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    columns, s_factors, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, s_table, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(K_FORMAT.rotate is None, "queries over a copy are not rotated")
     seq = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
     number, block, slot, known, seen = tokens_of(
@@ -35,14 +35,20 @@ def _dequantise_kernel(
     k_scale_row = scale_rows(block, slot, head, K_STRIDES)
     at = block * sk_b + slot * sk_s
     k = K_FORMAT.load_tile(key + head * sk_h, at, k_scale_cache, k_scale_row, seen, D, BLOCK_D)
-    if K_FORMAT.row_scale is not None:
+    if K_FORMAT.rotate is not None:
+        # Sums of levels, whole numbers, of which float16 has all up to 2048.
+        k = hadamard(k.to(tl.float32), D, BLOCK_D) * signs(dim)
+        factor = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen) * block_of(D) ** -0.5
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        tl.store(to_scales + (seq * H + head) * s_factors + token, factor, mask=known)
+    elif K_FORMAT.row_scale is not None:
         of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen)
         # Codes are below 128 in magnitude, what is stored below 2**15; rows that are not numbers do not count.
         largest = tl.max(tl.where(of_key < float("inf"), of_key, 0.0), 0) * 128.0
         exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 32)
         k = k.to(tl.float32) * (of_key * ((268 - exponent) << 23).to(tl.float32, bitcast=True))[:, None]
         up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-        tl.store(to_scales + (seq * H + head) * tl.num_programs(0) + tl.program_id(0), up)
+        tl.store(to_scales + (seq * H + head) * s_factors + tl.program_id(0), up)
     if stops_early(MASK):  # zeros, with which no product is NaN
         k = tl.where(seen[:, None], k, 0.0)
     tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
@@ -69,8 +75,9 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
     call over such a copy of as many heads, which is done with: its place is taken.
 
     Values are times their scales, and rounded to the queries' dtype. Keys whose rows have scales are float16, times a
-    power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits;
-    other keys are the numbers that their codes stand for, exactly. What no query sees is 0."""
+    power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits; of
+    rotated rows they are sums of levels, and k_scale_cache [B, Hkv, keys], a multiple of `tile`, has a factor of each.
+    Other keys are the numbers that their codes stand for, exactly. What no query sees is 0."""
     query, key, value, table = inputs[:4]
     if table is None:
         raise ValueError("packed keys have no blocks")
@@ -79,29 +86,31 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
     dims = query.shape[2], inputs.out.shape[2]
     of_key = inputs.format.key
     tile = min(tile, of_key.tile_keys or tile)
-    scaled = of_key.kernels.row_scale is not None
+    rotated, scaled = of_key.kernels.rotate is not None, of_key.kernels.row_scale is not None
     key_dtype = torch.float16 if of_key.codes in FLOAT16_KEYS else query.dtype
     rows, tiles = (count * columns, size, heads), triton.cdiv(columns * size, tile)
+    factors, tokens = (tiles * tile, rotated_tokens(dims[0])) if rotated else (tiles, tile)
     if before is None:
         to_key = query.new_empty(*rows, dims[0], dtype=key_dtype)
         to_value, to_table = query.new_empty(*rows, dims[1]), table.new_empty(count, columns)
-        to_scales = query.new_empty(count, heads, tiles, dtype=torch.float32) if scaled else None
+        to_scales = query.new_empty(count, heads, factors, dtype=torch.float32) if scaled else None
     else:
         to_key, to_value, to_table, to_scales = before.key, before.value, before.block_table, before.k_scale_cache
     arguments = (
         *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_table),
-        *(to_scales, blocks, columns, *key.stride()[:3], *value.stride()[:3], table.stride(0)),
+        *(to_scales, blocks, columns, factors, *key.stride()[:3], *value.stride()[:3], table.stride(0)),
     )
     powers = [triton.next_power_of_2(dim) for dim in dims]
     constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": powers[0], "BLOCK_DV": powers[1]}
     constants |= {
-        "TOKENS": tile,
+        "TOKENS": tokens,
         "MASK": tuple(inputs.mask),
         "K_FORMAT": of_key.kernels,
         "V_FORMAT": inputs.format.value.kernels,
     }
     constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     with on_device(key):
-        _launch((tiles, count, heads), arguments, constants, num_warps=num_warps(tile, max(powers)))
+        grid = (triton.cdiv(columns * size, tokens), count, heads)
+        _launch(grid, arguments, constants, num_warps=num_warps(tokens, max(powers)))
     copied = {"key": to_key, "value": to_value, "block_table": to_table, "k_scale_cache": to_scales}
     return inputs._replace(**copied, v_scale_cache=None, kv_cache_dtype="auto")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
 
 MOST_BYTES = 64 << 20  # of copied keys and values, however many there are
+# Codes of rotated keys: a copy has sums of their levels, and a factor of each key.
+ROTATED_KEYS = ("turboquant4", "turboquant3", "turboquant2")
 # Codes of keys whose numbers float16 has: of int4 as they are, of int8, with the scales that `formats/int8` gives rows,
 # times a power of two of a tile.
-FLOAT16_KEYS = ("int8", "int4_per_channel")
-# Of rotated rows whose levels are int8: the copy has those, with a scale each, as in float16 they are not exact.
-LEVELS = ("turboquant4", "turboquant3", "turboquant2")
+FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
-# prompts reads, of which fp8 loses less than int8, and of others. Rows in levels have no such kernel.
+# prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 512}
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
@@ -27,9 +25,14 @@ def native_shape(shape: AttentionShape) -> AttentionShape:
     return shape._replace(stored_dtype=shape.dtype, codes=(None, None))
 
 
-def has_levels(shape: AttentionShape) -> bool:
-    """Whether the copy is one of `levels_kernel`."""
-    return {*shape.codes} <= {*LEVELS}
+def is_rotated(shape: AttentionShape) -> bool:
+    """Whether the cache has rotated keys."""
+    return shape.codes[0] in ROTATED_KEYS
+
+
+def rotated_tokens(dim: int) -> int:
+    """That a program copies of rotated keys: with more, fewer programs would run at one time."""
+    return max(16, 4096 // dim)
 
 
 def num_warps(tile: int, dim: int) -> int:
@@ -39,9 +42,9 @@ def num_warps(tile: int, dim: int) -> int:
 
 def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
-    if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS, *LEVELS):
+    if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
-    if not has_levels(shape) and bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
+    if not is_rotated(shape) and bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
@@ -81,6 +84,5 @@ def _divisors(heads: int) -> list[int]:
 
 def _key_bytes(shape: AttentionShape, bounds: BatchBounds, heads: int) -> int:
     """In the copy: of one key of each prompt."""
-    elements, scales = shape.head_dim + shape.head_dim_v, 2 * torch.float32.itemsize
-    size = elements + scales if has_levels(shape) else elements * shape.dtype.itemsize
+    size = (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize
     return (bounds.num_seqs - bounds.num_decodes) * heads * size

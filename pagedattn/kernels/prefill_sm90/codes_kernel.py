@@ -9,12 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs
 from .code_values import convert_values
 from .consumer import Output, consume
-from .kernel import block_constants, cache_rows, launch_grid, query_rows
+from .kernel import cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import produce_items, produce_tiles
 from .scale_planes import ScalePlane, make_scale_rooms, produce_scaled_values
@@ -35,17 +34,13 @@ def _prefill_kernel(
     v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_slot, k_per_head, v_per_block,
     v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr, ROTATED: gl.constexpr,
-    EARLIER: gl.constexpr, RECENT: gl.constexpr, FIRST: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(
-        BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES, EARLIER=EARLIER, RECENT=RECENT,
-        FIRST=FIRST, ROTATED=ROTATED,
-    )  # fmt: skip
+    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES)
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
@@ -91,19 +86,15 @@ def _prefill_kernel(
 
 
 _launch = Launcher(_prefill_kernel, VARYING)
-# What is copied, in the order of `../dequantise/levels_kernel.py`.
-_launch_copy = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "k_scale_cache", "v_scale_cache"))
 
 
-def launch(
-    inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None, rotated: bool = False
-) -> None:
-    """As of `kernel.launch`. rotated: over a copy of rotated rows, as int8 with a scale each."""
+def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+    """As of `kernel.launch`."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries)
-    constants |= {"CODES": inputs.format.value.codes, "ROTATED": rotated, **block_constants(Mask.of(inputs.mask))}
+    constants |= {"CODES": inputs.format.value.codes}
     k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
     layout = code_layout(query.shape[2])
     size = key.shape[1]
@@ -120,5 +111,4 @@ def launch(
         *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
     )
     with on_device(query):
-        launcher = _launch_copy if rotated else _launch
-        launcher((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)

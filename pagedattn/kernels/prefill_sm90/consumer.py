@@ -5,9 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_device import LN2, LOG2E, powers_of_two, tanh
-from ..gluon_names import reinterpret, thread_barrier
-from ..gluon_rotation import rotate_back
+from ..gluon_device import LN2, LOG2E, tanh
+from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
 from .split_kv import publish_and_reduce
 from .work_item import ROWS, last_seen, output_layout, take, tiles_of
@@ -79,14 +78,17 @@ def _rescale(acc, alpha):
 
 @gluon.jit
 def _times_scales(s, c, of_keys, shape):
-    """Logits [64, BLOCK_N] of keys that are stored with a scale of each token, times those; and the unit of the tile's
-    values, an exponent of two."""
+    """Logits [64, BLOCK_N] of keys that have a scale or factor each, times those; and the unit of the tile's values, an
+    exponent of two."""
     if shape.TOKEN_SCALES:
         stage = c % of_keys.of_keys.shape[0]
         scales = of_keys.of_keys.index(stage).load(gl.SliceLayout(0, shape.S_LAYOUT))
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         unit = gl.max(of_keys.units.index(stage).slice(0, 1).load(one), 0)
         return s.to(gl.float32) * gl.expand_dims(scales, 0), unit
+    elif shape.KEY_SCALES:
+        scales = of_keys.index(c % of_keys.shape[0]).load(gl.SliceLayout(0, shape.S_LAYOUT))
+        return s * gl.expand_dims(scales, 0), 0.0
     else:
         return s, 0.0
 
@@ -228,12 +230,9 @@ def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape
     them, threads hold 4, and half of every sector would be written twice."""
     WIDTH: gl.constexpr = rows.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    if shape.ROTATED:
-        result = _rotated_back(rows, room, WIDE).to(shape.DTYPE)
-    else:
-        room.store(rows.to(shape.DTYPE))
-        thread_barrier()
-        result = room.load(WIDE)
+    room.store(rows.to(shape.DTYPE))
+    thread_barrier()
+    result = room.load(WIDE)
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)
     place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
@@ -242,19 +241,6 @@ def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape
     if begin + WIDTH > shape.DIM_V:
         keep = keep & gl.expand_dims(dim < shape.DIM_V, 0)
     gl.store(output.out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0), result, mask=keep)
-
-
-@gluon.jit
-def _rotated_back(rows, room, WIDE: gl.constexpr):
-    """Outputs of rotated values as they were before the rotation, in another layout. On their way through shared memory
-    they are float16 of a row's own range, so that they are not rounded to the queries' dtype twice."""
-    down, up = powers_of_two(gl.max(gl.abs(rows), 1), 14, 15)
-    LAYOUT: gl.constexpr = room.layout
-    half = reinterpret(room, gl.float16, [rows.shape[0], rows.shape[1]], LAYOUT)
-    half.store((rows * gl.expand_dims(down, 1)).to(gl.float16))
-    thread_barrier()
-    up = gl.convert_layout(up, gl.SliceLayout(1, WIDE))
-    return rotate_back(half.load(WIDE).to(gl.float32)) * gl.expand_dims(up, 1)
 
 
 @gluon.jit
@@ -273,7 +259,8 @@ def _skip(item, c, channels, shape):
 def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
     and their strides by head; of values also one that the host knows. TOKEN_SCALES: in the place of keys'
-    `scale_planes.ScaleRooms`; TILE_SCALES lie as [B, Hkv, tiles], with strides by head and by sequence."""
+    `scale_planes.ScaleRooms`, KEY_SCALES: of each stage, [STAGES, BLOCK_N] in shared memory; TILE_SCALES lie as
+    [B, Hkv, tiles], with strides by head and by sequence."""
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w % channels.pins.shape[0])
     n = 0  # items begun
@@ -292,7 +279,8 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             k_scale, s_kscale = of_keys[0], of_keys[1]
             if shape.TILE_SCALES:
                 k_scale += item.head // shape.PACKS * s_kscale + item.seq * of_keys[2]
-            elif not shape.TOKEN_SCALES and k_scale is not None:  # keys times their scale: as their logits times it
+            elif not (shape.TOKEN_SCALES or shape.KEY_SCALES) and k_scale is not None:
+                # Keys times their scale: as their logits times it.
                 logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
             factor = _tile_factor(k_scale, high - 1, shape)
@@ -316,6 +304,8 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 cast, up = cast_queries(rooms[0], shape)
                 q = (cast,)
                 logit_scale = up * logit_scale
+                if shape.KEY_SCALES:
+                    logit_scale = gl.maximum(logit_scale, 2.0**-126)
             qk = _logits(q, channels.k.parts(c), shape)
             s, unit = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)

@@ -1,5 +1,5 @@
 """Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`): the warps of `kernel`. Keys whose rows
-or channels had scales are float16, and of those with scales of rows each tile has a factor."""
+or channels had scales are float16, and of those with scales of rows each tile or each key has a factor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
@@ -19,6 +20,8 @@ from .pipeline import Channels, make_ring
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
+FACTORS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(
@@ -26,23 +29,23 @@ from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
     do_not_specialize_on_alignment=["table"],
 )
 def _prefill_kernel(
-    query, key, value, table, out, lse_out, entries, workspace, sinks, tile_scales, k_scale, v_scale, heads, max_keys,
+    query, key, value, table, out, lse_out, entries, workspace, sinks, factors, k_scale, v_scale, heads, max_keys,
     qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns,
     so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
     PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr,
-    RECENT: gl.constexpr, FIRST: gl.constexpr,
+    RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr,
 ):  # fmt: skip
     scale = qk_scale * LOG2E
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    SCALED: gl.constexpr = tile_scales is not None
+    SCALED: gl.constexpr = factors is not None and not KEY_SCALES
     CAST_Q: gl.constexpr = DTYPE != key.dtype
     shape = Shape(
         BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED,
-        CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST,
+        CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST, KEY_SCALES=KEY_SCALES,
     )  # fmt: skip
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
@@ -51,7 +54,7 @@ def _prefill_kernel(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(key.dtype, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
+        make_ring(key.dtype, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS + KEY_SCALES),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
@@ -59,10 +62,12 @@ def _prefill_kernel(
     items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     of_values = (v_scale, s_vscale, out_scale)
-    if tile_scales is None:
-        of_keys = (k_scale, s_kscale)
-    else:
-        of_keys = (tile_scales, s_head, s_seq)
+    of_keys, scales = (k_scale, s_kscale), None
+    if KEY_SCALES:
+        rooms = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        of_keys, scales = (rooms, 0), (factors, rooms)
+    elif SCALED:
+        of_keys = (factors, s_head, s_seq)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
@@ -70,7 +75,7 @@ def _prefill_kernel(
             (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
             (produce_items, ((query,), (key,), table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_tiles, (1, (key,), table, s_table, k_place, channels.k, channels, shape)),
+            (produce_tiles, (1, (key,), table, s_table, k_place, channels.k, channels, shape, scales)),
             (produce_values, (0, (value,), table, s_table, v_place, tail, channels, shape)),
             (produce_values, (1, (value,), table, s_table, v_place, tail, channels, shape)),
         ],
@@ -80,20 +85,23 @@ def _prefill_kernel(
 
 
 # What is copied, in the order of `../dequantise/kernel.py`.
-_launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "tile_scales"))
+_launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "factors"))
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
-    """As of `kernel.launch`; k_scale_cache: factors of the logits of float16 keys, [B, Hkv, tiles] float32, or None."""
+    """As of `kernel.launch`; k_scale_cache: factors of the logits of float16 keys, float32 [B, Hkv, tiles], or [B, Hkv,
+    keys] of whole tiles, or None."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries)
     constants |= block_constants(Mask.of(inputs.mask))
     pack, part, scales = constants["PACK"], copied_slots(constants), inputs.k_scale_cache
+    constants["KEY_SCALES"] = scales is not None and scales.shape[2] >= table.shape[1] * key.shape[1]
+    factors = key_factors(scales, constants["BLOCK_N"]) if scales is not None and constants["KEY_SCALES"] else scales
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
-        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, scales),
+        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, factors),
         *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale),
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
@@ -102,3 +110,8 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     )
     with on_device(query):
         _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+
+
+def key_factors(scales: torch.Tensor, keys: int) -> TensorDescriptor:
+    """Factors [B, Hkv, n] of keys, for copies of so many."""
+    return TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [1, 1, keys], FACTORS)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from ..gluon_names import tma_load
+from ..gluon_names import reinterpret, tma_load
 from .work_item import ROWS, hand_out, take, tiles_of
 
 
@@ -107,12 +107,24 @@ def load_tile(w: gl.constexpr, descs, row, place, item, start, c, ring, shape):
 
 
 @gluon.jit
-def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, shape):
+def _load_scales(scales, item, start, c, ring, shape):
+    """The factors of the c-th tile's keys, from `start` on: a descriptor of [B, Hkv, keys], and rooms of stages."""
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    room = reinterpret(scales[1].index(c % ring.STAGES), gl.float32, [1, 1, shape.BLOCK_N], FLAT)
+    mbarrier.expect(ring.barrier(c), shape.BLOCK_N * 4)
+    tma_load(scales[0], [item.seq, item.head // shape.PACKS, start], ring.barrier(c), room)
+
+
+@gluon.jit
+def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, shape, scales=None):
     """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
     for back in range(0, high - low):
-        load_tile(w, descs, row, place, item, (high - 1 - back) * shape.BLOCK_N, c, ring, shape)
+        start = (high - 1 - back) * shape.BLOCK_N
+        load_tile(w, descs, row, place, item, start, c, ring, shape)
+        if scales is not None:
+            _load_scales(scales, item, start, c, ring, shape)
         c += 1
     return c
 
@@ -138,14 +150,15 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
 
 
 @gluon.jit
-def produce_tiles(w: gl.constexpr, descs, table, s_table, place, ring, channels, shape):
-    """Loads a warp's part of the keys, or of the codes of values, of every item handed out. Warps share the keys of 16
+def produce_tiles(w: gl.constexpr, descs, table, s_table, place, ring, channels, shape, scales=None):
+    """Loads a warp's part of the keys, or of the codes of values, of every item handed out. scales: factors of keys, as
+    `_load_scales` takes them, or None. Warps share the keys of 16
     bits, for small blocks take many copies to issue: one warp alone was what the computing ones waited for."""
     n = 0
     c = 0
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
-        c = _load_tiles(w, descs, table, s_table, place, item, c, ring, shape)
+        c = _load_tiles(w, descs, table, s_table, place, item, c, ring, shape, scales)
         n += 1
         item = take(channels.items, n, 1, shape)
 

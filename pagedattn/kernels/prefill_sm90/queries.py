@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..gluon_names import reinterpret, thread_barrier
-from ..gluon_rotation import rotate
 from .work_item import ROWS
 
 
@@ -23,8 +22,6 @@ def split_queries(room, shape):
     each row are to be multiplied with."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
     q = room.load(WIDE).to(gl.float32)
-    if shape.ROTATED:
-        q = rotate(q)
     if shape.CODES == "int8":
         high, low, up = _two_int8(q, shape)
         return _parts(room, high, low, shape), up

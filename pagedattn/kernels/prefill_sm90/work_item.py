@@ -34,8 +34,8 @@ class Shape:
     block of rows, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed keys, LOAD keys of a tile
     that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an
     8-bit cache, as `RowFormat.codes`, or None, with which queries are multiplied as two of as many bits;
-    TOKEN_SCALES: they are int8, whose scales are factors of columns. ROTATED: they are those of rotated rows.
-    TILE_SCALES: a tile's logits have a factor; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted
+    TOKEN_SCALES: they are int8, whose scales are factors of columns. TILE_SCALES: a tile's
+    logits have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted
     queries, the logits of whose rows have a factor. EARLIER: rows see blocks of so many keys before their own and
     RECENT others, from key FIRST on; 0: all before."""
 
@@ -58,8 +58,8 @@ class Shape:
     V_DTYPE: gl.constexpr
     CODES: gl.constexpr
     TOKEN_SCALES: gl.constexpr
-    ROTATED: gl.constexpr
     TILE_SCALES: gl.constexpr
+    KEY_SCALES: gl.constexpr
     CAST_Q: gl.constexpr
     ROW_SCALES: gl.constexpr
     EARLIER: gl.constexpr
@@ -72,7 +72,7 @@ class Shape:
     @gluon.constexpr_function
     def __init__(
         self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
-        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, ROTATED=False
+        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, KEY_SCALES=False
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
@@ -82,8 +82,8 @@ class Shape:
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
         codes = CODES is not None
         self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
-        self.ROTATED = gl.constexpr(ROTATED)
-        self.TILE_SCALES, self.CAST_Q = gl.constexpr(TILE_SCALES), gl.constexpr(CAST_Q)
+        self.TILE_SCALES, self.KEY_SCALES = gl.constexpr(TILE_SCALES), gl.constexpr(KEY_SCALES)
+        self.CAST_Q = gl.constexpr(CAST_Q)
         self.ROW_SCALES = gl.constexpr(codes or CAST_Q)
         self.EARLIER, self.RECENT, self.FIRST = gl.constexpr(EARLIER), gl.constexpr(RECENT), gl.constexpr(FIRST)
         self.V_DTYPE = gl.constexpr(gl.float16 if codes else DTYPE)  # it has every code, and probabilities

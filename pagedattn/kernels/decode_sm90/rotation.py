@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..formats.hadamard import device
-from .gluon_device import bits
+from ...formats.hadamard import device
+from ..gluon_device import bits
 
 _signs = gluon.jit(device.signs.fn)
 
