@@ -74,7 +74,7 @@ def compile_one(
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
     if stored == "copy":
         constants |= {"k_scale": None, "v_scale": None, **block_constants(flags["mask"])}
-        constants["KEY_SCALES"] = factors == "key"
+        constants |= {"KEY_SCALES": factors == "key", "DIM_V": dim_v}
         constants |= {} if factors else {"factors": None}
     if more and not more_v:
         constants["more_value"] = None

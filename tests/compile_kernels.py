@@ -22,7 +22,7 @@ from pagedattn.kernels.cache_write import kernel as reshape_and_cache
 from pagedattn.kernels.decode import kernel as decode
 from pagedattn.kernels.decode.plan import decode_config
 from pagedattn.kernels.dequantise import kernel as dequantise
-from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, num_warps, rotated_tokens
+from pagedattn.kernels.dequantise.plan import FLOAT16_KEYS, num_warps, rotated_tokens, width
 from pagedattn.kernels.merge import kernel as merge_states
 from pagedattn.kernels.mla_decode import kernel as mla_decode
 from pagedattn.kernels.mla_decode.plan import mla_decode_config
@@ -203,17 +203,18 @@ def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: 
     """earlier: before a window of recent blocks, and behind a first one."""
     form, names = FORMATS[stored], format_of_kernels(stored)
     tile = min(keys_per_tile(dim), form.key.tile_keys or 128)
-    tile = tile if form.key.kernels.rotate is None else rotated_tokens(dim)
+    tile = tile if form.key.kernels.rotate is None else rotated_tokens(width(dim, dim))
     key = "fp16" if form.key.codes in FLOAT16_KEYS else kind
     types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_table": "*i32", "to_key": f"*{key}"}
     types |= {"to_scales": "*fp32", "to_value": f"*{kind}"}
-    constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "TOKENS": tile}
+    constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "TOKENS": tile}
+    constants |= dict.fromkeys(("BLOCK_D", "BLOCK_DV"), width(dim, dim))
     constants |= {"MASK": (1, 0, 0, block_size, 2, 1) if earlier else (1, 0)}
     constants |= {"K_FORMAT": form.key.kernels, "V_FORMAT": form.value.kernels}
     constants |= {"K_STRIDES": names["K_SCALE_STRIDES"], "V_STRIDES": names["V_SCALE_STRIDES"]}
     constants |= {} if form.key.kernels.row_scale is not None else {"to_scales": None}
     name = f"dequantise-sm90-{stored}-D{dim}{'-earlier' if earlier else ''}"
-    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=num_warps(tile, dim))
+    report(name, dequantise._dequantise_kernel, types, constants, 90, num_warps=num_warps(tile, width(dim, dim)))
 
 
 def _shape(dim: int, group: int, dim_v: int) -> dict[str, Any]:
@@ -314,6 +315,7 @@ def compile_more() -> None:
     dequantise_case("int8", "bf16", 16, 64, earlier=True)
     dequantise_case("fp8_e4m3", "bf16", 16, 256)
     dequantise_case("turboquant4", "bf16", 16, 256)
+    dequantise_case("turboquant4", "bf16", 16, 80)
     dequantise_case("turboquant_k3v4", "bf16", 32, 64, earlier=True)
     mla_case(90, "bf16", 16, 1, 64, "fp8_e4m3")
     decode_case(90, "bf16", 128, 4, 1, 64, "turboquant_k3v4")

@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "room for fewer factors than tiles of attention read",
         "dequantise:launch",
-        "(tiles * tile, rotated_tokens(dims[0]))",
-        "(columns * size, rotated_tokens(dims[0]))",
+        "(tiles * tile, rotated_tokens(dim))",
+        "(columns * size, rotated_tokens(dim))",
         "test_dequantise.py sums_of_levels",
     ),
     Fault(

@@ -66,7 +66,7 @@ def plan_attention(
     because = "" if turns else because
     passes = plan_passes(shape, bounds, device) if copied and because else ()
     because = "" if passes else because
-    of_turn = shape._replace(num_kv_heads=shape.num_kv_heads // turns) if turns > 1 else shape
+    of_turn = dequantise.native_shape(shape._replace(num_kv_heads=shape.num_kv_heads // turns)) if turns else shape
     params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
     length = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
@@ -105,7 +105,7 @@ def plan_prefix(
 
 def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> tuple[KeyPass, ...]:
     """Of prompts of which a copy has no room for one head: passes over their keys, each by a plan of its own."""
-    tile, size = sm90.keys_per_tile(shape.head_dim), shape.block_size
+    tile, size = sm90.keys_per_tile(dequantise.native_shape(shape).head_dim), shape.block_size
     keys = dequantise.keys_per_pass(shape, bounds, tile)
     if not keys or size is None:
         return ()

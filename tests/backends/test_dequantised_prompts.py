@@ -11,6 +11,7 @@ from backends.test_hopper import HERE
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.kernels.dequantise import kernel
+from pagedattn.kernels.dequantise.plan import width
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
@@ -49,6 +50,12 @@ KINDS = {
         **BF16 | {"heads": (14, 2)}, kv_cache_dtype="turboquant_k3v4", causal=False, block_size=64
     ),
     "turboquant2, 256, soft cap": Case(**BF16 | {"head_dim": 256}, kv_cache_dtype="turboquant2", softcap=9.0),
+    "int8, 80": Case(**BF16 | {"head_dim": 80}, kv_cache_dtype="int8"),
+    "e4m3, 96, sinks": Case(**BF16 | {"head_dim": 96}, kv_cache_dtype="fp8_e4m3", kv_scale="head", sinks=0.5),
+    "k8v4, 192 and 128": Case(**BF16 | {"head_dim": 192, "head_dim_v": 128}, kv_cache_dtype="k8v4"),
+    "int4, fp16, 80, HND": Case(**FP16 | {"head_dim": 80}, kv_cache_dtype="int4", block_size=32, layout="HND"),
+    "turboquant4, 80": Case(**BF16 | {"head_dim": 80}, kv_cache_dtype="turboquant4"),
+    "turboquant3, fp16, 160": Case(**FP16 | {"head_dim": 160}, kv_cache_dtype="turboquant3"),
     "turboquant4, large rows": Case(**BF16, kv_cache_dtype="turboquant4", magnitude=300.0, scale=1e-6),
 }
 LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 1500)), ((3000,), (3000,))]
@@ -97,7 +104,14 @@ def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "kind",
-    ["k8v4", "k8v4, fp16, 64, three heads a group", "int4", "int4, 256, sinks, a window", "turboquant4, large rows"],
+    [
+        "k8v4",
+        "k8v4, fp16, 64, three heads a group",
+        "int4",
+        "int4, 256, sinks, a window",
+        "turboquant4, large rows",
+        "turboquant4, 80",
+    ],
 )
 @pytest.mark.parametrize("lens", LENS)
 def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +121,7 @@ def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPat
     plan = import_module("pagedattn.kernels.dequantise.plan")
     prompts = [seq for new, seq in zip(case.query_lens, case.seq_lens, strict=True) if new > 1]
     keys = -(-max(prompts) // (3 * 128)) * 128
-    monkeypatch.setattr(plan, "MOST_BYTES", len(prompts) * keys * 4 * case.head_dim)
+    monkeypatch.setattr(plan, "MOST_BYTES", len(prompts) * keys * 4 * width(case.head_dim, case.head_dim))
     starts = copies(monkeypatch)
     check(get_backend("TRITON"), problem, f"{kind}, {case.id}")
     found = [one.block_table for one in starts if one.block_table is not None]

@@ -34,7 +34,7 @@ def int32(numbers: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["int8", "k8v4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
-    heads, dim, value_dim, size = 2, 64, 48, 16
+    heads, dim, value_dim, size = 2, 56, 48, 16
     options: dict[str, Any] = {"kv_cache_dtype": name, "layout": layout, "dtype": torch.float32, "device": DEVICE}
     cache = PagedKVCache(1, 12, size, heads, dim, head_dim_v=value_dim, **options).layer(0)
     make = torch.Generator(DEVICE).manual_seed(0)
@@ -56,8 +56,8 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
     assert made.block_table.tolist() == [[0, 1, -1, 3, 4], [5, 6, -1, -1, -1]]
     form = stored_as(stored[2], cache.key.dtype)
     exact = [
-        rows.decode(side, copy.shape[-1], torch.float32)
-        for rows, side, copy in ((form.key, cache.sides[0], made.key), (form.value, cache.sides[1], made.value))
+        rows.decode(side, one, torch.float32)
+        for rows, side, one in ((form.key, cache.sides[0], dim), (form.value, cache.sides[1], value_dim))
     ]
     assert (made.k_scale_cache is None) == (cache.key_scale is None) and made.v_scale_cache is None
     for seq, length in enumerate(lens.tolist()):
@@ -68,12 +68,13 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
             key_row = made.key[to, slot].float()
             if made.k_scale_cache is not None:
                 key_row = key_row * made.k_scale_cache[seq, :, at // TILE, None]
-            torch.testing.assert_close(key_row, exact[0][block, slot], rtol=0, atol=0)
-            torch.testing.assert_close(made.value[to, slot], exact[1][block, slot], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(key_row[:, :dim], exact[0][block, slot], rtol=0, atol=0)
+            assert not key_row[:, dim:].any(), "beyond the head"
+            torch.testing.assert_close(made.value[to, slot, :, :value_dim], exact[1][block, slot], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "dims"), [("turboquant_k4v3", (64, 48)), ("turboquant2", (256, 32)), ("turboquant4", (128, 128))]
+    ("name", "dims"), [("turboquant_k4v3", (64, 48)), ("turboquant2", (256, 32)), ("turboquant4", (80, 80))]
 )
 def test_rotated_keys_become_sums_of_levels_with_a_factor_each(name: str, dims: tuple[int, int]) -> None:
     heads, size = 2, 16
@@ -95,7 +96,7 @@ def test_rotated_keys_become_sums_of_levels_with_a_factor_each(name: str, dims: 
     assert made.block_table is not None and made.k_scale_cache is not None and made.v_scale_cache is None
     assert made.block_table.tolist() == [[0, 1, -1, 3, 4], [5, 6, -1, -1, -1]]
     assert made.key.dtype == torch.float16 and made.k_scale_cache.shape == (2, heads, 128), "whole tiles"
-    rows = made.key.double(), made.value.double()
+    rows = [copy[..., :dim].double() for copy, dim in zip((made.key, made.value), dims, strict=True)]
     assert torch.equal(rows[0][:2], rows[0][:2].round()) and float(rows[0][:2].abs().max()) <= 2048
     form = stored_as(stored[2], cache.key.dtype)
     exact = [
@@ -148,7 +149,9 @@ def test_only_what_queries_see_of_full_blocks_is_copied(mask: Mask) -> None:
     for at in range(length):
         of_key, of_value = (one[table[at // size], at % size] * (at in seen) for one in exact)
         torch.testing.assert_close(made.key[at // size, at % size].float().cpu(), of_key, rtol=0, atol=0)
-        torch.testing.assert_close(made.value[at // size, at % size].cpu(), of_value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            made.value[at // size, at % size, :, : dims[1]].cpu(), of_value, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_copy_has_64_mib_at_most() -> None:
@@ -157,6 +160,7 @@ def test_a_copy_has_64_mib_at_most() -> None:
     assert copy_turns(SHAPE, PROMPT._replace(max_seq_len=(1 << 14) + 1, max_keys=0)) == 2
     assert copy_turns(SHAPE, PROMPT._replace(max_seq_len=1 << 20)) == 1, "the table has room for no more keys"
     assert copy_turns(SHAPE, PROMPT._replace(num_seqs=3)) == 4, "of heads that divide all evenly"
+    assert copy_turns(SHAPE._replace(head_dim=136, head_dim_v=96), PROMPT) == 2, "of rows that are 256 wide"
     assert copy_turns(SHAPE, PROMPT._replace(num_seqs=65, num_decodes=64)) == 1
     long = PROMPT._replace(max_seq_len=1 << 17, max_keys=1 << 17)
     assert copy_turns(SHAPE, long) == 8 and copy_turns(SHAPE, long._replace(num_seqs=2)) == 0
@@ -191,6 +195,8 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):
         few = SHAPE._replace(codes=other)
         assert pays(few, 16) and not pays(few, 15), "no other kernel for Hopper reads these prompts"
+    padded = SHAPE._replace(head_dim=80, head_dim_v=80)
+    assert pays(padded, 16) and not pays(padded, 15), "no other kernel for Hopper reads heads of 80"
     rotated = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
     assert pays(rotated, 17), "a few rows are a few times slower by a kernel that reads them"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)
@@ -247,7 +253,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_of_its_tile() -> None:
     planes, mask = (cache.key_scale, cache.value_scale, "int8"), Mask(causal=True).constants
     made = kernel.launch(AttentionInputs(*given, query, None, 1.0, 1.0, mask, 0.0, 16, 16, 0, False, *planes), TILE)
     assert made.k_scale_cache is not None
-    keys = made.key[0].float() * made.k_scale_cache[0, 0, 0]
+    keys = made.key[0, ..., :16].float() * made.k_scale_cache[0, 0, 0]
     assert not keys[3:5].isfinite().all(-1).any()
     others = [n for n in range(16) if n not in (3, 4)]
     torch.testing.assert_close(keys[others], exact[others], rtol=0, atol=0)

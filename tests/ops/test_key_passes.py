@@ -79,7 +79,7 @@ def test_passes_leave_what_one_call_does(stored: str, mask: Mask, monkeypatch: p
     lse = torch.empty(len(query), 4)
     want = ops.paged_attention(query, cache.key, cache.value, table, starts, lens, lse=lse, **given)
 
-    monkeypatch.setattr(dequantise, "MOST_BYTES", 4 * 128 * heads * 2 * dim * 4)
+    monkeypatch.setattr(dequantise, "MOST_BYTES", 4 * 128 * heads * 2 * 64 * 4)
     monkeypatch.setattr(dequantise, "_FEWEST_KEYS", 1)
     monkeypatch.setattr(dequantise, "_FEWEST_OTHER_ROWS", 1)
     monkeypatch.setattr(dequantise, "_FEWEST_ROWS", {})

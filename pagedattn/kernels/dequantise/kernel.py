@@ -13,7 +13,7 @@ from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
 from ..masking import stops_early
 from ..planes import scale_rows
-from .plan import FLOAT16_KEYS, num_warps, rotated_tokens
+from .plan import FLOAT16_KEYS, num_warps, rotated_tokens, width
 from .tokens import tokens_of
 
 
@@ -51,7 +51,9 @@ def _dequantise_kernel(
         tl.store(to_scales + (seq * H + head) * s_factors + tl.program_id(0), up)
     if stops_early(MASK):  # zeros, with which no product is NaN
         k = tl.where(seen[:, None], k, 0.0)
-    tl.store(to_key + row * D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None] & (dim < D))
+    if D < BLOCK_D:
+        k = tl.where(dim < D, k, 0.0)
+    tl.store(to_key + row * BLOCK_D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None])
 
     dim = tl.arange(0, BLOCK_DV)[None, :]
     v_scale_row = scale_rows(block, slot, head, V_STRIDES)
@@ -63,7 +65,7 @@ def _dequantise_kernel(
         v = V_FORMAT.rotate(v, DV, BLOCK_DV)
     if to_value.dtype.element_ty == tl.float16:  # a code may stand for what float16 rounds to infinity
         v = tl.where(v > 65504.0, 65504.0, tl.where(v < -65504.0, -65504.0, v))
-    tl.store(to_value + row * DV + dim, v.to(to_value.dtype.element_ty), mask=known[:, None] & (dim < DV))
+    tl.store(to_value + row * BLOCK_DV + dim, v.to(to_value.dtype.element_ty), mask=known[:, None])
 
 
 # `../prefill_sm90/copy_kernel.py` has what is copied in this order.
@@ -71,8 +73,8 @@ _launch = Launcher(_dequantise_kernel, VARYING, ("to_key", "to_value", "to_table
 
 
 def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = None) -> AttentionInputs:
-    """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size. before: a
-    call over such a copy of as many heads, which is done with: its place is taken.
+    """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size, of rows of
+    `width`. before: a call over such a copy of as many heads, which is done with: its place is taken.
 
     Values are times their scales, and rounded to the queries' dtype. Keys whose rows have scales are float16, times a
     power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits; of
@@ -84,15 +86,16 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
     blocks, size, heads, _ = key.shape
     count, columns = len(table), min(table.shape[1], triton.cdiv(inputs.max_seq_len, size))
     dims = query.shape[2], inputs.out.shape[2]
+    dim = width(*dims)
     of_key = inputs.format.key
     tile = min(tile, of_key.tile_keys or tile)
     rotated, scaled = of_key.kernels.rotate is not None, of_key.kernels.row_scale is not None
     key_dtype = torch.float16 if of_key.codes in FLOAT16_KEYS else query.dtype
     rows, tiles = (count * columns, size, heads), triton.cdiv(columns * size, tile)
-    factors, tokens = (tiles * tile, rotated_tokens(dims[0])) if rotated else (tiles, tile)
+    factors, tokens = (tiles * tile, rotated_tokens(dim)) if rotated else (tiles, tile)
     if before is None:
-        to_key = query.new_empty(*rows, dims[0], dtype=key_dtype)
-        to_value, to_table = query.new_empty(*rows, dims[1]), table.new_empty(count, columns)
+        to_key, to_value = query.new_empty(*rows, dim, dtype=key_dtype), query.new_empty(*rows, dim)
+        to_table = table.new_empty(count, columns)
         to_scales = query.new_empty(count, heads, factors, dtype=torch.float32) if scaled else None
     else:
         to_key, to_value, to_table, to_scales = before.key, before.value, before.block_table, before.k_scale_cache
@@ -100,8 +103,7 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
         *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_table),
         *(to_scales, blocks, columns, factors, *key.stride()[:3], *value.stride()[:3], table.stride(0)),
     )
-    powers = [triton.next_power_of_2(dim) for dim in dims]
-    constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": powers[0], "BLOCK_DV": powers[1]}
+    constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": dim, "BLOCK_DV": dim}
     constants |= {
         "TOKENS": tokens,
         "MASK": tuple(inputs.mask),
@@ -111,6 +113,6 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
     constants |= {"K_STRIDES": plane_strides(inputs.k_scale_cache), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     with on_device(key):
         grid = (triton.cdiv(columns * size, tokens), count, heads)
-        _launch(grid, arguments, constants, num_warps=num_warps(tokens, max(powers)))
+        _launch(grid, arguments, constants, num_warps=num_warps(tokens, dim))
     copied = {"key": to_key, "value": to_value, "block_table": to_table, "k_scale_cache": to_scales}
     return inputs._replace(**copied, v_scale_cache=None, kv_cache_dtype="auto")

@@ -6,6 +6,7 @@ import math
 
 from ...spec import Mask
 from ..shape import AttentionShape, BatchBounds
+from ..tiles import next_power_of_2
 
 MOST_BYTES = 64 << 20  # of copied keys and values, however many there are
 # Codes of rotated keys: a copy has sums of their levels, and a factor of each key.
@@ -20,9 +21,15 @@ _FEWEST_OTHER_ROWS = 64
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
 
 
+def width(head_dim: int, head_dim_v: int) -> int:
+    """Of a copied key and value, with zeros beyond the head, so that heads are read in one part."""
+    return next_power_of_2(max(64, head_dim, head_dim_v))
+
+
 def native_shape(shape: AttentionShape) -> AttentionShape:
     """The shape of attention over the copy."""
-    return shape._replace(stored_dtype=shape.dtype, codes=(None, None))
+    dim = width(shape.head_dim, shape.head_dim_v)
+    return shape._replace(stored_dtype=shape.dtype, codes=(None, None), head_dim=dim, head_dim_v=dim)
 
 
 def is_rotated(shape: AttentionShape) -> bool:
@@ -44,7 +51,11 @@ def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
     if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
-    if not is_rotated(shape) and bounds.max_query_len * shape.group < _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS):
+    if shape.head_dim % 8:  # queries that TMA does not read
+        return False
+    whole = shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v)
+    fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS) if whole else _FEWEST_OTHER_ROWS
+    if not is_rotated(shape) and bounds.max_query_len * shape.group < fewest:
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
@@ -84,5 +95,5 @@ def _divisors(heads: int) -> list[int]:
 
 def _key_bytes(shape: AttentionShape, bounds: BatchBounds, heads: int) -> int:
     """In the copy: of one key of each prompt."""
-    size = (shape.head_dim + shape.head_dim_v) * shape.dtype.itemsize
+    size = 2 * width(shape.head_dim, shape.head_dim_v) * shape.dtype.itemsize
     return (bounds.num_seqs - bounds.num_decodes) * heads * size

@@ -34,7 +34,7 @@ def _prefill_kernel(
     so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
     PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr,
-    RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr,
+    RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr, DIM_V: gl.constexpr,
 ):  # fmt: skip
     scale = qk_scale * LOG2E
     DTYPE: gl.constexpr = query.dtype
@@ -45,7 +45,7 @@ def _prefill_kernel(
     CAST_Q: gl.constexpr = DTYPE != key.dtype
     shape = Shape(
         BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED,
-        CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST, KEY_SCALES=KEY_SCALES,
+        DIM_V=DIM_V, CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST, KEY_SCALES=KEY_SCALES,
     )  # fmt: skip
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
@@ -97,12 +97,13 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     constants, heads, programs = launch_grid(inputs, entries)
     constants |= block_constants(Mask.of(inputs.mask))
     pack, part, scales = constants["PACK"], copied_slots(constants), inputs.k_scale_cache
+    constants["DIM_V"] = out.shape[2]
     constants["KEY_SCALES"] = scales is not None and scales.shape[2] >= table.shape[1] * key.shape[1]
     factors = key_factors(scales, constants["BLOCK_N"]) if scales is not None and constants["KEY_SCALES"] else scales
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
-        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks, factors),
-        *(inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale),
+        *(query_rows(query, pack, key.shape[3]), keys, values, table, out, lse, entries, workspace, inputs.sinks),
+        *(factors, inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale),
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),

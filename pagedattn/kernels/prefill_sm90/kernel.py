@@ -141,12 +141,12 @@ def launch(
 
 def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[str, Any], int, int]:
     """Constants of a launch over a tile schedule, packs of query heads, and programs."""
-    query, key = inputs.query, in_blocks(inputs.key)
+    query, key, value = inputs.query, in_blocks(inputs.key), inputs.value
     page = 0 if inputs.block_table is None else key.shape[1]
     flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
     group = query.shape[1] // key.shape[2]
-    flags |= {"dim_v": inputs.out.shape[2], "kv_heads": key.shape[2]}
-    constants = constants_of(query.shape[2], group, page, mask=Mask.of(inputs.mask), **flags)
+    flags |= {"dim_v": value.shape[-1], "kv_heads": key.shape[2]}
+    constants = constants_of(key.shape[3], group, page, mask=Mask.of(inputs.mask), **flags)
     heads = query.shape[1] // constants["PACK"]
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
 

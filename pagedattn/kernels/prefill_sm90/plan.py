@@ -146,7 +146,7 @@ def why_not_copied(native: AttentionShape, here: str) -> str:
         return reason
     if mask.earlier_blocks and (mask.sliding_window or not mask.causal):
         return "masks with earlier_blocks and a window, or not causal"
-    return "" if module_of(native) == "kernel" else "heads of two parts"
+    return ""
 
 
 def _why_not_dims(shape: AttentionShape, native: bool) -> str:
