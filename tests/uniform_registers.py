@@ -61,7 +61,7 @@ def _instruction(at: int, address: int, text: str, labels: dict[str, int], count
     guard = _GUARD.match(text)
     body = guard[3] if guard else text
     name, _, operands = body.partition(" ")
-    kind, wide = name.split(".")[0], name.endswith(".64")
+    kind, wide = name.split(".")[0], name.endswith(".64") or ".WIDE" in name
     registers = [int(number) for number in _UNIFORM.findall(operands)]
     reads, writes = set(registers), set()
     if registers and kind.startswith(_TARGETS) and kind not in _NO_TARGET:
