@@ -96,6 +96,7 @@ def test_rotated_keys_become_sums_of_levels_with_a_factor_each(name: str, dims: 
     assert made.block_table is not None and made.k_scale_cache is not None and made.v_scale_cache is None
     assert made.block_table.tolist() == [[0, 1, -1, 3, 4], [5, 6, -1, -1, -1]]
     assert made.key.dtype == torch.float16 and made.k_scale_cache.shape == (2, heads, 128), "whole tiles"
+    assert not made.k_scale_cache[0, :, 32:48].any(), "of no block"
     rows = [copy[..., :dim].double() for copy, dim in zip((made.key, made.value), dims, strict=True)]
     assert torch.equal(rows[0][:2], rows[0][:2].round()) and float(rows[0][:2].abs().max()) <= 2048
     form = stored_as(stored[2], cache.key.dtype)

@@ -38,9 +38,10 @@ def _dequantise_kernel(
     if K_FORMAT.rotate is not None:
         # Sums of levels, whole numbers, of which float16 has all up to 2048.
         k = hadamard(k.to(tl.float32), D, BLOCK_D) * signs(dim)
+        # 0 where nothing is seen: TMA reads zeros in place of blocks outside the cache.
         factor = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen) * block_of(D) ** -0.5
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-        tl.store(to_scales + (seq * H + head) * s_factors + token, factor, mask=known)
+        tl.store(to_scales + (seq * H + head) * s_factors + token, factor)
     elif K_FORMAT.row_scale is not None:
         of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen)
         # Codes are below 128 in magnitude, what is stored below 2**15; rows that are not numbers do not count.
