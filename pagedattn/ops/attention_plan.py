@@ -105,7 +105,7 @@ def plan_prefix(
 
 def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> tuple[KeyPass, ...]:
     """Of prompts of which a copy has no room for one head: passes over their keys, each by a plan of its own."""
-    tile, size = sm90.keys_per_tile(dequantise.native_shape(shape).head_dim), shape.block_size
+    tile, size = copied_tile(shape), shape.block_size
     keys = dequantise.keys_per_pass(shape, bounds, tile)
     if not keys or size is None:
         return ()
@@ -127,7 +127,15 @@ _why_not_sm90 = lru_cache(maxsize=256)(sm90.why_not)
 @lru_cache(maxsize=256)
 def _why_not_copied(shape: AttentionShape, here: str) -> str:
     """Why the Hopper kernel does not attend to a copy of the cache in 16 bits; "" where it can."""
+    dims = shape.head_dim, shape.head_dim_v  # which a copy pads
+    if not {*dims} <= {*sm90.HEAD_DIMS}:
+        return f"head dims {dims[0]} and {dims[1]}, not multiples of 8 from 64 to 256"
     return sm90.why_not_copied(dequantise.native_shape(shape), here)
+
+
+def copied_tile(shape: AttentionShape) -> int:
+    """Keys of a tile of attention over a copy."""
+    return sm90.keys_per_tile(dequantise.native_shape(shape).head_dim)
 
 
 def plan_spans(

@@ -11,13 +11,12 @@ import torch
 from ..errors import InvalidInputError
 from ..formats.base import check_takes_scales
 from ..formats.registry import stored_as
-from ..kernels.dequantise.plan import native_shape
 from ..kernels.inputs import AttentionInputs, scale_parts
 from ..kernels.prefill_sm90 import plan as sm90
 from ..kernels.reference import attention
 from ..runtime.op_registry import choose, expect, load, register
 from ..spec import Mask
-from .attention_plan import plan_call
+from .attention_plan import copied_tile, plan_call
 from .launch_plan import KeyPass, LaunchPlan
 from .merge_states import merge_attn_states
 
@@ -176,7 +175,7 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
         family.launch(inputs, plan.tile_schedule, plan.workspace, **packed)
         return
     family, attend = load("kernels.dequantise.kernel"), load("kernels.prefill_sm90.copy_kernel")
-    tile = sm90.keys_per_tile(native_shape(plan.shape).head_dim)
+    tile = copied_tile(plan.shape)
     heads = inputs.key.shape[2] // plan.copy_turns
     # Decodes have a launch of their own, and a copy no room for their keys.
     inputs, copy = inputs._replace(max_seq_len=min(inputs.max_seq_len, plan.bounds.prompt_keys)), None

@@ -51,8 +51,6 @@ def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
     if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
-    if shape.head_dim % 8:  # queries that TMA does not read
-        return False
     whole = shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v)
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS) if whole else _FEWEST_OTHER_ROWS
     if not is_rotated(shape) and bounds.max_query_len * shape.group < fewest:

@@ -305,7 +305,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 q = (cast,)
                 logit_scale = up * logit_scale
                 if shape.KEY_SCALES:
-                    logit_scale = gl.maximum(logit_scale, 2.0**-126)
+                    logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
             qk = _logits(q, channels.k.parts(c), shape)
             s, unit = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)
