@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "fp8_e4m3"},
     "int8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "int8"},
     "int8, D 60": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 60},
-    "int8, D 80": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 80},
+    "int8, D 80": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 80},
     "int8, D 256, blocks of 16": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256},
     "int8, D 256": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256, "block_size": 32},
     "k8v4": {"query_lens": [300], "kv_cache_dtype": "k8v4"},

@@ -197,7 +197,9 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
         few = SHAPE._replace(codes=other)
         assert pays(few, 16) and not pays(few, 15), "no other kernel for Hopper reads these prompts"
     padded = SHAPE._replace(head_dim=80, head_dim_v=80)
-    assert pays(padded, 16) and not pays(padded, 15), "no other kernel for Hopper reads heads of 80"
+    assert pays(padded, 64) and not pays(padded, 63), "no other kernel for Hopper reads heads of 80"
+    padded = padded._replace(codes=("int8", "rotated_int4"))
+    assert pays(padded, 16) and not pays(padded, 15)
     rotated = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
     assert pays(rotated, 17), "a few rows are a few times slower by a kernel that reads them"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)

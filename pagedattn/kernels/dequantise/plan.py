@@ -18,6 +18,7 @@ FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
 # prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 512}
 _FEWEST_OTHER_ROWS = 64
+_FEWEST_PADDED_ROWS = 256  # of 8 bits, whose portable kernel is faster than that for 4; by estimate
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
 
 
@@ -51,8 +52,9 @@ def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
     if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
-    whole = shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v)
-    fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS) if whole else _FEWEST_OTHER_ROWS
+    fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
+    if not shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v):
+        fewest = min(fewest, _FEWEST_PADDED_ROWS)
     if not is_rotated(shape) and bounds.max_query_len * shape.group < fewest:
         return False
     # Of few keys that are seen, most of the copy would not be read.
