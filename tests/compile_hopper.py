@@ -17,7 +17,7 @@ from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
-from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, block_constants, constants_of
+from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts
 
 POINTERS = {  # and numbers that are no int32
@@ -73,7 +73,7 @@ def compile_one(
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
     if stored == "copy":
-        constants |= {"k_scale": None, "v_scale": None, **block_constants(flags["mask"])}
+        constants |= {"k_scale": None, "v_scale": None, **copy_kernel.block_constants(flags["mask"])}
         constants |= {"KEY_SCALES": factors == "key", "DIM_V": dim_v}
         constants |= {} if factors else {"factors": None}
     if more and not more_v:

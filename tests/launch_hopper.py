@@ -99,18 +99,16 @@ def repeated(layer: Attention, query: torch.Tensor, caches: PagedKVCache, plan: 
     slabs = [caches.slabs, *([] if caches.recent is None else [caches.recent.slabs])]
     (metadata,), out, lines = plan.by_key.values(), torch.empty(query.shape, dtype=query.dtype), []
     assert metadata.repeated is not None
-    made, alive = list[weakref.ref[torch.Tensor]](), [0]
-    family: Any = dequantise
-    launch = family.launch
+    made, alive, launch = list[weakref.ref[torch.Tensor]](), [0], dequantise.launch
 
-    def seen(*given: Any, **rest: Any) -> Any:
-        made.append(weakref.ref((copied := launch(*given, **rest)).key))
+    def seen(*args: Any) -> Any:
+        made.append(weakref.ref((copied := launch(*args)).key))
         alive.append(len({id(one()) for one in made if one() is not None}))
         return copied
 
-    family.launch = seen
+    dequantise.launch = seen
     layer(query, None, None, caches.layer(0), plan, out)
-    family.launch = launch
+    dequantise.launch = launch
     launched.clear()
     freed = max(alive) <= 1 and not any(one() is not None for one in made)
     kept = dict(metadata.repeated.calls)

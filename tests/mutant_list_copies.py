@@ -7,7 +7,7 @@ from mutant_anchor import Fault
 FAULTS = (
     Fault(
         "a block outside the cache in a copy's table",
-        "tokens_of",
+        "_dequantise_kernel",
         "tl.where(known, own, -1)",
         "own",
         "test_dequantise.py stand_for",
@@ -21,14 +21,14 @@ FAULTS = (
     ),
     Fault(
         "a copy of what is not encoded yet",
-        "tokens_of",
+        "_dequantise_kernel",
         "(token >= first_encoded(MASK)) &",
         "",
         "test_dequantise.py only_what_queries_see",
     ),
     Fault(
         "a copy of open blocks",
-        "tokens_of",
+        "_dequantise_kernel",
         "& (token < end_key(seq_len - 1, seq_len, MASK))",
         "",
         "test_dequantise.py only_what_queries_see",
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "a few rows over rotated keys read as stored",
         "dequantise:pays",
-        "not is_rotated(shape) and ",
+        "shape.codes[0] not in ROTATED_KEYS and ",
         "",
         "test_dequantise.py many_queries_see_most",
     ),

@@ -174,14 +174,13 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
         packed = {} if key_starts is None else {"key_starts": key_starts[:-1, None].int()}
         family.launch(inputs, plan.tile_schedule, plan.workspace, **packed)
         return
-    family, attend = load("kernels.dequantise.kernel"), load("kernels.prefill_sm90.copy_kernel")
-    tile = copied_tile(plan.shape)
-    heads = inputs.key.shape[2] // plan.copy_turns
+    dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
+    heads, tile = inputs.key.shape[2] // plan.copy_turns, copied_tile(plan.shape)
     # Decodes have a launch of their own, and a copy no room for their keys.
     inputs, copy = inputs._replace(max_seq_len=min(inputs.max_seq_len, plan.bounds.prompt_keys)), None
     for first in range(0, inputs.key.shape[2], heads):
-        copy = family.launch(inputs.heads(first, first + heads), tile, before=copy)
-        attend.launch(copy, plan.tile_schedule, plan.workspace)
+        copy = dequantise(inputs.heads(first, first + heads), tile, copy)
+        attend(copy, plan.tile_schedule, plan.workspace)
 
 
 def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:

@@ -11,10 +11,9 @@ from ...formats.hadamard.device import block_of, hadamard, signs
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..inputs import VARYING, AttentionInputs
-from ..masking import stops_early
+from ..masking import end_key, first_encoded, stops_early
 from ..planes import scale_rows
 from .plan import FLOAT16_KEYS, num_warps, rotated_tokens, width
-from .tokens import tokens_of
 
 
 @triton.jit(do_not_specialize=["num_blocks", "columns", "s_factors"])
@@ -26,10 +25,21 @@ def _dequantise_kernel(
 ):  # fmt: skip
     seq = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2).to(tl.int64)
-    number, block, slot, known, seen = tokens_of(
-        table, seq_lens, to_table, num_blocks, columns, s_table, S, TOKENS, MASK
-    )
-    row = (number * H + head)[:, None]
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column, slot = token // S, token % S
+    seq_len = tl.load(seq_lens + seq)
+    inside = (column < columns) & (token < seq_len)
+    block = tl.load(table + seq * s_table + column, mask=inside, other=-1).to(tl.int64)
+    known = (block >= 0) & (block < num_blocks)
+    if head == 0:  # a block that is not in the cache is not in the copy either
+        own = seq * columns + column
+        tl.store(to_table + own, tl.where(known, own, -1).to(tl.int32), mask=(slot == 0) & (column < columns))
+    # Some block of the cache. By a `where` of known ones Triton fails to choose layouts for heads of 64.
+    block = tl.maximum(tl.minimum(block, num_blocks - 1), 0)
+    seen = known  # by some query: others may not be encoded yet
+    if stops_early(MASK):
+        seen = known & (token >= first_encoded(MASK)) & (token < end_key(seq_len - 1, seq_len, MASK))
+    row = ((seq * columns * S + token) * H + head)[:, None]
 
     dim = tl.arange(0, BLOCK_D)[None, :]
     k_scale_row = scale_rows(block, slot, head, K_STRIDES)
@@ -40,7 +50,6 @@ def _dequantise_kernel(
         k = hadamard(k.to(tl.float32), D, BLOCK_D) * signs(dim)
         # 0 where nothing is seen: TMA reads zeros in place of blocks outside the cache.
         factor = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen) * block_of(D) ** -0.5
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         tl.store(to_scales + (seq * H + head) * s_factors + token, factor)
     elif K_FORMAT.row_scale is not None:
         of_key = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen)

@@ -33,11 +33,6 @@ def native_shape(shape: AttentionShape) -> AttentionShape:
     return shape._replace(stored_dtype=shape.dtype, codes=(None, None), head_dim=dim, head_dim_v=dim)
 
 
-def is_rotated(shape: AttentionShape) -> bool:
-    """Whether the cache has rotated keys."""
-    return shape.codes[0] in ROTATED_KEYS
-
-
 def rotated_tokens(dim: int) -> int:
     """That a program copies of rotated keys: with more, fewer programs would run at one time."""
     return max(16, 4096 // dim)
@@ -55,7 +50,7 @@ def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
     if not shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v):
         fewest = min(fewest, _FEWEST_PADDED_ROWS)
-    if not is_rotated(shape) and bounds.max_query_len * shape.group < fewest:
+    if shape.codes[0] not in ROTATED_KEYS and bounds.max_query_len * shape.group < fewest:
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)

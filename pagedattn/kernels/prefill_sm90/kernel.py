@@ -106,12 +106,6 @@ def constants_of(
     }
 
 
-def block_constants(mask: Mask) -> dict[str, int]:
-    """Constants of kernels over a copy, by which rows see earlier blocks alone."""
-    size = mask.earlier_blocks or 0
-    return {"EARLIER": size, "RECENT": mask.recent_blocks or 0, "FIRST": (mask.from_block or 0) * size}
-
-
 # Queries, keys and values are tensor descriptors; `scale` is the layer's, in which there is none of a cache.
 _launch = Launcher(_prefill_kernel, VARYING)
 

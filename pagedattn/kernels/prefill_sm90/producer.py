@@ -152,8 +152,8 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
 @gluon.jit
 def produce_tiles(w: gl.constexpr, descs, table, s_table, place, ring, channels, shape, scales=None):
     """Loads a warp's part of the keys, or of the codes of values, of every item handed out. scales: factors of keys, as
-    `_load_scales` takes them, or None. Warps share the keys of 16
-    bits, for small blocks take many copies to issue: one warp alone was what the computing ones waited for."""
+    `_load_scales` takes them, or None. Warps share the keys of 16 bits, for small blocks take many copies to issue: one
+    warp alone was what the computing ones waited for."""
     n = 0
     c = 0
     item = take(channels.items, n, 1, shape)

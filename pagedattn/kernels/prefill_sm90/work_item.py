@@ -34,10 +34,10 @@ class Shape:
     block of rows, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed keys, LOAD keys of a tile
     that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an
     8-bit cache, as `RowFormat.codes`, or None, with which queries are multiplied as two of as many bits;
-    TOKEN_SCALES: they are int8, whose scales are factors of columns. TILE_SCALES: a tile's
-    logits have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted
-    queries, the logits of whose rows have a factor. EARLIER: rows see blocks of so many keys before their own and
-    RECENT others, from key FIRST on; 0: all before."""
+    TOKEN_SCALES: they are int8, whose scales are factors of columns. TILE_SCALES: a tile's logits have a factor,
+    KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries, the logits of
+    whose rows have a factor. EARLIER: rows see blocks of so many keys before their own and RECENT others, from key
+    FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
