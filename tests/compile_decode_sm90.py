@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from pagedattn.runtime.target import Target
 
 KV_HEADS = 8
 _NATIVE = (torch.bfloat16, torch.float16)
+LEVELS = {f"turboquant{bits}": bits for bits in (4, 3, 2)}
 _TORCH_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _ROWS = ("query", "key", "value", "out")
 _STRIDES = ("sq_t", "sq_h", "sk_b", "sk_h", "sv_b", "sv_h", "so_t", "so_h")
@@ -59,7 +61,7 @@ def compile_one(
     constants |= {"K_STRIDES": (KV_HEADS * dim, 0, dim) if per_channel else of_rows}
     words = [dim * KV_HEADS * bits_of(one) // 32 for one in shape.codes]
     constants |= dict(zip(("K_SLOT", "V_SLOT"), words, strict=True)) | {"ACCUMULATE": accumulate}
-    constants["ALIGNED"] = True
+    constants["ALIGNED"] = gcd(4, *(width // KV_HEADS for width in words))
     scales = ("k_scale_cache", "v_scale_cache") if of_rows else ()
     absent = {"prior", "lse_out", "sinks", "alibi_slopes", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
     constants |= dict.fromkeys(absent - {*given, *scales})
@@ -68,7 +70,7 @@ def compile_one(
     types = _TYPES | dict.fromkeys(("query", "out", "sinks"), "*fp16" if queries == torch.float16 else "*bf16")
     if per_channel:
         types |= {"k_scale_cache": "*i32"}
-    if codes == "turboquant4":
+    if shape.codes[0] in LEVELS:
         types |= dict.fromkeys(("k_scale_cache", "v_scale_cache"), "*fp16")
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     odd = [one for one, width in zip(("sk_h", "sv_h"), words, strict=True) if width // KV_HEADS % 16]
@@ -93,7 +95,9 @@ def compile_one(
 def bits_of(codes: str | None) -> int:
     if codes is None:
         return 16
-    return 4 if codes and "4" in codes and codes != "e4m3" else 8
+    if codes in LEVELS:
+        return LEVELS[codes]
+    return 4 if codes in ("int4_per_channel", "rotated_int4") else 8
 
 
 def key_loop(sass: str) -> list[str]:
@@ -119,6 +123,7 @@ def main() -> None:
     int4: dict[str, Any] = {"keys": "int4_per_channel", "values": "rotated_int4", "size": 32, "mask": (1, 0, 0, 32)}
     compile_one("int4-D128-G4", torch.uint8, 128, 4, 64, given=("lse_out",), accumulate=True, **int4)
     turboquant: dict[str, Any] = {"keys": "turboquant4", "values": "turboquant4", "size": 32}
+    three, two = ({"keys": one, "values": one} for one in ("turboquant3", "turboquant2"))
     prior = (*every, "prior")
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), prior, accumulate=True)
     compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
@@ -141,6 +146,14 @@ def main() -> None:
         compile_one("int4-D64-G4-T2-few", torch.uint8, 64, 4, 1, 2, given=every, **int4)
         compile_one("turboquant4-D64-G8-S16-few", torch.uint8, 64, 8, 1, given=every, **turboquant | {"size": 16})
         compile_one("turboquant4-D256-G4", torch.uint8, 256, 4, 300, **turboquant)
+        compile_one("turboquant3-D128-G4", torch.uint8, 128, 4, 64, **turboquant | three)
+        compile_one("turboquant2-D128-G4", torch.uint8, 128, 4, 64, **turboquant | two)
+        compile_one("turboquant3-D64-G4", torch.uint8, 64, 4, 64, **turboquant | three)
+        compile_one("turboquant3-D128-G8-T4", torch.uint8, 128, 8, 64, 4, **turboquant | three)
+        compile_one(
+            "turboquant_k4v3-D128-G8-few", torch.uint8, 128, 8, 1, given=every, **turboquant | {"values": "turboquant3"}
+        )
+        compile_one("turboquant_k3v4-D256-G8", torch.uint8, 256, 8, 300, **turboquant | {"keys": "turboquant3"})
         compile_one("e4m3-D128-G16-few", torch.float8_e4m3fn, 128, 16, 4)
 
 

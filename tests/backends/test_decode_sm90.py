@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a Hopp
 DEVICE = torch.device("cuda", 0)
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "heads": (8, 2), "head_dim": 128, "query_lens": (1,), "seq_lens": (1,)}
 E4M3, E5M2, INT8, K8V4 = ({"kv_cache_dtype": name} for name in ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4"))
-INT4, TURBO = ({"kv_cache_dtype": name, "block_size": 32} for name in ("int4", "turboquant4"))
+INT4, TURBO, TURBO3, TURBO2, K4V3, K3V4 = (
+    {"kv_cache_dtype": name, "block_size": 32}
+    for name in ("int4", "turboquant4", "turboquant3", "turboquant2", "turboquant_k4v3", "turboquant_k3v4")
+)
 NATIVE = {
     "bf16": Case(**BF16),
     "bf16, eight heads a group, HND": Case(**BF16 | {"heads": (8, 1)}, layout="HND"),
@@ -77,8 +80,24 @@ KINDS = {
         **BF16 | TURBO | {"heads": (8, 1), "head_dim": 256}, alibi=True
     ),
     "turboquant4, the last 64 tokens in 16 bit": Case(**BF16 | TURBO | {"kv_cache_dtype": "turboquant4:window=64"}),
+    "turboquant3": Case(**BF16 | TURBO3),
+    "turboquant3, 64, blocks of 16, HND, soft cap": Case(
+        **BF16 | TURBO3 | {"head_dim": 64, "block_size": 16}, layout="HND", softcap=9.0
+    ),
+    "turboquant3, 256, eight heads a group": Case(**BF16 | TURBO3 | {"heads": (8, 1), "head_dim": 256}),
+    "turboquant3, 64, values of 128, window": Case(
+        **BF16 | TURBO3 | {"head_dim": 64}, head_dim_v=128, sliding_window=70
+    ),
+    "turboquant_k4v3, fp16, sinks": Case(**BF16 | K4V3 | {"dtype": torch.float16}, sinks=0.5),
+    "turboquant_k3v4, three heads a group, ALiBi, HND": Case(
+        **BF16 | K3V4 | {"heads": (9, 3)}, alibi=True, layout="HND"
+    ),
+    "turboquant2, blocks of 16": Case(**BF16 | TURBO2 | {"block_size": 16}),
+    "turboquant2, 64, three heads a group": Case(**BF16 | TURBO2 | {"heads": (9, 3), "head_dim": 64}),
+    "turboquant2, 256, values of 64": Case(**BF16 | TURBO2 | {"heads": (8, 1), "head_dim": 256}, head_dim_v=64),
+    "turboquant3, the last 64 tokens in 16 bit": Case(**BF16 | TURBO3 | {"kv_cache_dtype": "turboquant3:window=64"}),
 }
-OUTSIDE = ("e4m3", "e4m3, scales of heads, HND", "int8", "int4", "turboquant4")
+OUTSIDE = ("e4m3", "e4m3, scales of heads, HND", "int8", "int4", "turboquant4", "turboquant3")
 LENS = [
     (1, 15, 16, 17, 63, 64, 65, 127, 500, 3000, 5),
     (20_000,),

@@ -9,6 +9,7 @@ import torch
 from ops.test_decode import inputs_of
 
 from pagedattn.kernels import hopper
+from pagedattn.kernels.decode_sm90 import plan
 from pagedattn.kernels.decode_sm90.plan import has_words, hopper_decode_config, why_not
 from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
 from pagedattn.ops.attention_plan import _is_countable, plan_attention, plan_call
@@ -44,7 +45,7 @@ def test_decodes_of_8_bit_caches_are_its_own() -> None:
     assert kernels(SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), decodes()) == ["decode"]
 
 
-@pytest.mark.parametrize("codes", [("int4_per_channel", "rotated_int4"), ("turboquant4", "turboquant4")])
+@pytest.mark.parametrize("codes", plan._4_BITS)
 def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple[str, str]) -> None:
     shape = SHAPE._replace(stored_dtype=torch.uint8, codes=codes, block_size=32, mask=(1, 0, 0, 32, 2, 1))
     assert kernels(shape, decodes()) == ["decode_sm90"]

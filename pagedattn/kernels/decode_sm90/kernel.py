@@ -11,6 +11,7 @@ Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a grou
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ def launch(
     )
     constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)
     constants |= {"K_SLOT": key.stride(1), "V_SLOT": value.stride(1), "ACCUMULATE": inputs.accumulate}
-    constants["ALIGNED"] = not any(one.stride(2) % 4 for one in (key, value))
+    constants["ALIGNED"] = gcd(4, key.stride(2), value.stride(2))
     constants |= {"K_STRIDES": plane_strides(k_scales), "V_STRIDES": plane_strides(inputs.v_scale_cache)}
     options = {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers}
     run = _launch if config.rows <= FEW_ROWS else _launch_many_rows

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, tanh
 from ..gluon_even_split import visible
 from .axes import along, in_3d
-from .operands import key_offset, key_operand, key_words, value_operand, value_words
+from .operands import is_turboquant, key_offset, key_operand, key_words, value_operand, value_words
 from .operands_4bit import level_tables, products, step_products
 
 
@@ -65,11 +65,9 @@ def attend(
     KEYS: gl.constexpr = staging.KEYS
     S: gl.constexpr = staging.S
     PER_CHANNEL: gl.constexpr = K_CODES == "int4_per_channel"
-    ROTATED: gl.constexpr = K_CODES == "turboquant4"
+    ROTATED: gl.constexpr = is_turboquant(K_CODES)
     K_SCALED: gl.constexpr = staging.K_STRIDES is not None and not PER_CHANNEL
     V_SCALED: gl.constexpr = staging.V_STRIDES is not None
-    K_WORDS: gl.constexpr = staging.keys.shape[3]
-    V_WORDS: gl.constexpr = staging.even.shape[3]
     TILE: gl.constexpr = W * KEYS
     warp = gl.arange(0, W, along(0, MMA))
     row = gl.arange(0, KEYS, along(1, MMA))
@@ -79,8 +77,8 @@ def attend(
     next_at = first_key(begin + TILE, low, end, warp, KEYS)
     next_block = gl.load(table + next_at // S)
     stage = 0
-    k_tables = level_tables(begin, W, KEYS, K_WORDS, key_words(W, KEYS, K_WORDS))
-    v_tables = level_tables(begin, W, KEYS // 2, V_WORDS, value_words(W, KEYS, V_WORDS))
+    k_tables = level_tables(begin, key_words(W, KEYS, staging.K_WORDS), K_CODES)
+    v_tables = level_tables(begin, value_words(W, KEYS, staging.V_WORDS), V_CODES)
     nothing = gl.zeros([W, KEYS, R], gl.float32, MMA)
     if key_offset(K_CODES) != 0:
         q_sum = gl.sum(q.to(gl.float32), 1)

@@ -105,7 +105,7 @@ def _attend_tiles(
     whole_from, whole_to = least_key(last_pos, shape.MASK), end_key(first_pos, item.seq_len, shape.MASK)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, shape.LOGITS, 2)
     q = (rooms.q.load(OPERAND), rooms.q_rest.load(OPERAND)) if shape.ROTATED else (rooms.q.load(OPERAND),)
-    tables = (tables_of(begin, shape.K_WORDS), tables_of(begin, shape.V_WORDS))
+    tables = (tables_of(begin, shape.K_WORDS, shape.K_CODES), tables_of(begin, shape.V_WORDS, shape.V_CODES))
     at = first_key(begin, low, past, warp, KEYS_OF_WARP)
     block, known = known_blocks(gl.load(table + at // shape.S), num_blocks)
     stage = 0

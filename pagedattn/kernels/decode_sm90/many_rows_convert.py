@@ -9,7 +9,8 @@ from ..gluon_device import SMALLEST_SCALE, approximate, bits
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
 from .operands_4bit import STEP_OFFSET, channels, level_tables
-from .staging import copy_channels, copy_rows, copy_scales, load_channels, load_scales
+from .spread_codes import is_spread, stored_words
+from .staging import copy_channels, copy_rows, copy_scales, load_channels, load_scales, load_words
 
 
 @gluon.constexpr_function
@@ -20,6 +21,19 @@ def _row_layout(words, codes):
     lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], *parts[:2], [0, 8, 0]][:5]
     registers = [[0, 0, 1 << i] for i in range(bits(codes) + 2)] + parts[2:] + [[0, 8, 0]] * (len(parts) > 1)
     return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 16, words * codes])
+
+
+@gluon.constexpr_function
+def _number_layout(words, codes):
+    """Layout of what rows of words, as operands take them, stand for."""
+    each = codes_of_word(codes)
+    return _row_layout(words // 2, 2 * each) if is_spread(codes) else _row_layout(words, each)
+
+
+@gluon.constexpr_function
+def _word_layout(words, codes):
+    """Layout of rows of words as operands take them."""
+    return _row_layout(words // 2, 2) if is_spread(codes) else _row_layout(words, 1)
 
 
 @gluon.jit
@@ -39,11 +53,13 @@ def _numbers(words, tables, CODES: gl.constexpr):
     PER_WORD: gl.constexpr = codes_of_word(CODES)
     WORDS: gl.constexpr = words.shape[2]
     x = elements(words, tables, CODES)
-    if PER_WORD == 8:
+    if is_spread(CODES):
+        x = x.reshape([WARPS, KEYS_OF_WARP, WORDS // 2, 2, 2, 2, 2]).permute((0, 1, 2, 6, 5, 4, 3))
+    elif PER_WORD == 8:
         x = x.permute((0, 1, 2, 5, 4, 3))
     else:
         x = x.permute((0, 1, 2, 4, 3))
-    LAYOUT: gl.constexpr = _row_layout(WORDS, PER_WORD)
+    LAYOUT: gl.constexpr = _number_layout(WORDS, CODES)
     x = gl.convert_layout(x.reshape([WARPS, KEYS_OF_WARP, PER_WORD * WORDS]), LAYOUT, assert_trivial=True)
     if CODES == "int4_per_channel":
         x = _plus(x, -STEP_OFFSET)
@@ -69,8 +85,11 @@ def copy_tile(codes, stage, at, block, known, kv_head, low, end, rooms, shape):
     key, value, k_scales, v_scales, sk_b, sv_b = codes
     S: gl.constexpr = shape.S
     NEAREST: gl.constexpr = shape.NEAREST
-    copy_rows(rooms.k_codes.index(stage), key, at, block, known, low, end, sk_b, 0, 1, S, shape.K_SLOT, NEAREST)
-    copy_rows(rooms.v_codes.index(stage), value, at, block, known, low, end, sv_b, 0, 1, S, shape.V_SLOT, NEAREST)
+    K_WORDS: gl.constexpr = stored_words(shape.K_WORDS, shape.K_CODES)
+    V_WORDS: gl.constexpr = stored_words(shape.V_WORDS, shape.V_CODES)
+    k_codes, v_codes = rooms.k_codes.index(stage), rooms.v_codes.index(stage)
+    copy_rows(k_codes, key, at, block, known, low, end, sk_b, 0, 1, S, shape.K_SLOT, NEAREST, K_WORDS)
+    copy_rows(v_codes, value, at, block, known, low, end, sv_b, 0, 1, S, shape.V_SLOT, NEAREST, V_WORDS)
     if shape.PER_CHANNEL:
         copy_channels(rooms.of_keys[0].index(stage), k_scales, block, known, kv_head, shape.K_STRIDES)
     elif shape.K_SCALED:
@@ -87,8 +106,8 @@ def load_tile(codes, stage, at, block, kv_head, EACH: gl.constexpr, rooms, shape
     """Words of the keys and the values of a tile that was copied from `at` and `block`, and tuples of what keys and
     values are multiplied by: steps and least elements of channels [WARPS, D / 2], words of two (as float16 they would
     take a register each), or scales [WARPS, KEYS_OF_WARP] in layout EACH."""
-    k = rooms.k_codes.index(stage).load(_row_layout(shape.K_WORDS, 1))
-    v = rooms.v_codes.index(stage).load(_row_layout(shape.V_WORDS, 1))
+    k = load_words(rooms.k_codes.index(stage), _word_layout(shape.K_WORDS, shape.K_CODES), shape.K_CODES)
+    v = load_words(rooms.v_codes.index(stage), _word_layout(shape.V_WORDS, shape.V_CODES), shape.V_CODES)
     of_keys = ()
     of_values = ()
     if shape.PER_CHANNEL:
@@ -127,6 +146,6 @@ def store_values(v, tables, rooms, shape):
 
 
 @gluon.jit
-def tables_of(begin, WORDS: gl.constexpr):
+def tables_of(begin, WORDS: gl.constexpr, CODES: gl.constexpr):
     """`level_tables` of a tile's words."""
-    return level_tables(begin, WARPS, KEYS_OF_WARP, WORDS, _row_layout(WORDS, 1))
+    return level_tables(begin, _word_layout(WORDS, CODES), CODES)

@@ -9,8 +9,9 @@ from triton.language.core import _aggregate as aggregate
 from ..gluon_device import tile_layout
 from ..gluon_names import reinterpret
 from ..masking import sees_first_keys
-from .operands import codes_of_word, may_be_nan, sink_exponent
-from .staging import STAGES
+from .operands import codes_of_word, is_turboquant, may_be_nan, sink_exponent
+from .spread_codes import is_spread, memory_words
+from .staging import PLAIN, STAGES
 
 WARPS = gl.constexpr(4)
 KEYS = gl.constexpr(64)  # of a tile
@@ -72,7 +73,7 @@ class Shape:
         self.K_WORDS, self.V_WORDS = (gl.constexpr(D // codes_of_word(codes)) for codes in CODES)
         self.SINK, self.ACCUMULATE = gl.constexpr(sink_exponent(STRIDES[1])), gl.constexpr(ACCUMULATE)
         self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
-        self.ROTATED = gl.constexpr(CODES[0] == "turboquant4")
+        self.ROTATED = gl.constexpr(is_turboquant(CODES[0]))
         self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
         self.K_SCALED = gl.constexpr(STRIDES[0] is not None and CODES[0] != "int4_per_channel")
 
@@ -115,41 +116,44 @@ class Rooms:
 
 
 @gluon.constexpr_function
-def _code_memory(words):
+def _code_memory(words, codes):
     """Layout of rows of `words` words. Eight threads read the same four columns of eight rows, which lie in different
-    banks."""
+    banks. Words that are spread are read in slices."""
+    if is_spread(codes):
+        return PLAIN.value
     phase = 32 // words
     return gl.SwizzledSharedLayout(4, phase, 8 // phase, [2, 1, 0])
 
 
 @gluon.jit
 def make_rooms(shape):
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    OF_KEYS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     REST: gl.constexpr = shape.R if shape.ROTATED else 8  # of other queries there is nothing to be kept
     of_keys = ()
     of_values = ()
     if shape.PER_CHANNEL:
-        CHANNELS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        of_keys = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 1, shape.D], CHANNELS),)
+        of_keys = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, 1, shape.D], PLAIN),)
     elif shape.K_SCALED:
         of_keys = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, KEYS_OF_WARP], FLAT),)
     if shape.V_STRIDES is not None:
         of_values = (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS, KEYS_OF_WARP], FLAT),)
     of_tile = (
-        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [KEYS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [KEYS], OF_KEYS),
+        gl.allocate_shared_memory(gl.float32, [KEYS], OF_KEYS),
+        gl.allocate_shared_memory(gl.float32, [KEYS], OF_KEYS),
     )
-    K_CODES: gl.constexpr = [STAGES, WARPS, KEYS_OF_WARP, shape.K_WORDS]
-    V_CODES: gl.constexpr = [STAGES, WARPS, KEYS_OF_WARP, shape.V_WORDS]
+    K_ROW: gl.constexpr = memory_words(shape.K_WORDS, shape.K_CODES)
+    V_ROW: gl.constexpr = memory_words(shape.V_WORDS, shape.V_CODES)
+    K_CODES: gl.constexpr = [STAGES, WARPS, KEYS_OF_WARP, K_ROW]
+    V_CODES: gl.constexpr = [STAGES, WARPS, KEYS_OF_WARP, V_ROW]
     return Rooms(
         gl.allocate_shared_memory(gl.float16, [shape.R, shape.D], tile_layout([shape.R, shape.D])),
         gl.allocate_shared_memory(gl.float16, [REST, shape.D], tile_layout([REST, shape.D])),
         gl.allocate_shared_memory(gl.float16, [2, KEYS, shape.D], tile_layout([KEYS, shape.D])),
         of_tile,
-        gl.allocate_shared_memory(gl.int32, K_CODES, _code_memory(shape.K_WORDS)),
-        gl.allocate_shared_memory(gl.int32, V_CODES, _code_memory(shape.V_WORDS)),
+        gl.allocate_shared_memory(gl.int32, K_CODES, _code_memory(K_ROW, shape.K_CODES)),
+        gl.allocate_shared_memory(gl.int32, V_CODES, _code_memory(V_ROW, shape.V_CODES)),
         of_keys,
         of_values,
     )

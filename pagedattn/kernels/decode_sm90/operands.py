@@ -15,8 +15,9 @@ from triton.experimental.gluon import language as gl
 from .. import gluon_e4m3
 from ..gluon_device import bits
 from . import operands_4bit, operands_16bit
+from .spread_codes import in_stored_order
 
-is_4_bit = operands_4bit.is_4_bit
+is_4_bit, is_turboquant = operands_4bit.is_4_bit, operands_4bit.is_turboquant
 
 
 @gluon.constexpr_function
@@ -33,6 +34,7 @@ def key_words(warps, keys, words):
 
 @gluon.constexpr_function
 def codes_of_word(codes):
+    """Of operands; as they are stored, words that are yet to be spread have twice as many."""
     return 8 if is_4_bit(codes) else 2 if codes == "native" else 4
 
 
@@ -82,7 +84,7 @@ def key_element(index, CODES: gl.constexpr):
 def key_offset(codes):
     """What elements of `key_operand` are larger by than the codes stand for. It is taken off the products, where they
     begin: a subtraction per element was a tenth of the loop's instructions."""
-    return 1152.0 if codes in ("int8", "turboquant4") else 0.0
+    return 1152.0 if codes in ("int8", "turboquant4", "turboquant3") else 0.0
 
 
 @gluon.jit
@@ -211,4 +213,4 @@ def in_order(acc, CODES: gl.constexpr):
     N: gl.constexpr = codes_of_word(CODES)
     RUN: gl.constexpr = _run(DV // N)
     x = acc.reshape([W, DV // (8 * N * RUN), RUN, N, 8, R]).permute((0, 5, 1, 4, 2, 3))
-    return x.reshape([W * R, DV])
+    return in_stored_order(x.reshape([W * R, DV]), CODES)

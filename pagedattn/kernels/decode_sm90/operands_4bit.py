@@ -1,9 +1,10 @@
-"""Gluon: codes of 4 bits, turned into operands of `mma.sync` as `operands.py` does those of 8; a word has eight.
+"""Gluon: codes of 4 bits, turned into operands of `mma.sync` as `operands.py` does those of 8; a word has eight. Those
+of 2 or 3 bits are too, spread to places of 4 (`spread_codes.py`).
 
 Keys in steps of each channel of a block (int4) are 64 + c for codes c, bits of a float16's mantissa, and queries are
-multiplied by the steps. Levels (TurboQuant) are looked up by byte permutations, whose selectors are the codes: one
-looks up those of the codes from 8 on and gives 0 for the others, which have the selector's sign bit, and one those
-below.
+multiplied by the steps. Levels (TurboQuant) are looked up by byte permutations, whose selectors are the codes. One has
+eight levels; of sixteen, one looks up those of the codes from 8 on and gives 0 for the others, which have the
+selector's sign bit, and one those below.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,17 @@ STEP_OFFSET = gl.constexpr(64.0)  # what keys in steps are larger by than their 
 
 @gluon.constexpr_function
 def is_4_bit(codes):
-    return codes in ("int4_per_channel", "rotated_int4", "turboquant4")
+    return codes in ("int4_per_channel", "rotated_int4") or is_turboquant(codes)
+
+
+@gluon.constexpr_function
+def is_turboquant(codes):
+    return codes in ("turboquant4", "turboquant3", "turboquant2")
+
+
+@gluon.constexpr_function
+def _bits_of(codes):
+    return int(codes[-1])
 
 
 @gluon.constexpr_function
@@ -31,41 +42,69 @@ def run_of(words):
 
 
 @gluon.constexpr_function
-def _table(at):
-    """Four levels, bytes of a word: those of codes from 4 * `at` on, without their sign."""
-    return sum(abs(level) << 8 * i for i, level in enumerate(codebook.LEVELS[4][4 * at : 4 * at + 4]))
-
-
-@gluon.jit
-def level_tables(begin, W: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of levels the first four below zero and the first four above, each a tensor [W, ROWS, WORDS] of one value: as
-    `_look_up` takes them. begin: a number that is not negative. A byte permutation takes one constant; another one that
-    is known to be the same for all threads would be copied for each permutation, so that it is made of what differs
-    from thread to thread: a row's number and its sign, 0, which the compiler does not know."""
-    row = in_3d(begin + gl.arange(0, ROWS, along(1, LAYOUT)), 1)
-    nothing, _ = gl.broadcast(row >> 31, gl.zeros([W, ROWS, WORDS], gl.int32, LAYOUT))
-    return nothing | _table(0), nothing | _table(2)
+def _table(at, count):
+    """Four levels, bytes of a word: those of codes from 4 * `at` on, of `count` bits. Of 4 bits they are without their
+    sign, of 3 they are 128 larger, of 2 the upper byte of a float16 whose lower one is 0."""
+    if count == 2:
+        levels = codebook.UPPER_BYTES
+    else:
+        levels = [abs(one) if count == 4 else 128 + one for one in codebook.LEVELS[count]]
+    return sum(one << 8 * i for i, one in enumerate(levels[4 * at : 4 * at + 4]))
 
 
 @gluon.constexpr_function
-def _look_up(word, below, above):
-    """Instructions that make levels of the codes of register `word`, 128 larger, bytes of registers a and b. They use
-    u, x and y; `below` and `above` are the registers of `level_tables`."""
+def _int32(word):
+    return word - (word >> 31 << 32)
+
+
+@gluon.jit
+def level_tables(begin, LAYOUT: gl.constexpr, CODES: gl.constexpr):
+    """Of 16 levels the first four below zero and the first four above, of fewer the first four and nothing, each a
+    tensor of one value in the LAYOUT of words [W, rows, words]: as `_look_up` takes them; of other codes nothing.
+    begin: a number that is not negative. A byte permutation takes one constant; another one that is known to be the
+    same for all threads would be copied for each permutation, so that it is made of what differs from thread to thread:
+    a row's number and its sign, 0, which the compiler does not know."""
+    SHAPE: gl.constexpr = LAYOUT.shape
+    row = in_3d(begin + gl.arange(0, SHAPE[1], along(1, LAYOUT)), 1)
+    nothing, _ = gl.broadcast(row >> 31, gl.zeros(SHAPE, gl.int32, LAYOUT))
+    if is_turboquant(CODES):
+        BITS: gl.constexpr = _bits_of(CODES)
+        tables = (nothing | _int32(_table(0, BITS)), nothing | _int32(_table(2, BITS)))
+    else:
+        tables = (nothing, nothing)
+    return tables
+
+
+@gluon.constexpr_function
+def _look_up(word, below, above, count):
+    """Instructions that make levels of the codes, of `count` bits, of register `word`, as `_pair` takes them, bytes of
+    registers a and b. They use u, x and y; `below` and `above` are the registers of `level_tables`."""
+    if count < 4:
+        second = _table(1, count)
+        return f"prmt.b32 a, {below}, {second:#x}, {word}; shr.u32 y, {word}, 16; prmt.b32 b, {below}, {second:#x}, y; "
     text = f"xor.b32 u, {word}, 0x88888888; "
     for to, code, other in (("a", word, "u"), ("b", "y", "x")):
         if to == "b":
             text += f"shr.u32 y, {word}, 16; shr.u32 x, u, 16; "
-        text += f"prmt.b32 {to}, {above}, {_table(3):#x}, {other}; prmt.b32 x, {below}, {_table(1):#x}, {code}; "
+        text += f"prmt.b32 {to}, {above}, {_table(3, 4):#x}, {other}; prmt.b32 x, {below}, {_table(1, 4):#x}, {code}; "
         text += f"sub.u32 {to}, {to}, x; add.u32 {to}, {to}, 0x80808080; "
     return text
 
 
 @gluon.constexpr_function
-def _key_levels():
-    text = f"{{ .reg .b32 a, b, u, x, y; {_look_up('$8', '$9', '$10')}"
+def _pair(at, count):
+    """An instruction that makes register x of levels 2 * `at` and the next one, as float16: of 2 bits as they are, of
+    more 1152 larger."""
+    if count == 2:
+        return f"prmt.b32 x, {'ab'[at // 2]}, 0, {(0x1404, 0x3424)[at % 2]:#x}; "
+    return f"prmt.b32 x, {'ab'[at // 2]}, 0x64646464, {(0x4140, 0x4342)[at % 2]:#x}; "
+
+
+@gluon.constexpr_function
+def _key_levels(count):
+    text = f"{{ .reg .b32 a, b, u, x, y; {_look_up('$8', '$9', '$10', count)}"
     for at in range(4):
-        text += f"prmt.b32 x, {'ab'[at // 2]}, 0x64646464, {(0x4140, 0x4342)[at % 2]:#x}; "
-        text += f"mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
+        text += f"{_pair(at, count)} mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
     return text + "}"
 
 
@@ -83,11 +122,12 @@ def elements(words, tables, CODES: gl.constexpr):
     """float16 of codes plus an offset [.., 2, 2, 2], by the bits of their places in words from the lowest on. tables:
     `level_tables` of such words."""
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,"
-    if CODES != "turboquant4":
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_key_steps(), OUT + "r", [words], EIGHT, True, 1)
-    else:
+    if is_turboquant(CODES):
+        TEXT: gl.constexpr = _key_levels(_bits_of(CODES))
         given = [words, tables[0], tables[1]]
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_key_levels(), OUT + "r,r,r", given, EIGHT, True, 1)
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(TEXT, OUT + "r,r,r", given, EIGHT, True, 1)
+    else:
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(_key_steps(), OUT + "r", [words], EIGHT, True, 1)
     return gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
 
 
@@ -214,7 +254,7 @@ def _value_steps():
 
 
 @gluon.constexpr_function
-def _value_levels():
+def _value_levels(count):
     """Codes of two rows beside each other, those at even places and those at odd ones, as pairs of levels."""
     text = "{ .reg .b32 a, b, u, x, y, c, k; mov.b32 k, 0x64806480; "
     for odd in range(2):
@@ -222,10 +262,10 @@ def _value_levels():
             text += "shr.u32 c, $16, 4; lop3.b32 c, c, $17, 0x0F0F0F0F, 0xE4; "
         else:
             text += "shl.b32 c, $17, 4; lop3.b32 c, $16, c, 0x0F0F0F0F, 0xE4; "
-        text += _look_up("c", "$18", "$19")
+        text += _look_up("c", "$18", "$19", count)
         for at in range(4):
             to = 2 * (2 * at + odd)
-            text += f"prmt.b32 x, {'ab'[at // 2]}, 0x64646464, {(0x4140, 0x4342)[at % 2]:#x}; sub.f16x2 x, x, k; "
+            text += _pair(at, count) + ("sub.f16x2 x, x, k; " if count > 2 else "")
             text += f"mov.b32 {{${to}, ${to + 1}}}, x; "
     return text + "}"
 
@@ -234,9 +274,9 @@ def _value_levels():
 def value_operand(even, odd, tables, RUN: gl.constexpr, CODES: gl.constexpr, MMA: gl.constexpr):
     """float16 [W, DV, keys] of the words of values at even and at odd places, to be put in order by `in_order`. tables:
     `level_tables` of the ones at even places."""
-    LEVELS: gl.constexpr = CODES == "turboquant4"
+    LEVELS: gl.constexpr = is_turboquant(CODES)
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r"
-    TEXT: gl.constexpr = _value_levels() if LEVELS else _value_steps()
+    TEXT: gl.constexpr = _value_levels(_bits_of(CODES)) if LEVELS else _value_steps()
     GIVEN: gl.constexpr = OUT + ",r,r" if LEVELS else OUT
     given = [even, odd, tables[0], tables[1]] if LEVELS else [even, odd]
     a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, r = gl.inline_asm_elementwise(TEXT, GIVEN, given, SIXTEEN, True, 1)

@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon_device import bits, powers_of_two
 from .axes import along, in_3d
-from .operands import is_4_bit, key_element
+from .operands import is_4_bit, is_turboquant, key_element
 from .operands_4bit import in_key_order
 from .rotation import rotate
+from .spread_codes import in_spread_order
 
 
 @gluon.jit
@@ -46,7 +47,8 @@ def load_queries(
         dim = gl.arange(0, D, gl.SliceLayout(0, MINE))
         x = gl.load(row + gl.expand_dims(dim, 0), mask=gl.expand_dims(exists, 1), other=0.0)
         EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
-        q, rest, up = in_range(x.to(gl.float32), K_CODES == "turboquant4", EXPONENT)
+        q, rest, up = in_range(x.to(gl.float32), is_turboquant(K_CODES), EXPONENT)
+        q, rest = in_spread_order(q, K_CODES), in_spread_order(rest, K_CODES)
         q, rest = _for_each_warp(_repeated(q, R), W, QUERY), _for_each_warp(_repeated(rest, R), W, QUERY)
         up = gl.expand_dims(gl.convert_layout(_repeated(up, R), along(2, QUERY)), 0)
         up += gl.zeros([W, R], gl.float32, gl.SliceLayout(1, QUERY))

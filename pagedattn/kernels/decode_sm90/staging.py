@@ -16,33 +16,40 @@ from ..gluon_device import bits
 from .axes import along, in_3d
 from .operands import codes_of_word, key_words, may_be_nan, value_words
 from .operands_4bit import channel_words
+from .spread_codes import is_spread, load_spread, memory_words, stored_words
 
 STAGES = gl.constexpr(2)  # the other one is `stage ^ 1`, and one copy is under way
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.constexpr_function
-def _key_memory(words):
+def _key_memory(words, codes):
     """Layout of rows of `words` words. Four threads read 16 words at a time, eight threads those of two rows beside
-    each other, which lie in different halves of the banks."""
+    each other, which lie in different halves of the banks. Words that are spread are read in slices."""
+    if is_spread(codes):
+        return PLAIN.value
     return gl.SwizzledSharedLayout(min(16, words), 1, 2 if words >= 32 else 1, [2, 1, 0])
 
 
 @gluon.constexpr_function
-def _value_memory(words):
+def _value_memory(words, codes):
     """Layout of rows of `words` words. Two threads read 8 words at a time, eight threads those of four rows beside each
-    other, which lie in different banks."""
+    other, which lie in different banks. Words that are spread are read in slices."""
+    if is_spread(codes):
+        return PLAIN.value
     parts = words // 8
     return gl.SwizzledSharedLayout(8, max(1, 4 // parts), min(4, parts), [2, 1, 0])
 
 
 @gluon.constexpr_function
-def _by_16_bytes(warps, rows, words):
-    """Layout [warps, rows, words] of which a thread copies four words at a time. Where there are fewer than 32 such
-    parts, the lanes beyond them hold the same elements."""
-    parts = [[0, 0, 4 << i] for i in range(bits(words // 4))] + [[0, 1 << i, 0] for i in range(bits(rows))]
+def _by_16_bytes(warps, rows, words, stored):
+    """Layout [warps, rows, words] of which a thread copies four words at a time, or two where four do not divide those
+    that are stored. Where there are fewer than 32 such parts, the lanes beyond them hold the same elements."""
+    count = 2 if stored % 4 else 4
+    parts = [[0, 0, count << i] for i in range(bits(words // count))] + [[0, 1 << i, 0] for i in range(bits(rows))]
     lanes = parts[:5] + [[0, 0, 0]] * (5 - len(parts))
     of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
-    registers = [[0, 0, 1], [0, 0, 2], *parts[5:]]
+    registers = [[0, 0, 1 << i] for i in range(bits(count))] + parts[5:]
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, rows, words])
 
 
@@ -56,12 +63,12 @@ def _one_each(warps, keys):
 @gluon.jit
 def copy_rows(
     memory, codes, at, block, known, low, end, s_block, FIRST: gl.constexpr, EVERY: gl.constexpr, S: gl.constexpr,
-    SLOT: gl.constexpr, NEAREST: gl.constexpr,
+    SLOT: gl.constexpr, NEAREST: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy rows at + FIRST + EVERY * i into `memory` [warps, rows, words], for each warp from its block, `at`
-    and `block` [warps]. If NEAREST, which codes that may be no numbers need, the nearest of them in low..end, and zeros
-    of blocks that are not `known`."""
-    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], memory.shape[1], memory.shape[2])
+    """Begin to copy rows at + FIRST + EVERY * i, of WORDS words, into `memory` [warps, rows, words or more], for each
+    warp from its block, `at` and `block` [warps]. If NEAREST, which codes that may be no numbers need, the nearest of
+    them in low..end, and zeros of blocks that are not `known`."""
+    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], memory.shape[1], memory.shape[2], WORDS)
     at, block = gl.convert_layout(at, along(0, LAYOUT)), gl.convert_layout(block, along(0, LAYOUT))
     row = in_3d(FIRST + EVERY * gl.arange(0, memory.shape[1], along(1, LAYOUT)), 1)
     if NEAREST:
@@ -72,6 +79,9 @@ def copy_rows(
     place = of_thread + in_3d(first, 0)
     if NEAREST:
         async_copy.async_copy_global_to_shared(memory, place, mask=_each(known, place))
+    elif memory.shape[2] > WORDS:
+        there, _ = gl.broadcast(word < WORDS, place)
+        async_copy.async_copy_global_to_shared(memory, place, mask=there)
     else:
         async_copy.async_copy_global_to_shared(memory, place)
 
@@ -80,7 +90,7 @@ def copy_rows(
 def copy_channels(memory, plane, block, known, kv_head, STRIDES: gl.constexpr):
     """Begin to copy what the channels of a head in warps' blocks have, zeros of those that are not `known`, into
     `memory` [warps, 1, words]."""
-    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], 1, memory.shape[2])
+    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], 1, memory.shape[2], memory.shape[2])
     channel = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
     first = gl.convert_layout(block, along(0, LAYOUT)) * STRIDES[0] + kv_head * STRIDES[2]
     place = plane + channel + in_3d(first, 0)
@@ -147,12 +157,19 @@ def _scale_at(block, at, kv_head, KEYS: gl.constexpr, S: gl.constexpr, STRIDES: 
 
 @gluon.jit
 def head_offset(kv_head, stride, ALIGNED: gl.constexpr):
-    """Where a head's words begin. ALIGNED: at a multiple of four, of which Triton knows by itself only where 16 divides
-    the stride: heads of 64 with codes of 4 bits have 8."""
-    offset = kv_head.to(gl.int64) * stride
-    if ALIGNED:
-        offset = gl.multiple_of(offset, 4)
-    return offset
+    """Where a head's words begin: at a multiple of ALIGNED, of which Triton knows by itself only where 16 divides the
+    stride: heads of 64 with codes of 4 bits have 8."""
+    return gl.multiple_of(kv_head.to(gl.int64) * stride, ALIGNED)
+
+
+@gluon.jit
+def load_words(memory, LAYOUT: gl.constexpr, CODES: gl.constexpr):
+    """A tile's words in LAYOUT, as operands take them."""
+    if is_spread(CODES):
+        words = load_spread(memory, CODES, LAYOUT)
+    else:
+        words = memory.load(LAYOUT)
+    return words
 
 
 @aggregate
@@ -160,8 +177,8 @@ class Staging:
     """A head's codes in memory, and shared memory for two tiles of them: W warps with KEYS keys each, values at even
     and at odd places apart.
 
-    key, value: a head's; k_scales, v_scales: planes, each with its shared memory, () where there are none. S slots of a
-    block; other constants as of `kernel._decode_kernel`.
+    key, value: a head's; k_scales, v_scales: planes, each with its shared memory, () where there are none. K_WORDS,
+    V_WORDS: of a row, as operands take them. S slots of a block; other constants as of `kernel._decode_kernel`.
     """
 
     key: gl.tensor
@@ -181,19 +198,25 @@ class Staging:
     V_SLOT: gl.constexpr
     K_STRIDES: gl.constexpr
     V_STRIDES: gl.constexpr
+    K_CODES: gl.constexpr
+    V_CODES: gl.constexpr
+    K_WORDS: gl.constexpr
+    V_WORDS: gl.constexpr
     PER_CHANNEL: gl.constexpr
     NEAREST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES):
+    def __init__(self, codes, k_scales, v_scales, kv_head, memory, WORDS, W, KEYS, S, SLOTS, STRIDES, CODES):
         # What is in a tuple comes as a constexpr, of None too.
-        SLOTS, STRIDES, CODES = ([getattr(x, "value", x) for x in one] for one in (SLOTS, STRIDES, CODES))
+        WORDS, SLOTS, STRIDES, CODES = ([getattr(x, "value", x) for x in one] for one in (WORDS, SLOTS, STRIDES, CODES))
         self.key, self.value, self.sk_b, self.sv_b = codes
         self.k_scales, self.v_scales, self.kv_head = k_scales, v_scales, kv_head
         self.keys, self.even, self.odd = memory
         self.W, self.KEYS, self.S = (gl.constexpr(x) for x in (W, KEYS, S))
         self.K_SLOT, self.V_SLOT = (gl.constexpr(x) for x in SLOTS)
         self.K_STRIDES, self.V_STRIDES = (gl.constexpr(x) for x in STRIDES)
+        self.K_CODES, self.V_CODES = (gl.constexpr(x) for x in CODES)
+        self.K_WORDS, self.V_WORDS = (gl.constexpr(x) for x in WORDS)
         self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
         self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
 
@@ -204,9 +227,12 @@ class Staging:
         S: gl.constexpr = self.S
         NEAREST: gl.constexpr = self.NEAREST
         keys, even, odd = self.keys.index(stage), self.even.index(stage), self.odd.index(stage)
-        copy_rows(keys, self.key, at, block, known, low, end, self.sk_b, 0, 1, S, self.K_SLOT, NEAREST)
-        copy_rows(even, self.value, at, block, known, low, end, self.sv_b, 0, 2, S, self.V_SLOT, NEAREST)
-        copy_rows(odd, self.value, at, block, known, low, end, self.sv_b, 1, 2, S, self.V_SLOT, NEAREST)
+        value, sv_b, V_SLOT = self.value, self.sv_b, self.V_SLOT
+        K_WORDS: gl.constexpr = stored_words(self.K_WORDS, self.K_CODES)
+        V_WORDS: gl.constexpr = stored_words(self.V_WORDS, self.V_CODES)
+        copy_rows(keys, self.key, at, block, known, low, end, self.sk_b, 0, 1, S, self.K_SLOT, NEAREST, K_WORDS)
+        copy_rows(even, value, at, block, known, low, end, sv_b, 0, 2, S, V_SLOT, NEAREST, V_WORDS)
+        copy_rows(odd, value, at, block, known, low, end, sv_b, 1, 2, S, V_SLOT, NEAREST, V_WORDS)
         if self.PER_CHANNEL:
             copy_channels(self.k_scales[1].index(stage), self.k_scales[0], block, known, self.kv_head, self.K_STRIDES)
         elif self.K_STRIDES is not None:
@@ -220,14 +246,14 @@ class Staging:
     @gluon.jit
     def load_keys(self, stage):
         """Words of keys, as `operands.key_operand` takes them."""
-        memory = self.keys.index(stage)
-        return memory.load(key_words(self.W, self.KEYS, memory.shape[2]))
+        return load_words(self.keys.index(stage), key_words(self.W, self.KEYS, self.K_WORDS), self.K_CODES)
 
     @gluon.jit
     def load_values(self, stage):
         """Words of values at even and at odd places, as `operands.value_operand` takes them."""
-        LAYOUT: gl.constexpr = value_words(self.W, self.KEYS, self.even.shape[3])
-        return self.even.index(stage).load(LAYOUT), self.odd.index(stage).load(LAYOUT)
+        LAYOUT: gl.constexpr = value_words(self.W, self.KEYS, self.V_WORDS)
+        even = load_words(self.even.index(stage), LAYOUT, self.V_CODES)
+        return even, load_words(self.odd.index(stage), LAYOUT, self.V_CODES)
 
     @gluon.jit
     def load_channels(self, stage):
@@ -260,19 +286,20 @@ def staging_of(
     STRIDES: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """A program's staging."""
-    K_WORDS: gl.constexpr = D // codes_of_word(CODES[0])
-    V_WORDS: gl.constexpr = DV // codes_of_word(CODES[1])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    WORDS: gl.constexpr = (D // codes_of_word(CODES[0]), DV // codes_of_word(CODES[1]))
+    K_ROW: gl.constexpr = memory_words(WORDS[0], CODES[0])
+    V_ROW: gl.constexpr = memory_words(WORDS[1], CODES[1])
+    V_MEMORY: gl.constexpr = _value_memory(V_ROW, CODES[1])
     memory = (
-        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS, K_WORDS], _key_memory(K_WORDS)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS // 2, V_WORDS], _value_memory(V_WORDS)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS // 2, V_WORDS], _value_memory(V_WORDS)),
+        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS, K_ROW], _key_memory(K_ROW, CODES[0])),
+        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS // 2, V_ROW], V_MEMORY),
+        gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS // 2, V_ROW], V_MEMORY),
     )
     k_scales = ()
     v_scales = ()
     if CODES[0] == "int4_per_channel":
-        CHANNELS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, 1, D], CHANNELS))
+        k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, 1, D], PLAIN))
     elif k_scale_cache is not None:
         k_scales = (k_scale_cache, gl.allocate_shared_memory(gl.int32, [STAGES, W, KEYS], FLAT))
     if v_scale_cache is not None:
@@ -280,4 +307,4 @@ def staging_of(
     key += head_offset(kv_head, sk_h, ALIGNED)
     value += head_offset(kv_head, sv_h, ALIGNED)
     codes = (key, value, sk_b, sv_b)
-    return Staging(codes, k_scales, v_scales, kv_head, memory, W, KEYS, S, SLOTS, STRIDES, CODES)
+    return Staging(codes, k_scales, v_scales, kv_head, memory, WORDS, W, KEYS, S, SLOTS, STRIDES, CODES)
