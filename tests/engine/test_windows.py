@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def _alone(name: str, index: int) -> list[int]:
     model = hf_model("qwen3", torch.float64, num_hidden_layers=2)
-    hf.enable(model, kv_cache_dtype=name)
+    hf.enable(model, kv_cache_dtype=name, block_size=_block_size(name))
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     prompt = prompts()[index]
     return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
@@ -45,8 +45,13 @@ def alone(name: str) -> list[list[int]]:
     return [_alone(name, index) for index in range(len(prompts()))]
 
 
+def _block_size(name: str) -> int | None:
+    return None if name.startswith("int4") else SIZE
+
+
 def make(folder: Path, **options: Any) -> LLM:
-    return make_int4(folder, **{"kv_cache_dtype": WINDOW, **options})
+    name = options.pop("kv_cache_dtype", WINDOW)
+    return make_int4(folder, kv_cache_dtype=name, block_size=_block_size(name), **options)
 
 
 @pytest.mark.cover(by=lambda axes: values(pool=axes.pool, prefix=axes.prefix, model=axes.model))  # others: test_int4.py

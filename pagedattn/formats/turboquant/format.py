@@ -95,7 +95,7 @@ TURBOQUANT = tuple(
         name,
         TurboQuantRows(key_bits),
         TurboQuantValues(value_bits),
-        best_block_size=32 if name == "turboquant4" else 16,  # two warps' products of a decode on Hopper
+        best_block_size=32,  # two warps' products of a decode on Hopper
         usual_window=64,  # which decides most of the loss
     )
     for name, key_bits, value_bits in (
