@@ -37,6 +37,9 @@ KINDS = {
     "int4, 256, sinks, a window": Case(
         **BF16 | {"head_dim": 256}, kv_cache_dtype="int4:window=40", block_size=32, sinks=0.5
     ),
+    "int4, logits below float32's numbers": Case(
+        **BF16, kv_cache_dtype="int4", block_size=32, magnitude=1e-4, scale=1e-33
+    ),
     "int4, first tokens": Case(**BF16, kv_cache_dtype="int4:first=160", block_size=32),
     "e4m3, scales of heads": Case(**BF16, kv_cache_dtype="fp8_e4m3", kv_scale="head"),
     "e4m3, fp16, a number as scale": Case(**FP16, kv_cache_dtype="fp8_e4m3", kv_scale="float"),

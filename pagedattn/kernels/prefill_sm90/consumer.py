@@ -298,14 +298,13 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             if shape.CODES is not None:
                 q, up = split_queries(rooms[0], shape)
                 logit_scale *= up
-                # 0 times a masked logit would be NaN; a row that is NaN stays so.
-                logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
             if shape.CAST_Q:
                 cast, up = cast_queries(rooms[0], shape)
                 q = (cast,)
-                logit_scale = up * logit_scale
-                if shape.KEY_SCALES:
-                    logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
+                logit_scale *= up
+            if shape.ROW_SCALES and not shape.TILE_SCALES:  # of which `_scale_of` makes others
+                # 0 times a masked logit would be NaN; a row that is NaN stays so.
+                logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
             qk = _logits(q, channels.k.parts(c), shape)
             s, unit = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
             channels.release(c)
