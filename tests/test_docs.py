@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import environment, run_python
 
-from pagedattn import PagedKVCache
+from pagedattn import KVCacheDtype, PagedKVCache
 from pagedattn.engine import EngineConfig, KVGroup
 from pagedattn.engine.worker import kv_memory
 from pagedattn.errors import WeightsError
@@ -160,7 +160,8 @@ def test_what_fits_is_what_the_cache_takes() -> None:
     plain = PagedKVCache(32, 1, 16, **shape).nbytes / 16
     for (_, *told), formats in zip(rows, names, strict=True):
         for name in formats:
-            size, recent = (32, 1) if format_of(name.partition(":skip")[0]).whole_blocks else (16, None)
+            size = KVCacheDtype.of(name).block_size(None)
+            recent = 1 if format_of(name.partition(":skip")[0]).whole_blocks else None
             taken = PagedKVCache(32, 1, size, **shape, kv_cache_dtype=name, recent_blocks=recent).slabs.numel()
             tokens = (room // taken - 1) * size
             numbers = f"{taken / size / 1024:.3g} {tokens:,} {tokens // 4096} {plain * size / taken:.2f}"
