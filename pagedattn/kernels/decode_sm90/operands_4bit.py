@@ -63,10 +63,11 @@ def level_tables(begin, LAYOUT: gl.constexpr, CODES: gl.constexpr):
     tensor of one value in the LAYOUT of words [W, rows, words]: as `_look_up` takes them; of other codes nothing.
     begin: a number that is not negative. A byte permutation takes one constant; another one that is known to be the
     same for all threads would be copied for each permutation, so that it is made of what differs from thread to thread:
-    a row's number and its sign, 0, which the compiler does not know."""
+    a number and its sign, 0, which the compiler does not know. Of begin + row it does: begin is a multiple of more than
+    rows, so that their sum has begin's sign, the same for all."""
     SHAPE: gl.constexpr = LAYOUT.shape
-    row = in_3d(begin + gl.arange(0, SHAPE[1], along(1, LAYOUT)), 1)
-    nothing, _ = gl.broadcast(row >> 31, gl.zeros(SHAPE, gl.int32, LAYOUT))
+    number = in_3d(begin + 65 * gl.arange(0, SHAPE[1], along(1, LAYOUT)), 1)
+    nothing, _ = gl.broadcast(number >> 31, gl.zeros(SHAPE, gl.int32, LAYOUT))
     if is_turboquant(CODES):
         BITS: gl.constexpr = _bits_of(CODES)
         tables = (nothing | _int32(_table(0, BITS)), nothing | _int32(_table(2, BITS)))
