@@ -181,6 +181,7 @@ def test_which_kernel_serves_what(
     for name, fact in {
         "should_fuse_decodes": "fused",
         "handles_short_queries": "fused",
+        "see_few_keys": "fused",
         "prefers_split_kv": "split",
     }.items():
         monkeypatch.setattr(attention_plan, name, lambda *_, fact=fact: facts[fact])

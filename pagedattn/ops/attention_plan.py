@@ -164,7 +164,8 @@ def plan_spans(
         return [everything]
     if longest <= DECODE_TOKENS:
         fewest = _fewest_prompt_rows(shape, longest, not_sm90_decode)
-        fused = fuse and not portable and handles_short_queries(params, bounds, fewest)
+        few_keys = shape.codes[0] is None and see_few_keys(params, bounds)
+        fused = fuse and not portable and (few_keys or handles_short_queries(params, bounds, fewest))
         return [everything if fused else Span("decode", 0, count, longest)]
     if Mask.of(shape.mask).own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
         return [everything]
@@ -211,6 +212,17 @@ def handles_short_queries(
     # As many tokens as there can be: how many padding rows a query has must not decide.
     most = bounds._replace(num_tokens=bounds.num_seqs * bounds.max_query_len)
     return even or sm90.splits_kv(params, most)
+
+
+def see_few_keys(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
+    """Whether sequences of a few new tokens each go to the Hopper prefill kernel since they see so few keys that these
+    are not split: where every tile has an SM, one of them attends to a sequence's keys in less time than the programs
+    that share them add up their partial states."""
+    packed = sm90.heads_per_tile(params.group)
+    tiles = bounds.num_seqs * params.num_kv_heads * (params.group // packed)
+    keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
+    many_rows = bounds.max_query_len * params.group > sm90_decode.FEW_ROWS
+    return bounds.max_query_len > 1 and many_rows and tiles <= params.num_sms and keys < MIN_SPLIT_KEYS
 
 
 def prefers_split_kv(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:

@@ -162,7 +162,8 @@ def test_several_tokens_of_many_sequences_are_the_prompt_kernels_on_hopper(monke
     assert builder.build(many).describe() == "prefill kernel: 80 sequences (for Hopper)"
     sharing = builder.build(many.replace(shared_prefix_len=384))
     assert sharing.describe().startswith("decode kernel: 80 sequences") and sharing.shares_prefix
-    assert "decode kernel" in builder.build(step(*[8] * 20, device=DEVICE)).describe()
+    assert builder.build(step(*[8] * 20, device=DEVICE)).describe() == "prefill kernel: 20 sequences (for Hopper)"
+    assert "decode kernel" in builder.build(step(*[2] * 20, device=DEVICE)).describe(), "few rows"
 
 
 def test_a_deterministic_step_has_no_workspace() -> None:

@@ -61,6 +61,26 @@ def test_several_tokens_that_are_items_of_its_own() -> None:
     assert not taken(group=6)
 
 
+@pytest.mark.parametrize(
+    ("group", "num_seqs", "max_query_len", "max_seq_len", "window", "served"),
+    [
+        (4, 16, 5, 2047, 0, True),
+        (4, 16, 4, 2047, 0, False),  # rows that one block of the decode kernel has
+        (4, 17, 5, 2047, 0, False),  # more tiles than SMs
+        (4, 16, 5, 2048, 0, False),  # keys that would be split
+        (4, 16, 5, 9000, 1000, True),  # of which few are seen
+        (7, 2, 5, 500, 0, True),  # a tile of each query head
+        (7, 3, 5, 500, 0, False),
+        (32, 1, 1, 500, 0, False),  # a decode
+    ],
+)
+def test_several_tokens_that_see_few_keys_are_items_of_its_own(
+    group: int, num_seqs: int, max_query_len: int, max_seq_len: int, window: int, served: bool
+) -> None:
+    bounds = BatchBounds(1, num_seqs, 0, max_query_len, max_seq_len)
+    assert attention_plan.see_few_keys(listing(8, group, window=window), bounds) == served
+
+
 def parts(
     tokens: int = 100, num_seqs: int = 1, num_decodes: int = 0, longest: int = 100, keys: int = 8000, **of: int
 ) -> bool:
