@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...formats.turboquant.format import TURBOQUANT
 from ...runtime.target import Target
 from ...runtime.workspace import COUNTERS
 from ...spec import Mask
@@ -15,9 +16,7 @@ from ..tiles import next_power_of_2
 KEYS_PER_WARP = 16
 _DIMS = (64, 128, 256)
 _MASKS = ("sliding_window", "earlier_blocks", "recent_blocks", "from_block")
-_TURBOQUANT = tuple(
-    (f"turboquant{keys}", f"turboquant{values}") for keys, values in ((4, 4), (4, 3), (3, 4), (3, 3), (2, 2))
-)
+_TURBOQUANT = tuple((one.key.codes, one.value.codes) for one in TURBOQUANT)
 _4_BITS = (("int4_per_channel", "rotated_int4"), *_TURBOQUANT)  # or fewer
 _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotated_int4"), *_4_BITS)
 _NATIVE = (None, None)  # elements that are stored as they are
