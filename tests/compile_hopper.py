@@ -57,6 +57,7 @@ def compile_one(
     stored: str | None = None,
     dim_v: int = 0,
     factors: str = "",
+    out: str = "",
     **flags: Any,
 ) -> None:
     dim_v = dim_v or dim
@@ -81,7 +82,7 @@ def compile_one(
     codes = None if stored == "copy" else stored
     most = fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)
     part, pack = min(page, most) or most, fixed["PACK"]
-    types = {**POINTERS, "out": f"*{kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, first)}
+    types = {**POINTERS, "out": f"*{out or kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, first)}
     types |= {
         "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
         "value": descriptor("u8" if codes else kind, part, dim),
@@ -126,7 +127,7 @@ def main() -> None:
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
     of_keys: dict[str, Any] = {"factors": "key", **plain, **splits_kv}
     compile_one("copy-turboquant4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "copy", **of_keys)
-    compile_one("copy-int4-D128-G4-S32", "bf16", 128, 4, 32, False, "copy", **earlier)
+    compile_one("copy-int4-D128-G4-S32-unrounded", "bf16", 128, 4, 32, False, "copy", out="fp32", **earlier)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
         compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", factors="tile", **plain)

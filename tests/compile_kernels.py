@@ -76,9 +76,11 @@ def attention_case(
     format_of_keys = {"packed_keys": CODES[stored][:1] == ("*u8",), "tile_keys": FORMATS[stored].key.tile_keys}
     config = attention_config(**shape, target=TARGETS[arch], **format_of_keys)
     codes = _codes(stored, kind)
-    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **plane_types(stored), "lse_out": "*fp32"}
+    types = {**TYPES, **dict.fromkeys(("query", "out"), f"*{kind}"), **codes, **plane_types(stored)}
+    types |= dict.fromkeys(PRIOR, "*fp32")
     constants = {
         **ABSENT,
+        **({"prior": None} if stored == "auto" else {}),
         **_shape(dim, group, dim_v or dim),
         **format_of_kernels(stored),
         "key_start_loc": None,

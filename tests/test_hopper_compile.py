@@ -24,7 +24,7 @@ SPILLS = {
     "bf16-D128-G4-S16-parts": (220, 1244),
     "bf16-D256-G8-S16-parts-sinks": (1950, 3816),
     "copy-int8-D128-G4-S16": (120, 1244),
-    "copy-int4-D128-G4-S32": (260, 1500),
+    "copy-int4-D128-G4-S32-unrounded": (300, 1500),
     "e4m3-D128-G4-S16": (160, 800),
     "bf16-D96-G4-S16-parts": (120, 900),
     "bf16-D128-G4-packed": (88, 1016),

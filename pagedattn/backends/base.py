@@ -189,8 +189,11 @@ class AttentionImpl(ABC):
         """Whether `accumulate` serves such steps."""
         return False
 
-    def accumulate(self, call: AttentionCall, metadata: AttentionMetadata) -> None:
-        """Attend, and add the result to `call.out` and `call.lse`, which hold attention of the rows over other keys."""
+    def accumulate(self, call: AttentionCall, metadata: AttentionMetadata, prior: torch.Tensor | None = None) -> None:
+        """Attend, and add the result to `call.out` and `call.lse`, which hold attention of the rows over other keys.
+
+        prior: float32, contiguous, where that holds the outputs instead, which then go to `call.out`.
+        """
         raise NotImplementedError(f"{type(self).__name__} says that it does not accumulate")
 
     def write_kv(

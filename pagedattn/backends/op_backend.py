@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,13 +50,13 @@ class OpAttentionImpl(AttentionImpl):
         return self._attend(call, metadata)
 
     def accumulates(self, metadata: AttentionMetadata) -> bool:
-        return metadata.plan is not None and metadata.plan.accumulates
+        return metadata.plan is None or metadata.plan.accumulates
 
-    def accumulate(self, call: AttentionCall, metadata: AttentionMetadata) -> None:
+    def accumulate(self, call: AttentionCall, metadata: AttentionMetadata, prior: torch.Tensor | None = None) -> None:
         check_matches_spec(self.spec, call)
-        self._attend(call, metadata, accumulate=True)
+        self._attend(call, metadata, accumulate=True, prior=prior)
 
-    def _attend(self, call: AttentionCall, metadata: AttentionMetadata, accumulate: bool = False) -> torch.Tensor:
+    def _attend(self, call: AttentionCall, metadata: AttentionMetadata, **added: Any) -> torch.Tensor:
         common, spec, cache, (key, value) = metadata.common, self.spec, call.kv_cache, call.keys_and_values
         return ops.paged_attention(
             call.query,
@@ -77,10 +77,10 @@ class OpAttentionImpl(AttentionImpl):
             v_scale=call.v_scale,
             out=call.output(spec.value_dim),
             lse=call.lse,
-            accumulate=accumulate,
             deterministic=spec.deterministic,
             path=self.path,
             plan=metadata.plan,
+            **added,
             **({} if cache is None else cache.stored),
         )
 

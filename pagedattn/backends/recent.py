@@ -205,14 +205,17 @@ _Part = tuple[AttentionImpl, AttentionCall, AttentionMetadata]
 
 
 def _add_up(parts: Sequence[_Part], call: AttentionCall, dim: int) -> torch.Tensor:
-    """Attend by the first part, and add what the others attend to."""
+    """Attend by the first part, and add what the others attend to; rounded once, by the last."""
     out, lse = call.output(dim), call.lse
     if lse is None:
         lse = call.query.new_empty(call.query.shape[:2], dtype=lse_dtype(call.query.dtype))
-    (impl, first, step), *others = parts
-    impl.forward(first._replace(out=out, lse=lse), step)
+    prior = None if out.dtype == lse.dtype else torch.empty(out.shape, dtype=lse.dtype, device=out.device)
+    sums = out if prior is None else prior
+    (impl, first, step), *others, (last, own, own_step) = parts
+    impl.forward(first._replace(out=sums, lse=lse), step)
     for impl, other, step in others:
-        impl.accumulate(other._replace(out=out, lse=lse), step)
+        impl.accumulate(other._replace(out=sums, lse=lse), step)
+    last.accumulate(own._replace(out=out, lse=lse), own_step, prior)
     return out
 
 

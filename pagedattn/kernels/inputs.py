@@ -52,6 +52,7 @@ class AttentionInputs(NamedTuple):
     v_scale_cache: torch.Tensor | None = None
     kv_cache_dtype: str = "auto"  # the cache's format; "auto": as its dtype says
     accumulate: bool = False  # out and lse hold attention of these rows over other keys, which this is added to
+    prior: torch.Tensor | None = None  # float32 [T, Hq, Dv], contiguous: what holds the outputs of those, if not out
 
     @property
     def format(self) -> CacheFormat:
@@ -87,14 +88,21 @@ class AttentionInputs(NamedTuple):
         for name, of_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             if of_head is not None and (of_head.shape != query.shape[1:2] or not of_head.is_contiguous()):
                 refuse(name, f"[{query.shape[1]}], contiguous", of_head)
-        out, lse = self.out, self.lse
-        if out.dim() != 3 or out.shape[:2] != query.shape[:2] or out.stride(2) != 1 or out.dtype != query.dtype:
-            refuse("out", "[T, Hq, Dv] in the query's dtype", out)
+        self._check_outputs()
         self._check_planes()
+
+    def _check_outputs(self) -> None:
+        query, out, lse, prior = self.query, self.out, self.lse, self.prior
+        fits = out.dim() == 3 and out.shape[:2] == query.shape[:2] and out.stride(2) == 1
+        if not fits or out.dtype not in (query.dtype, torch.float32):
+            refuse("out", "[T, Hq, Dv] in the query's dtype or float32", out)
         if self.accumulate and lse is None:
             raise InvalidInputError("lse", "what `out` has the outputs of, with accumulate=True", "None")
         if lse is not None and (lse.shape != query.shape[:2] or not lse.is_contiguous()):
             refuse("lse", "[T, Hq], contiguous", lse)
+        if prior is not None:
+            fits = prior.shape == out.shape and prior.dtype == torch.float32 and prior.is_contiguous()
+            expect(fits, "prior", f"float32 {list(out.shape)}, contiguous", prior)
 
     def _check_planes(self) -> None:
         form, query, out = self.format, self.query, self.out

@@ -92,13 +92,6 @@ class LaunchPlan:
         return len(self.launches) + copies + (0 if self.prefix is None else self.prefix.num_launches)
 
     @property
-    def prefix_dtype(self) -> torch.dtype:
-        """Of what the launch over a shared prefix leaves: float32 where both kernels can, so that it is not rounded."""
-        launches = self.launches[:1] + (() if self.prefix is None else self.prefix.launches)
-        by_decode = all(launch.span.kernel in ("decode", "decode_sm90") for launch in launches)
-        return torch.float32 if by_decode else self.shape.dtype
-
-    @property
     def accumulates(self) -> bool:
         """Whether its kernels add to what outputs hold (`ops.paged_attention(accumulate=True)`)."""
         kernels = ("decode", "decode_sm90", "prefill")

@@ -44,6 +44,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     accumulate: bool = False,
+    prior: torch.Tensor | None = None,
     deterministic: bool = False,
     shared_prefix_len: int = 0,
     kv_cache_dtype: str = "auto",
@@ -65,9 +66,11 @@ def paged_attention(
             traceable. softcap: cap * tanh(logit / cap), None is no cap.
         k_scale, v_scale: what elements of the query's dtype or of fp8 are multiplied with: a float, or float32 [1] or
             [Hkv]; None is 1.
-        sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv]. lse: [T, Hq] float32 to fill, natural log.
+        sinks, alibi_slopes: [Hq]. out: [T, Hq, Dv] of the query's dtype or float32. lse: [T, Hq] float32 to
+            fill, natural log.
         accumulate: out and lse hold attention of the same rows over other keys, with their sinks; afterwards they hold
             attention over both. Rows of no key here keep what they hold.
+        prior: float32 [T, Hq, Dv], contiguous: the outputs that are added to, where `out` does not hold them.
         deterministic: a token's result has the same bits in any batch and any chunking (triton path only); keys are
             then never split over programs, which costs speed where few sequences are long.
         shared_prefix_len: the number of first keys, whole blocks that each new token sees, which all sequences have in
@@ -93,7 +96,7 @@ def paged_attention(
     tensors = (query, key, value, block_table, query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale)
     mask, cap = mask.replace(causal=True) if mask.causal is None else mask, float(softcap or 0.0)
     bounds = (max_query_len, max_seq_len, num_decodes, deterministic)
-    stored = (k_scale_cache, v_scale_cache, kv_cache_dtype, accumulate)
+    stored = (k_scale_cache, v_scale_cache, kv_cache_dtype, accumulate or prior is not None, prior)
     inputs = AttentionInputs(*tensors, out, lse, scale * k_factor, v_factor, mask.constants, cap, *bounds, *stored)
     if inputs.format.latent_only:
         remedy = "attend to latent rows by mla_decode"
@@ -130,8 +133,9 @@ def _attended(inputs: AttentionInputs, attend: Callable[[AttentionInputs], None]
     if not inputs.accumulate or inputs.lse is None:
         attend(inputs)
         return
-    states, lses = (torch.stack((x, torch.zeros_like(x))) for x in (inputs.out, inputs.lse))
-    attend(inputs._replace(out=states[1], lse=lses[1], accumulate=False))
+    there = (inputs.out if inputs.prior is None else inputs.prior).to(inputs.lse.dtype)
+    states, lses = (torch.stack((x, torch.zeros_like(x))) for x in (there, inputs.lse))
+    attend(inputs._replace(out=states[1], lse=lses[1], accumulate=False, prior=None))
     _, lse = merge_attn_states(states, lses, out=inputs.out)
     inputs.lse.copy_(lse)
 
@@ -151,18 +155,16 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     for (kernel, first, last, longest), config in plan.launches:
         whole = last - first == len(inputs.seq_lens)
         part = (inputs if whole else inputs.part(first, last))._replace(max_query_len=longest)
-        prior = None
         if plan.prefix is not None and plan.cascade is not None and first == 0:
-            prefix, part = plan.cascade.divide(part, plan.prefix_dtype)
+            prefix, part = plan.cascade.divide(part)
             plan.prefix.workspace = plan.workspace
             execute(plan.prefix, prefix)
-            prior = None if prefix.out is part.out else prefix.out
         if kernel == "prefill_sm90":
             _launch_sm90(plan, part, key_starts)
         elif kernel == "prefill":
             load("kernels.prefill.kernel").launch(config, part, key_starts)
         else:
-            load(f"kernels.{kernel}.kernel").launch(config, part, plan.workspace, prior)
+            load(f"kernels.{kernel}.kernel").launch(config, part, plan.workspace)
 
 
 def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Tensor | None) -> None:
@@ -189,13 +191,11 @@ def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     if lse is None:  # rows of other launches stay what they are
         lse = torch.zeros(inputs.query.shape[:2], dtype=torch.float32, device=inputs.query.device)
     first, *others = plan.passes
-    _execute_pass(plan, first, inputs._replace(lse=lse))
-    states = torch.stack((inputs.out.float(), torch.empty_like(inputs.out, dtype=torch.float32)))
-    lses, scratch = torch.stack((lse, lse)), torch.empty_like(inputs.out)
+    states, lses = torch.stack((inputs.out, inputs.out)).float(), torch.stack((lse, lse))
+    _execute_pass(plan, first, inputs._replace(out=states[0], lse=lses[0]))
     for one in others:
         lses[1].fill_(-torch.inf)  # a row that is not attended to has no keys
-        _execute_pass(plan, one, inputs._replace(out=scratch, lse=lses[1]))
-        states[1].copy_(scratch)
+        _execute_pass(plan, one, inputs._replace(out=states[1], lse=lses[1]))
         lses[0].copy_(merge_attn_states(states, lses, out=states[0])[1])
     inputs.out.copy_(states[0])
     lse.copy_(lses[0])
@@ -215,8 +215,8 @@ _op = register(
     "Tensor seq_lens, Tensor? sinks, Tensor? alibi_slopes, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
     "Tensor(b!)? lse, float scale, float out_scale, int[] mask, float softcap, SymInt max_query_len, "
     "SymInt max_seq_len, int num_decodes, bool deterministic, Tensor? k_scale_cache, Tensor? v_scale_cache, "
-    "str kv_cache_dtype, bool accumulate, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, Tensor? shared, "
-    "SymInt shared_prefix_len, str path) -> ()",
+    "str kv_cache_dtype, bool accumulate, Tensor? prior, Tensor(c!)? workspace, Tensor(d!)? tile_schedule, "
+    "Tensor? shared, SymInt shared_prefix_len, str path) -> ()",
     _run,
     _fake,
 )

@@ -114,8 +114,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     family, made = import_module("pagedattn.kernels.decode_sm90.kernel"), []
     launch = family.launch
 
-    def seen(config: Any, inputs: Any, workspace: torch.Tensor, *prior: Any) -> None:
-        launch(config, inputs, workspace, *prior)
+    def seen(config: Any, inputs: Any, workspace: torch.Tensor) -> None:
+        launch(config, inputs, workspace)
         assert not workspace[: 3 * COUNTERS].any(), "a counter was not left as it was found"
         made.append(config)
 

@@ -77,10 +77,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     module, seen = import_module("pagedattn.kernels.decode.kernel"), []
     launch = module.launch
 
-    def seeing(config: Any, inputs: Any, room: Any, prior: Any) -> Any:
+    def seeing(config: Any, inputs: Any, room: Any) -> Any:
         seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(inputs.accumulate)))
-        made = launch(config, inputs, room, prior)
-        assert (prior is not None) == (inputs.accumulate and inputs.query.dtype != torch.float32)
+        made = launch(config, inputs, room)
+        assert (inputs.prior is not None) == (inputs.accumulate and inputs.query.dtype != torch.float32)
         assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
         return made
 
@@ -218,7 +218,7 @@ def test_the_workspace_is_large_enough_for_both(always: None) -> None:
         target = target_of(torch.device("cpu"))
         configs = [
             decode_config_of(shape_of(one), bounds_of(one), target, short=index > 0)
-            for index, one in enumerate(shared.divide(inputs, torch.float32))
+            for index, one in enumerate(shared.divide(inputs))
         ]
         (launch,) = plan.launches
         assert plan.prefix is not None

@@ -67,6 +67,37 @@ def test_the_union_of_keys(device: torch.device, path: str, stored: str, tokens:
         assert kept.all() or float((out - states[0])[~kept].abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("stored", STORED)
+def test_what_is_not_rounded_between(device: torch.device, path: str, stored: str, tokens: int) -> None:
+    """Outputs over the first keys as float32, which those over the others are added to: rounded once, at the end."""
+    lens = tuple(n if GPU else n % 100 for n in LENS[0][0])
+    (before, rows), (cache, _) = (cached(lens, name, device) for name in ("auto", stored))
+    query = torch.randn(len(lens) * tokens, HEADS, rows.shape[-1], device=device).to(torch.float16)
+    before = {name: x.to(torch.float16) if name in ("key", "value") else x for name, x in before.items()}
+    if stored == "auto":
+        cache = {**cache, "key": cache["key"].to(torch.float16), "value": cache["value"].to(torch.float16)}
+    states, lses = query.new_zeros(2, *query.shape, dtype=torch.float32), query.new_zeros(2, *query.shape[:2]).float()
+    attended(query, tokens, lens, before, out=states[0], lse=lses[0], path=path)
+    attended(query, tokens, lens, cache, out=states[1], lse=lses[1], path=path)
+    assert not torch.equal(states, states.half().float()), "rounded already"
+    want, want_lse = ops.merge_attn_states(states, lses, path=path)
+    out, lse = torch.full_like(query, torch.nan), lses[0].clone()
+    attended(query, tokens, lens, cache, out=out, lse=lse, prior=states[0], path=path)
+    torch.testing.assert_close(out, want.half(), atol=0, rtol=2**-9)
+    assert float((out != want.half()).float().mean()) < 0.01, "rounded twice"
+    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_added_to_has_a_shape_and_a_dtype(device: torch.device, path: str) -> None:
+    cache, rows = cached((5,), "auto", device)
+    query = torch.zeros(1, HEADS, rows.shape[-1], dtype=rows.dtype, device=device)
+    given = {"out": torch.zeros_like(query), "lse": torch.zeros(1, HEADS, device=device), "path": path}
+    for prior in (torch.zeros_like(query, dtype=torch.float16), torch.zeros(1, HEADS, 8, device=device)):
+        with pytest.raises(InvalidInputError, match=r"^prior must be float32 "):
+            attended(query, 1, (5,), cache, prior=prior, **given)
+
+
 def test_it_needs_the_lse_of_what_is_there(device: torch.device, path: str) -> None:
     cache, rows = cached((5,), "auto", device)
     query = torch.zeros(1, HEADS, rows.shape[-1], dtype=rows.dtype, device=device)

@@ -100,15 +100,17 @@ class CascadeMetadata:
         torch.index_select(block_table[:count], 1, source.clamp(max=width - 1), out=table)
         table.masked_fill_(source >= width, -1)
 
-    def divide(self, inputs: AttentionInputs, dtype: torch.dtype) -> tuple[AttentionInputs, AttentionInputs]:
-        """A call of these sequences as two: over the first keys, which writes outputs of this dtype, and over the rest,
+    def divide(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
+        """A call of these sequences as two: over the first keys, of which outputs are not rounded, and over the rest,
         which is added to it."""
         (lens, table), (starts, length), lse = self.rest, self.of_prefix, inputs.lse
         if lse is None:
             lse = inputs.out.new_empty(inputs.out.shape[:2], dtype=torch.float32)
-        out = inputs.out if dtype == inputs.out.dtype else inputs.out.new_empty(inputs.out.shape, dtype=dtype)
+        prior = None
+        if inputs.out.dtype != torch.float32:
+            prior = torch.empty(inputs.out.shape, dtype=torch.float32, device=lse.device)
         prefix = inputs._replace(
-            out=out,
+            out=inputs.out if prior is None else prior,
             block_table=None if inputs.block_table is None else inputs.block_table[:1],
             query_start_loc=starts,
             seq_lens=length,
@@ -119,4 +121,5 @@ class CascadeMetadata:
             max_seq_len=self.max_length,
         )
         # A step that uses these launches again may share less than this one; sinks join the prefix's sums.
-        return prefix, inputs._replace(block_table=table, seq_lens=lens, sinks=None, lse=lse, accumulate=True)
+        rest = inputs._replace(block_table=table, seq_lens=lens, sinks=None, lse=lse, accumulate=True, prior=prior)
+        return prefix, rest

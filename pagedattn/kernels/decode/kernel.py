@@ -284,12 +284,9 @@ def _decode_kernel(
 _launch = Launcher(_decode_kernel, VARYING)
 
 
-def launch(
-    config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor, prior: torch.Tensor | None = None
-) -> None:
+def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> None:
     """One launch.
 
-    `prior`: float32 [T, Hq, Dv], contiguous, the outputs that are added to, where `inputs.out` does not hold them.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -298,7 +295,7 @@ def launch(
     chunk = 1 if num_seqs == 1 else 32 if num_seqs <= 32 else 256
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
-        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, prior),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, inputs.prior),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
         *key.stride()[:3],

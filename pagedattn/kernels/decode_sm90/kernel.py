@@ -223,12 +223,9 @@ def constants_of(
     }
 
 
-def launch(
-    config: HopperDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor, prior: torch.Tensor | None = None
-) -> None:
+def launch(config: HopperDecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor) -> None:
     """One launch.
 
-    `prior`: as of `../decode/kernel.launch`.
     `workspace`: int32 [config.workspace] or more, its first 3 * COUNTERS elements zero, as they are afterwards; nothing
     else may use it before this launch is done.
     """
@@ -241,7 +238,7 @@ def launch(
     num_seqs = len(inputs.seq_lens)
     arguments = (
         *(query, key, value, out, lse, table, inputs.query_start_loc, inputs.seq_lens),
-        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, prior),
+        *(inputs.sinks, inputs.alibi_slopes, inputs.k_scale, inputs.v_scale, workspace, inputs.prior),
         *(num_seqs, len(key), key.shape[1] * table.shape[1], inputs.scale, inputs.out_scale, inputs.softcap),
         *query.stride()[:2],
         *(key.stride(0), key.stride(2), value.stride(0), value.stride(2)),

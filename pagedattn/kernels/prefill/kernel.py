@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from ..masking import end_key, first_key, is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..products import products, rotated_queries
@@ -98,7 +98,7 @@ def _find_seq(block, query_start_loc, num_seqs, BLOCK_Q: tl.constexpr):
 def _paged_attention_kernel(
     query, key, value, out, lse_out, table, query_start_loc, seq_lens, key_start_loc, sinks, alibi_slopes, k_scale,
     v_scale, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s,
-    sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache, S: tl.constexpr,
+    sv_h, so_t, so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache, prior, S: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
@@ -184,8 +184,12 @@ def _paged_attention_kernel(
         acc = V_FORMAT.rotate(acc, DV, BLOCK_DV)
     dim_v = tl.arange(0, BLOCK_DV)
     o_ptrs = out + token[:, None] * so_t + head[:, None] * so_h + dim_v[None, :]
+    there_ptrs = o_ptrs
+    if prior is not None:
+        heads = tl.num_programs(1) // PARTS * GROUP
+        there_ptrs = prior + (token * heads + head)[:, None] * DV + dim_v[None, :]
     write_rows(
-        acc, m_i, l_i, o_ptrs, o_ptrs, lse_out, token * sl_t + head, mask_m, (dim_v < DV)[None, :], PRECISION,
+        acc, m_i, l_i, o_ptrs, there_ptrs, lse_out, token * sl_t + head, mask_m, (dim_v < DV)[None, :], PRECISION,
         ACCUMULATE,
     )  # fmt: skip
 
@@ -213,7 +217,7 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
         0 if lse is None else lse.stride(0),
         table.stride(0) if paged else 0,
         *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
-        *(inputs.k_scale_cache, inputs.v_scale_cache),
+        *(inputs.k_scale_cache, inputs.v_scale_cache, inputs.prior),
     )
     constants = {
         **features(inputs),
@@ -227,4 +231,4 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
     grid = (blocks, key.shape[-2] * -(-constants["GROUP"] // config.heads))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     with on_device(query):
-        _launch(grid, arguments, constants, **options)
+        _launch(grid, arguments, constants, outputs_kept(inputs), **options)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .code_values import convert_values
 from .consumer import Output, consume
 from .kernel import cache_rows, launch_grid, query_rows
@@ -111,4 +111,4 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
     )
     with on_device(query):
-        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+        _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)

@@ -226,13 +226,19 @@ def _finish(acc, m_i, l_i, item, w: gl.constexpr, rooms, of_values, output, lse_
 
 @gluon.jit
 def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape):
-    """Columns of outputs from `begin` on, by way of shared memory, to have 16 bytes a thread: as the products leave
-    them, threads hold 4, and half of every sector would be written twice."""
+    """Columns of outputs from `begin` on. Of 16 bits by way of shared memory, to have 16 bytes a thread: as the
+    products leave them, threads hold 4, and half of every sector would be written twice. Of float32 they hold a quarter
+    of a sector each."""
     WIDTH: gl.constexpr = rows.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    room.store(rows.to(shape.DTYPE))
-    thread_barrier()
-    result = room.load(WIDE)
+    ROUNDED: gl.constexpr = output.out.dtype.element_ty != gl.float32
+    if ROUNDED:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+        room.store(rows.to(shape.DTYPE))
+        thread_barrier()
+        result = room.load(WIDE)
+    else:
+        WIDE: gl.constexpr = rows.type.layout
+        result = rows
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)
     place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h

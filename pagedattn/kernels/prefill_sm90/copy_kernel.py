@@ -13,7 +13,7 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...spec import Mask
 from ..gluon_device import LOG2E
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .kernel import cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
@@ -110,7 +110,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
         *((0, 0) if scales is None else scales.stride()[:2]),
     )
     with on_device(query):
-        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+        _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)
 
 
 def key_factors(scales: torch.Tensor, keys: int) -> TensorDescriptor:

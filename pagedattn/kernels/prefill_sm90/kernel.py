@@ -21,7 +21,7 @@ from ...runtime.launcher import Launcher
 from ...runtime.target import target_of
 from ...spec import Mask
 from ..gluon_device import LOG2E, tile_layout
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
 from .plan import FIELDS, head_parts, heads_per_tile, heads_together, in_blocks, keys_per_tile
@@ -130,7 +130,7 @@ def launch(
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
     )
     with on_device(query):
-        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+        _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)
 
 
 def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[str, Any], int, int]:

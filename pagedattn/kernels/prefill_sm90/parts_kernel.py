@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E, tile_layout
-from ..inputs import VARYING, AttentionInputs
+from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .kernel import copied_slots, launch_grid, query_rows, rows_of
 from .pipeline import Channels, make_ring
@@ -92,7 +92,7 @@ def launch(
         *(*out.stride()[:2], 0 if lse is None else lse.stride(0)),
     )
     with on_device(query):
-        _launch((programs,), arguments, constants, num_warps=4, launch_pdl=True)
+        _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)
 
 
 def _block_rows(cache: torch.Tensor, part: int, width: int) -> TensorDescriptor:
