@@ -18,7 +18,7 @@ from uniform_registers import unwritten_reads
 from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
-from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts
+from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts, heads_per_tile
 
 POINTERS = {  # and numbers that are no int32
     "table": "*i32",
@@ -58,13 +58,15 @@ def compile_one(
     dim_v: int = 0,
     factors: str = "",
     out: str = "",
+    longest: int = 0,
     **flags: Any,
 ) -> None:
     dim_v = dim_v or dim
     (first, more), (_, more_v) = head_parts(dim), head_parts(dim_v)
     kernel = parts_kernel._prefill_kernel if more else KERNELS[stored]
     names = kernel.arg_names
-    fixed = constants_of(dim, group, page, dim_v=dim_v, **flags)
+    pack = heads_per_tile(group, longest)
+    fixed = constants_of(dim, group, page, pack=pack, dim_v=dim_v, **flags)
     fixed |= {"MORE": more, "MORE_V": more_v, "DIM_V": dim_v} if more else {}
     constants = {**fixed, **({} if sinks else {"sinks": None})}
     if fixed["FIELDS"] == FIELDS:
@@ -81,8 +83,13 @@ def compile_one(
         constants["more_value"] = None
     codes = None if stored == "copy" else stored
     most = fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)
-    part, pack = min(page, most) or most, fixed["PACK"]
-    types = {**POINTERS, "out": f"*{out or kind}", "sinks": f"*{kind}", "query": descriptor(kind, 64 // pack, pack, first)}
+    part = min(page, most) or most
+    types = {
+        **POINTERS,
+        "out": f"*{out or kind}",
+        "sinks": f"*{kind}",
+        "query": descriptor(kind, 64 // pack, pack, first),
+    }
     types |= {
         "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
         "value": descriptor("u8" if codes else kind, part, dim),
@@ -143,7 +150,9 @@ def main() -> None:
         compile_one("int8-D64-G8-S256-window-sinks", "bf16", 64, 8, 256, True, "i8", **window)
         compile_one("int8-D64-G4-S16-parts-fp16", "fp16", 64, 4, 16, False, "i8", **plain, **splits_kv)
         compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
-        compile_one("bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, mask=Mask(True, 4096), softcap=False)
+        compile_one(
+            "bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, longest=5, mask=Mask(True, 4096), softcap=False
+        )
         compile_one("bf16-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, mask=Mask(True, 100), softcap=False)
         compile_one("bf16-D256-G8-S16-parts-sinks", "bf16", 256, 8, 16, True, **plain, **splits_kv)
 

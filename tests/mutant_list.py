@@ -139,7 +139,7 @@ _SHARED_OUT = (
           "False and", "test_launch.py decode_kernel_splits"),
     Fault("several tokens on few keys, more tiles than SMs", "see_few_keys", "tiles <= params.num_sms and ", "",
           "test_hopper_calls.py see_few_keys"),
-    Fault("several tokens on few keys, heads that no tile joins", "see_few_keys", " * (params.group // packed)", "",
+    Fault("several tokens on few keys, heads that no tile joins", "see_few_keys", "params.heads", "params.num_kv_heads",
           "test_hopper_calls.py see_few_keys"),
     Fault("splits of tables of unknown size", "splits_kv", "not params.max_keys or", "False or",
           "test_hopper_calls.py shared_out"),

@@ -115,7 +115,7 @@ def test_random_problems_go_to_both_kernels() -> None:
             bounds = BatchBounds(0, len(case.query_lens), decodes, max(case.query_lens), 0)
             if dequantise.copy_turns(shape, bounds._replace(max_seq_len=max(case.seq_lens))):
                 copied.add(kind)
-            spans = plan_spans(shape, bounds, sm90.params_of(shape, 0, 132), portable=True)
+            spans = plan_spans(shape, bounds, sm90.params_of(shape, bounds, 132), portable=True)
             ran[SHAPES[index % len(SHAPES)]] |= {span.kernel for span in spans if span.last > span.first}
             queries |= {*case.query_lens}
             keys |= {*case.seq_lens}

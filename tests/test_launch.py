@@ -187,7 +187,7 @@ def test_which_kernel_serves_what(
         monkeypatch.setattr(attention_plan, name, lambda *_, fact=fact: facts[fact])
     shape = PAGED._replace(paged=facts["paged"], deterministic=facts["deterministic"])
     bounds = BatchBounds(100, 5, batch["num_decodes"], batch["max_query_len"], 100)
-    spans = plan_spans(shape, bounds, params_of(shape, 0, 132), portable=not facts["hopper"], fuse=facts["fuse"])
+    spans = plan_spans(shape, bounds, params_of(shape, bounds, 132), portable=not facts["hopper"], fuse=facts["fuse"])
     assert [span for span in spans if span.last > span.first] == served
 
 

@@ -67,7 +67,7 @@ def plan_attention(
     passes = plan_passes(shape, bounds, device) if copied and because else ()
     because = "" if passes else because
     of_turn = dequantise.native_shape(shape._replace(num_kv_heads=shape.num_kv_heads // turns)) if turns else shape
-    params = sm90.params_of(of_turn, bounds.max_keys, target.num_sms)
+    params = sm90.params_of(of_turn, bounds, target.num_sms)
     length = _shared_prefix(shape, bounds, target, prefix_len, max_prefix_len) if prefix_len else 0
     launches, size = [], 0
     fuse = not (length or turns or passes)
@@ -94,7 +94,7 @@ def plan_prefix(
     """Of one call over a prefix, whose `rows` are those of one sequence and see all of it. It is never copied: the copy
     of a captured step would have to be as long as its longest prefix."""
     whole = shape._replace(mask=Mask.of(shape.mask).replace(causal=False).constants)
-    params = sm90.params_of(whole, rows.max_keys, target.num_sms)
+    params = sm90.params_of(whole, rows, target.num_sms)
     # Over int8 the kernel for codes takes no longer, and adds before it rounds.
     by_codes = "int8" in shape.codes and not sm90_decode.why_not(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
     by_prompts = not (by_codes or _why_not_sm90(whole, not_sm90)) and has_prompts_work(shape, rows, target)
@@ -194,7 +194,7 @@ def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -
     compute. Not where so few are so long that some SMs would be left with one while others are done: a launch of their
     own splits their keys. Nor for heads that do not fit one tile, which would read their keys several times."""
     most = max(_SHORT_KEYS, _KEYS_PER_SM_TILE * bounds.num_decodes * params.num_kv_heads // params.num_sms)
-    whole = sm90.heads_per_tile(params.group) == params.group
+    whole = params.pack >= params.group
     return bounds.num_decodes > 0 and whole and bounds.max_seq_len <= most
 
 
@@ -206,7 +206,7 @@ def handles_short_queries(
     is left with much longer ones than others."""
     group, tiles = params.group, bounds.num_seqs * params.num_kv_heads
     rows = bounds.max_query_len * group
-    if bounds.max_query_len <= 1 or rows < fewest or sm90.heads_per_tile(group) != group:
+    if bounds.max_query_len <= 1 or rows < fewest or params.pack < group:
         return False
     even = tiles >= params.num_sms and bounds.max_seq_len <= _KEYS_PER_SM_TILE * tiles // params.num_sms
     # As many tokens as there can be: how many padding rows a query has must not decide.
@@ -218,8 +218,7 @@ def see_few_keys(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
     """Whether sequences of a few new tokens each go to the Hopper prefill kernel since they see so few keys that these
     are not split: where every tile has an SM, one of them attends to a sequence's keys in less time than the programs
     that share them add up their partial states."""
-    packed = sm90.heads_per_tile(params.group)
-    tiles = bounds.num_seqs * params.num_kv_heads * (params.group // packed)
+    tiles = bounds.num_seqs * params.heads
     keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     many_rows = bounds.max_query_len * params.group > sm90_decode.FEW_ROWS
     return bounds.max_query_len > 1 and many_rows and tiles <= params.num_sms and keys < MIN_SPLIT_KEYS

@@ -159,22 +159,22 @@ def execute(plan: LaunchPlan, inputs: AttentionInputs) -> None:
             prefix, part = plan.cascade.divide(part)
             plan.prefix.workspace = plan.workspace
             execute(plan.prefix, prefix)
-        if kernel == "prefill_sm90":
-            _launch_sm90(plan, part, key_starts)
+        if isinstance(config, sm90.TileSchedulerParams):
+            _launch_sm90(plan, config.pack, part, key_starts)
         elif kernel == "prefill":
             load("kernels.prefill.kernel").launch(config, part, key_starts)
         else:
             load(f"kernels.{kernel}.kernel").launch(config, part, plan.workspace)
 
 
-def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Tensor | None) -> None:
+def _launch_sm90(plan: LaunchPlan, pack: int, inputs: AttentionInputs, key_starts: torch.Tensor | None) -> None:
     if plan.passes:
         _launch_passes(plan, inputs)
         return
     if not plan.copy_turns:
         family = load(f"kernels.prefill_sm90.{sm90.module_of(plan.shape)}")
         packed = {} if key_starts is None else {"key_starts": key_starts[:-1, None].int()}
-        family.launch(inputs, plan.tile_schedule, plan.workspace, **packed)
+        family.launch(inputs, plan.tile_schedule, pack, plan.workspace, **packed)
         return
     dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
     heads, tile = inputs.key.shape[2] // plan.copy_turns, copied_tile(plan.shape)
@@ -182,7 +182,7 @@ def _launch_sm90(plan: LaunchPlan, inputs: AttentionInputs, key_starts: torch.Te
     inputs, copy = inputs._replace(max_seq_len=min(inputs.max_seq_len, plan.bounds.prompt_keys)), None
     for first in range(0, inputs.key.shape[2], heads):
         copy = dequantise(inputs.heads(first, first + heads), tile, copy)
-        attend(copy, plan.tile_schedule, plan.workspace)
+        attend(copy, plan.tile_schedule, pack, plan.workspace)
 
 
 def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:

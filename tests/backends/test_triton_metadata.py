@@ -217,7 +217,7 @@ def test_on_hopper_prompts_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> N
     builder = TritonMetadataBuilder(spec, DEVICE)
     metadata = builder.build(step(1, 1, 400, 33, keys=1500, device=DEVICE))
     assert "prefill kernel: 2 sequences (for Hopper" in metadata.describe()
-    tokens = sm90.tokens_per_tile(spec.gqa_ratio)
+    tokens = sm90.tokens_per_tile(sm90.heads_per_tile(spec.gqa_ratio))
     expected = [[2 + done, min(tokens, 400 - done), 0] for done in range(0, 400, tokens)][::-1]
     expected += [[402 + done, min(tokens, 33 - done), 1] for done in range(0, 33, tokens)][::-1]
     assert sorted(listed(plan_of(metadata))) == sorted(expected)

@@ -164,7 +164,7 @@ def test_fp8_caches_are_served_with_their_scales(stored: torch.dtype) -> None:
 
 def test_a_deterministic_call_is_served_but_over_no_copy() -> None:
     shape = shape_of(call(deterministic=True))
-    assert sm90.why_not(shape, "") == "" and sm90.params_of(shape, 1 << 17, 132).deterministic
+    assert sm90.why_not(shape, "") == "" and sm90.params_of(shape, BatchBounds(1, 1, 0, 1, 1), 132).deterministic
     assert sm90.why_not_copied(shape, "") == "deterministic"
     assert sm90.why_not_copied(shape._replace(deterministic=False), "") == ""
 
@@ -228,7 +228,21 @@ def test_strides(stride: tuple[int, ...], served: bool) -> None:
     [(1, 1, 128), (4, 4, 32), (5, 1, 128), (6, 2, 64), (8, 8, 16), (96, 32, 4), (128, 64, 2)],
 )
 def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
-    assert sm90.heads_per_tile(group) == pack and sm90.tokens_per_tile(group) == tokens
+    assert sm90.heads_per_tile(group) == pack and sm90.tokens_per_tile(pack) == tokens
+
+
+@pytest.mark.parametrize(
+    ("group", "longest", "pack"),
+    [
+        *((7, 5, 8), (7, 96, 8), (7, 112, 1), (7, 4096, 1), (3, 64, 4), (3, 96, 1), (6, 32, 8), (6, 48, 2), (5, 64, 8)),
+        *((8, 5, 8), (1, 5, 1), (48, 3, 64), (71, 3, 1), (96, 3, 32), (65, 1, 1)),
+    ],
+)
+def test_few_tokens_share_a_tile_with_padding(group: int, longest: int, pack: int) -> None:
+    """Of groups that are no power of two, where that makes fewer tiles, which all read the keys."""
+    assert sm90.heads_per_tile(group, longest) == pack
+    params = listing(8, group, max_query_len=longest)
+    assert (params.pack, params.heads) == (pack, 8 * -(-group // pack))
 
 
 @pytest.fixture
@@ -252,7 +266,8 @@ def test_prompts_go_there_and_decodes_do_not(device: torch.device, launched: lis
     bounds: dict[str, Any] = {"max_query_len": 39, "max_seq_len": 6000, "num_decodes": 1}
     bounds |= {"scale": 0.1, "path": "triton"}
     ops.paged_attention(*tensors, **bounds)
-    (decode, _), (prefill, (part, schedule, workspace)) = launched
+    (decode, _), (prefill, (part, schedule, pack, workspace)) = launched
+    assert pack == 4
     assert (decode, prefill) == ("decode", "prefill_sm90") and workspace is not None
     assert part.seq_lens.tolist() == [60] and part.query_start_loc.tolist() == [1, 40]
     entries = schedule[2 : 2 + int(schedule[1, 0]), :5].tolist()
@@ -260,7 +275,7 @@ def test_prompts_go_there_and_decodes_do_not(device: torch.device, launched: lis
     launched.clear()
     plan = plan_call(inputs._replace(**dict(zip(inputs._fields, tensors, strict=False))))
     ops.paged_attention(*tensors, **bounds, plan=plan)
-    _, (_, (_, schedule, workspace)) = launched
+    _, (_, (_, schedule, _, workspace)) = launched
     assert schedule is plan.tile_schedule and workspace is plan.workspace
 
 
@@ -313,7 +328,7 @@ def test_every_head_dim_has_room_in_shared_memory(dim: int) -> None:
             assert "not read in like parts" in sm90.why_not(shape, "")
             continue
         assert not sm90.why_not(shape, "")
-        made = kernel.constants_of(dim, 4, 16, mask=Mask(True), softcap=False, dim_v=dim_v)
+        made = kernel.constants_of(dim, 4, 16, pack=4, mask=Mask(True), softcap=False, dim_v=dim_v)
         width, width_v = sum(sm90.head_parts(dim)), sum(sm90.head_parts(dim_v))
         tiles = made["STAGES"] * made["BLOCK_N"] * (width + width_v) + made["Q_STAGES"] * sm90.TILE_ROWS * width
         assert 2 * tiles <= 232448 - 4096, (dim, dim_v)

@@ -90,7 +90,7 @@ def test_passes_leave_what_one_call_does(stored: str, mask: Mask, monkeypatch: p
         inputs = AttentionInputs(*tensors, own if keep_lse else None, 0.3, 1.0, mask.constants, 0.0, *bounds)
         shape = shape_of(inputs)
         base = plan_attention(shape, bounds_of(inputs), CPU)
-        prompts = KernelLaunch(Span("prefill_sm90", 1, 5, 40), params_of(shape, 14 * 32, 132))
+        prompts = KernelLaunch(Span("prefill_sm90", 1, 5, 40), params_of(shape, bounds_of(inputs), 132))
         passes = plan_passes(shape, bounds_of(inputs), CPU)
         plan = LaunchPlan(shape, bounds_of(inputs), (base.launches[0], prompts), "", passes=passes)
         assert len(passes) == 4 and "in 4 passes over their keys" in plan.describe() and not plan.accumulates

@@ -62,7 +62,7 @@ def spans(
     """By first token: tokens, position, keys, sequence, and the tiles that any row of a block sees.
     Where none does, an entry of one tile is for its rows to be written."""
     (causal, window), found = of.mask, {}
-    start, block_q, tile = 3, tokens_per_tile(of.group), keys_per_tile(of.head_dim)
+    start, block_q, tile = 3, tokens_per_tile(of.pack), keys_per_tile(of.head_dim)
     for seq, (queries, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for done in range(0, queries, block_q):
             tokens, position, room = min(block_q, queries - done), keys - queries + done, min(keys, of.max_keys)

@@ -32,7 +32,7 @@ def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, k_scale_cache, v_scale_cache,
     heads, max_keys, qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows,
     v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_slot, k_per_head, v_per_block,
-    v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr,
+    v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _prefill_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES)
+    shape = Shape(BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES)
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
@@ -88,12 +88,12 @@ def _prefill_kernel(
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace: torch.Tensor | None = None) -> None:
     """As of `kernel.launch`."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
-    constants, heads, programs = launch_grid(inputs, entries)
+    constants, heads, programs = launch_grid(inputs, entries, pack)
     constants |= {"CODES": inputs.format.value.codes}
     k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
     layout = code_layout(query.shape[2])
@@ -102,7 +102,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tens
     keys, k_place = cache_rows(key, part, layout)
     values, v_place = cache_rows(value.view(torch.uint8), part, layout)
     arguments = (
-        *(query_rows(query, constants["PACK"]), keys, values, table, out, lse, entries, workspace, inputs.sinks),
+        *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),
         *(inputs.k_scale, inputs.v_scale, k_scales, v_scales, heads, table.shape[1] * size),
         *(inputs.scale, inputs.out_scale, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),

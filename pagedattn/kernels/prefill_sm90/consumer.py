@@ -196,7 +196,8 @@ def _begin(item, w: gl.constexpr, sinks, shape):
     m_i = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
     sink = gl.zeros([ROWS], gl.float32, S_ROWS)
     if sinks is not None:
-        logit = gl.load(sinks + item.head * shape.PACK + row % shape.PACK).to(gl.float32)
+        exists = row % shape.PACK < shape.HEADS
+        logit = gl.load(sinks + item.head * shape.HEADS + row % shape.PACK, mask=exists, other=0.0).to(gl.float32)
         # Rounded here. Fused into a subtraction behind it, it would be so in an item's first tile alone, and a row's
         # bits would depend on whether that is the first one that it sees.
         factor = gl.full_like(logit, LOG2E)
@@ -208,13 +209,22 @@ def _begin(item, w: gl.constexpr, sinks, shape):
 
 
 @gluon.jit
+def _exists(row, item, shape):
+    """Whether rows of an item are of its tokens, and of heads of its group."""
+    exists = row // shape.PACK < item.tokens
+    if shape.HEADS < shape.PACK:
+        exists = exists & (row % shape.PACK < shape.HEADS)
+    return exists
+
+
+@gluon.jit
 def _finish(acc, m_i, l_i, item, w: gl.constexpr, rooms, of_values, output, lse_out, shape):
     """Store an item's rows; those past its tokens are other sequences'. rooms: the parts of its queries' tile."""
     if lse_out is not None:
         row = w * ROWS + gl.arange(0, ROWS, m_i.type.layout)
-        place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.PACK + row % shape.PACK
+        place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.HEADS + row % shape.PACK
         lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
-        gl.store(lse_out + place, lse, mask=row // shape.PACK < item.tokens)
+        gl.store(lse_out + place, lse, mask=_exists(row, item, shape))
     v_scale, s_vscale, factor = of_values
     if v_scale is not None:
         factor = factor * gl.load(v_scale + item.head // shape.PACKS * s_vscale)
@@ -240,10 +250,10 @@ def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape
         WIDE: gl.constexpr = rows.type.layout
         result = rows
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    at = (item.head * shape.PACK + row % shape.PACK).to(gl.int64)
+    at = (item.head * shape.HEADS + row % shape.PACK).to(gl.int64)
     place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
     dim = begin + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    keep = gl.expand_dims(row // shape.PACK < item.tokens, 1)
+    keep = gl.expand_dims(_exists(row, item, shape), 1)
     if begin + WIDTH > shape.DIM_V:
         keep = keep & gl.expand_dims(dim < shape.DIM_V, 0)
     gl.store(output.out + gl.expand_dims(place, 1) + gl.expand_dims(dim, 0), result, mask=keep)

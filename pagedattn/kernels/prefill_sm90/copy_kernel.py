@@ -32,7 +32,7 @@ def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, factors, k_scale, v_scale, heads, max_keys,
     qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns,
     so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
-    PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr,
     RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr, DIM_V: gl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _prefill_kernel(
     SCALED: gl.constexpr = factors is not None and not KEY_SCALES
     CAST_Q: gl.constexpr = DTYPE != key.dtype
     shape = Shape(
-        BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED,
+        BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED,
         DIM_V=DIM_V, CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST, KEY_SCALES=KEY_SCALES,
     )  # fmt: skip
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
@@ -88,15 +88,15 @@ def _prefill_kernel(
 _launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "factors"))
 
 
-def launch(inputs: AttentionInputs, entries: torch.Tensor, workspace: torch.Tensor | None = None) -> None:
+def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace: torch.Tensor | None = None) -> None:
     """As of `kernel.launch`; k_scale_cache: factors of the logits of float16 keys, float32 [B, Hkv, tiles], or [B, Hkv,
     keys] of whole tiles, or None."""
     query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if table is None:
         raise ValueError("packed keys have no blocks")
-    constants, heads, programs = launch_grid(inputs, entries)
+    constants, heads, programs = launch_grid(inputs, entries, pack)
     constants |= block_constants(Mask.of(inputs.mask))
-    pack, part, scales = constants["PACK"], copied_slots(constants), inputs.k_scale_cache
+    part, scales = copied_slots(constants), inputs.k_scale_cache
     constants["DIM_V"] = out.shape[2]
     constants["KEY_SCALES"] = scales is not None and scales.shape[2] >= table.shape[1] * key.shape[1]
     factors = key_factors(scales, constants["BLOCK_N"]) if scales is not None and constants["KEY_SCALES"] else scales

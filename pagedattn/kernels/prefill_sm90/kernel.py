@@ -24,7 +24,7 @@ from ..gluon_device import LOG2E, tile_layout
 from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
-from .plan import FIELDS, head_parts, heads_per_tile, heads_together, in_blocks, keys_per_tile
+from .plan import FIELDS, head_parts, heads_together, in_blocks, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 
@@ -37,7 +37,7 @@ _QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, heads, max_keys, scale, softcap, s_table, k_rows,
     k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns, so_t, so_h, sl_t, BLOCK_N: gl.constexpr, D:
-    gl.constexpr, PACK: gl.constexpr, PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES:
+    gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES:
     gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def _prefill_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS)
+    shape = Shape(BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS)
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
         mbarrier.init(tail.index(i), count=1)
@@ -82,6 +82,7 @@ def constants_of(
     group: int,
     page: int,
     *,
+    pack: int,
     mask: Mask,
     softcap: bool,
     fields: int = FIELDS,
@@ -89,12 +90,12 @@ def constants_of(
     kv_heads: int = 1,
 ) -> dict[str, Any]:
     """What the kernel is compiled for; see `Shape`. Shared memory has room for two query tiles up to D 128."""
-    pack, (first, _) = heads_per_tile(group), head_parts(dim)
+    first, _ = head_parts(dim)
     return {
         "BLOCK_N": keys_per_tile(dim, dim_v),
         "D": first,
         "PACK": pack,
-        "PACKS": group // pack,
+        "GROUP": group,
         "PAGE": page,
         "FIELDS": fields,
         "Q_STAGES": 2 if dim <= 128 else 1,
@@ -102,7 +103,7 @@ def constants_of(
         "CAUSAL": bool(mask.causal),
         "WINDOW": mask.sliding_window or 0,
         "SOFTCAP": softcap,
-        "TOGETHER": heads_together(kv_heads) * (group // pack),
+        "TOGETHER": heads_together(kv_heads) * -(-group // pack),
     }
 
 
@@ -113,15 +114,15 @@ _launch = Launcher(_prefill_kernel, VARYING)
 def launch(
     inputs: AttentionInputs,
     entries: torch.Tensor,
+    pack: int,
     workspace: torch.Tensor | None = None,
     key_starts: torch.Tensor | None = None,
 ) -> None:
-    """One launch over a tile schedule. workspace: for the partials of splits, as for the decode kernel. key_starts: of
-    packed keys, in place of a block table, the first of each sequence, int32 [B, 1]."""
+    """One launch over a schedule of tiles of `pack` query heads. workspace: for the partials of splits, as for the
+    decode kernel. key_starts: of packed keys, in place of a block table, the first of each sequence, int32 [B, 1]."""
     query, key, value, out, lse = (inputs.query, in_blocks(inputs.key), in_blocks(inputs.value), inputs.out, inputs.lse)
-    constants, heads, programs = launch_grid(inputs, entries)
+    constants, heads, programs = launch_grid(inputs, entries, pack)
     table, part = rows_of(inputs, key_starts), copied_slots(constants)
-    pack = constants["PACK"]
     (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),
@@ -133,15 +134,15 @@ def launch(
         _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)
 
 
-def launch_grid(inputs: AttentionInputs, entries: torch.Tensor) -> tuple[dict[str, Any], int, int]:
+def launch_grid(inputs: AttentionInputs, entries: torch.Tensor, pack: int) -> tuple[dict[str, Any], int, int]:
     """Constants of a launch over a tile schedule, packs of query heads, and programs."""
     query, key, value = inputs.query, in_blocks(inputs.key), inputs.value
     page = 0 if inputs.block_table is None else key.shape[1]
-    flags = {"softcap": inputs.softcap > 0, "fields": entries.shape[1]}
     group = query.shape[1] // key.shape[2]
+    flags = {"pack": pack, "softcap": inputs.softcap > 0, "fields": entries.shape[1]}
     flags |= {"dim_v": value.shape[-1], "kv_heads": key.shape[2]}
     constants = constants_of(key.shape[3], group, page, mask=Mask.of(inputs.mask), **flags)
-    heads = query.shape[1] // constants["PACK"]
+    heads = key.shape[2] * -(-group // pack)
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
 
 

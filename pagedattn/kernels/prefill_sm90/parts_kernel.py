@@ -25,7 +25,7 @@ from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
 def _prefill_kernel(
     query, more_query, key, more_key, value, more_value, table, out, lse_out, entries, workspace, sinks, heads,
     max_keys, scale, softcap, s_table, so_t, so_h, sl_t, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
-    PACKS: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, MORE: gl.constexpr, MORE_V: gl.constexpr,
     DIM_V: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def _prefill_kernel(
     TILE: gl.constexpr = [BLOCK_N, 1, 1, D]
     OF_VALUE: gl.constexpr = None if MORE_V == 0 else [BLOCK_N, 1, 1, MORE_V]
     shape = Shape(
-        BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, False, MORE, MORE_V, DIM_V
+        BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, False, MORE, MORE_V, DIM_V
     )
     tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LOADERS):
@@ -75,15 +75,16 @@ _launch = Launcher(_prefill_kernel, VARYING)
 def launch(
     inputs: AttentionInputs,
     entries: torch.Tensor,
+    pack: int,
     workspace: torch.Tensor | None = None,
     key_starts: torch.Tensor | None = None,
 ) -> None:
     """As of `kernel.launch`."""
     query, key, value, out, lse = (inputs.query, in_blocks(inputs.key), in_blocks(inputs.value), inputs.out, inputs.lse)
-    constants, heads, programs = launch_grid(inputs, entries)
+    constants, heads, programs = launch_grid(inputs, entries, pack)
     (first, more), (_, more_v) = head_parts(query.shape[2]), head_parts(out.shape[2])
     constants |= {"MORE": more, "MORE_V": more_v, "DIM_V": out.shape[2]}
-    table, pack, part = rows_of(inputs, key_starts), constants["PACK"], copied_slots(constants)
+    table, part = rows_of(inputs, key_starts), copied_slots(constants)
     arguments = (
         *(query_rows(query, pack, first), query_rows(query, pack, more)),
         *(_block_rows(key, part, first), _block_rows(key, part, more), _block_rows(value, part, first)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles
 SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
 _SCALE_BYTES = 8  # of the int8 key and value of a token and head
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
+_MOST_HEADS = 64  # of a tile, as many as a consumer has rows
 _MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
 _MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler looks at all together
 
@@ -39,11 +41,17 @@ class TileSchedulerParams(NamedTuple):
     num_sms: int
     head_dim_v: int = 0  # 0: head_dim
     deterministic: bool = False
+    max_query_len: int = 0  # of the sequences it is for, as `heads_per_tile` takes it
+
+    @property
+    def pack(self) -> int:
+        """Query heads of a tile."""
+        return heads_per_tile(self.group, self.max_query_len)
 
     @property
     def heads(self) -> int:
         """Packs of query heads: an entry of the schedule is a tile of each."""
-        return self.num_kv_heads * self.group // heads_per_tile(self.group)
+        return self.num_kv_heads * -(-self.group // self.pack)
 
     @property
     def max_partials(self) -> int:
@@ -56,20 +64,29 @@ class TileSchedulerParams(NamedTuple):
         return 3 * COUNTERS + 2 * self.max_partials * partial_size(self.head_dim_v or self.head_dim)
 
 
-def params_of(shape: AttentionShape, max_keys: int, num_sms: int) -> TileSchedulerParams:
+def params_of(shape: AttentionShape, bounds: BatchBounds, num_sms: int) -> TileSchedulerParams:
     """Of the calls of a plan."""
-    heads = (shape.num_kv_heads, shape.group, shape.head_dim)
-    return TileSchedulerParams(*heads, shape.mask, max_keys, num_sms, shape.head_dim_v, shape.deterministic)
+    heads, longest = (shape.num_kv_heads, shape.group, shape.head_dim), bounds.max_query_len
+    rest = (bounds.max_keys, num_sms, shape.head_dim_v, shape.deterministic, longest)
+    return TileSchedulerParams(*heads, shape.mask, *rest)
 
 
-def heads_per_tile(group: int) -> int:
-    """Query heads of a group in one tile: a power of two that divides it, 64 at most."""
-    return min(group & -group, 64)
+@lru_cache(maxsize=1024)
+def heads_per_tile(group: int, max_query_len: int = 0) -> int:
+    """Query heads of a group in one tile: a power of two that divides it, _MOST_HEADS at most, or, where that makes
+    fewer tiles of sequences of at most so many new tokens (0: any number), the next one above it: then every tile has
+    all heads of a group, and padding, and keys are read once."""
+    divides, above = min(group & -group, _MOST_HEADS), 1 << (group - 1).bit_length()
+
+    def tiles(pack: int) -> int:
+        return -(-group // pack) * -(-max_query_len * pack // TILE_ROWS)
+
+    return above if above <= _MOST_HEADS and tiles(above) < tiles(divides) else divides
 
 
-def tokens_per_tile(group: int) -> int:
-    """Query tokens of a tile."""
-    return TILE_ROWS // heads_per_tile(group)
+def tokens_per_tile(pack: int) -> int:
+    """Query tokens of a tile of so many heads."""
+    return TILE_ROWS // pack
 
 
 def keys_per_tile(head_dim: int, head_dim_v: int = 0) -> int:
@@ -95,7 +112,7 @@ def partial_size(head_dim_v: int) -> int:
 def max_query_blocks(params: TileSchedulerParams, bounds: BatchBounds) -> int:
     """Query blocks at most; the query may have padding rows."""
     tokens = min(bounds.num_tokens, bounds.num_seqs * bounds.max_query_len)
-    return tokens // tokens_per_tile(params.group) + bounds.num_seqs
+    return tokens // tokens_per_tile(params.pack) + bounds.num_seqs
 
 
 def splits_kv(params: TileSchedulerParams, bounds: BatchBounds) -> bool:

@@ -83,8 +83,8 @@ def _load_rows(descs, token, head, ring, n, shape):
 @gluon.jit
 def _load_queries(descs, item, n, channels, shape):
     """The rows of an item's two halves."""
-    _load_rows(descs, item.token, item.head * shape.PACK, channels.q0, n, shape)
-    _load_rows(descs, item.token + ROWS // shape.PACK, item.head * shape.PACK, channels.q1, n, shape)
+    _load_rows(descs, item.token, item.head * shape.HEADS, channels.q0, n, shape)
+    _load_rows(descs, item.token + ROWS // shape.PACK, item.head * shape.HEADS, channels.q1, n, shape)
 
 
 @gluon.jit

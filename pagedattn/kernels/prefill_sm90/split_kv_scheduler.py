@@ -141,7 +141,7 @@ def launch(
     counts = (num_seqs, num_seqs.bit_length() + 1, slots, entries, params.num_kv_heads, heads, params.max_partials)
     arguments = (query_start_loc, seq_lens, items, *counts, params.max_keys, params.num_sms)
     constants = {
-        "BLOCK_Q": tokens_per_tile(params.group),
+        "BLOCK_Q": tokens_per_tile(params.pack),
         "BLOCK_N": keys_per_tile(params.head_dim, params.head_dim_v),
         "MASK": params.mask,
         "SLOTS": 64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile

@@ -22,4 +22,4 @@ def fill_tile_schedule(
         scheduler.launch(query_start_loc, seq_lens, schedule, params)
     else:
         scheduler = load("kernels.prefill_sm90.tile_scheduler")
-        scheduler.launch(query_start_loc, seq_lens, schedule, tokens_per_tile(params.group))
+        scheduler.launch(query_start_loc, seq_lens, schedule, tokens_per_tile(params.pack))

@@ -31,10 +31,10 @@ def output_layout(columns):
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, or its first part's, MORE and
     MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
-    block of rows, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed keys, LOAD keys of a tile
-    that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be parts. CODES: of an
-    8-bit cache, as `RowFormat.codes`, or None, with which queries are multiplied as two of as many bits;
-    TOKEN_SCALES: they are int8, whose scales are factors of columns. TILE_SCALES: a tile's logits have a factor,
+    block of rows, HEADS of which are of its group, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed
+    keys, LOAD keys of a tile that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be
+    parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None, with which queries are multiplied as two of as many
+    bits; TOKEN_SCALES: they are int8, whose scales are factors of columns. TILE_SCALES: a tile's logits have a factor,
     KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries, the logits of
     whose rows have a factor. EARLIER: rows see blocks of so many keys before their own and RECENT others, from key
     FIRST on; 0: all before."""
@@ -45,6 +45,7 @@ class Shape:
     MORE_V: gl.constexpr
     DIM_V: gl.constexpr
     PACK: gl.constexpr
+    HEADS: gl.constexpr
     PACKS: gl.constexpr
     PAGE: gl.constexpr
     FIELDS: gl.constexpr
@@ -71,14 +72,15 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(
-        self, BLOCK_N, D, PACK, PACKS, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
+        self, BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
         TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, KEY_SCALES=False
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
         self.COPY = gl.constexpr(min(PAGE, BLOCK_N // LOADERS) or BLOCK_N // LOADERS)
         self.BLOCK_N, self.D, self.PACK = gl.constexpr(BLOCK_N), gl.constexpr(D), gl.constexpr(PACK)
-        self.PACKS, self.PAGE, self.CAUSAL = gl.constexpr(PACKS), gl.constexpr(PAGE), gl.constexpr(CAUSAL)
+        self.HEADS, self.PACKS = gl.constexpr(min(PACK, GROUP)), gl.constexpr((GROUP + PACK - 1) // PACK)
+        self.PAGE, self.CAUSAL = gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
         codes = CODES is not None
         self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
