@@ -27,7 +27,8 @@ MODULES: tuple[Any, ...] = (kernel, codes_kernel, parts_kernel, copy_kernel, deq
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
-    "prompts and long decodes": {"query_lens": [1, 1, 300], "keys": 3000},
+    "few prompts and long decodes": {"query_lens": [1, 1, 300], "keys": 3000},
+    "prompts and long decodes": {"query_lens": [1, 1, 2200], "keys": 1800},
     "a prompt on a long context": {"query_lens": [40], "keys": 3000},
     "several tokens each": {"query_lens": [16, 16, 9], "keys": 3000},
     "blocks of unknown size": {"query_lens": [300], "block_size": None},

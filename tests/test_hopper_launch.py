@@ -39,7 +39,12 @@ def test_decodes_are_items_among_those_of_prompts() -> None:
 def test_long_decodes_have_a_launch_of_their_own() -> None:
     made = calls()["prompts and long decodes"]
     assert made["launches"] == [1, 2, 1, 1]
-    assert "decode kernel: 2 sequences" in made["describe"] and "1 sequences (for Hopper, split-KV)" in made["describe"]
+    assert "decode kernel: 2 sequences" in made["describe"] and "1 sequences (for Hopper)" in made["describe"]
+
+
+def test_few_tiles_of_prompts_and_decodes_are_split_together() -> None:
+    made = calls()["few prompts and long decodes"]
+    assert made["launches"] == [1, 1, 1, 1] and made["describe"] == "prefill kernel: 3 sequences (for Hopper, split-KV)"
 
 
 @pytest.mark.parametrize("name", ["a prompt on a long context", "several tokens each"])

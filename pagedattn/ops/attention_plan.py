@@ -191,11 +191,13 @@ def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:
 
 def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
     """Whether the decodes of a step that also has prompts are tiles among theirs: decodes wait for memory while prompts
-    compute. Not where so few are so long that some SMs would be left with one while others are done: a launch of their
-    own splits their keys. Nor for heads that do not fit one tile, which would read their keys several times."""
+    compute. Where so few are so long that some SMs would be left with one while others are done, only if the tiles of
+    both are split: else a launch of their own splits their keys. Nor for heads that do not fit one tile, which would
+    read their keys several times."""
     most = max(_SHORT_KEYS, _KEYS_PER_SM_TILE * bounds.num_decodes * params.num_kv_heads // params.num_sms)
+    seen = Mask.of(params.mask).max_visible_keys(1, bounds.max_seq_len)
     whole = params.pack >= params.group
-    return bounds.num_decodes > 0 and whole and bounds.max_seq_len <= most
+    return bounds.num_decodes > 0 and whole and (seen <= most or sm90.splits_kv(params, bounds))
 
 
 def handles_short_queries(

@@ -101,7 +101,7 @@ def layer_and_step(query_lens: list[int], seq_lens: list[int]) -> tuple[Any, ...
 def test_the_metadata_say_so_and_make_the_list_once() -> None:
     layer, cache, query, common = layer_and_step([1, 1, 300], [5000, 20, 900])
     built = layer.build(common)
-    assert "decode kernel: 2" in built.describe() and "prefill kernel: 1 sequences (for Hopper" in built.describe()
+    assert built.describe() == "prefill kernel: 3 sequences (for Hopper, split-KV)"
     first = layer(query, None, None, cache, built)
     assert torch.equal(layer(query, None, None, cache, built), first)
     assert not built.plan.tile_schedule[0, :2].any(), "counters that hand out items were not left zero"

@@ -31,24 +31,35 @@ def listing(kv_heads: int, group: int, max_keys: int = 1 << 17, window: int = 0,
     return TileSchedulerParams(kv_heads, group, 128, mask=(1, window), max_keys=max_keys, num_sms=132, **of)
 
 
-def joined(num_decodes: int = 64, kv_heads: int = 8, group: int = 4, max_seq_len: int = 4096) -> bool:
-    return attention_plan.should_fuse_decodes(
-        listing(kv_heads, group), BatchBounds(2000, num_decodes + 1, num_decodes, 1000, max_seq_len)
-    )
+def joined(
+    num_decodes: int = 64,
+    kv_heads: int = 8,
+    group: int = 4,
+    max_seq_len: int = 4096,
+    tokens: int = 1000,
+    window: int = 0,
+) -> bool:
+    bounds = BatchBounds(num_decodes + tokens, num_decodes + 1, num_decodes, tokens, max_seq_len)
+    return attention_plan.should_fuse_decodes(listing(kv_heads, group, window=window, max_query_len=tokens), bounds)
 
 
 def test_decodes_that_join_prompts() -> None:
     assert joined() and joined(128, max_seq_len=3000) and joined(1, max_seq_len=1000)
     assert not joined(0), "no decodes"
     assert not joined(32) and not joined(16, max_seq_len=8000), "two long ones for an SM, and then none"
+    assert joined(16, max_seq_len=8000, window=500), "of which few keys are seen"
     assert not joined(group=6), "three items a head, which would read the same keys"
+    assert joined(5, max_seq_len=8000, tokens=200), "few tiles, whose keys are split"
+    assert not joined(5, max_seq_len=8000, tokens=400) and not joined(0, max_seq_len=8000, tokens=200)
+    assert joined(5, group=7, max_seq_len=8000, tokens=40) and not joined(5, group=7, max_seq_len=8000, tokens=200)
 
 
 def taken(
     num_seqs: int = 64, group: int = 4, max_query_len: int = 8, max_seq_len: int = 4096, max_keys: int = 1 << 17
 ) -> bool:
     bounds = BatchBounds(1, num_seqs, 0, max_query_len, max_seq_len)
-    return attention_plan.handles_short_queries(listing(8, group, max_keys=max_keys), bounds)
+    params = listing(8, group, max_keys=max_keys, max_query_len=max_query_len)
+    return attention_plan.handles_short_queries(params, bounds)
 
 
 def test_several_tokens_that_are_items_of_its_own() -> None:
@@ -58,7 +69,7 @@ def test_several_tokens_that_are_items_of_its_own() -> None:
     assert not taken(max_seq_len=8000), "some SMs would be left with a long one, and there are many"
     assert taken(16, max_seq_len=8000) and taken(1, max_seq_len=4096), "few, whose keys are shared out"
     assert not taken(16, max_seq_len=8000, max_keys=0), "parts of tables of unknown size"
-    assert not taken(group=6)
+    assert taken(group=6) and not taken(group=71), "a tile has no room for a group"
 
 
 @pytest.mark.parametrize(
@@ -69,8 +80,8 @@ def test_several_tokens_that_are_items_of_its_own() -> None:
         (4, 17, 5, 2047, 0, False),  # more tiles than SMs
         (4, 16, 5, 2048, 0, False),  # keys that would be split
         (4, 16, 5, 9000, 1000, True),  # of which few are seen
-        (7, 2, 5, 500, 0, True),  # a tile of each query head
-        (7, 3, 5, 500, 0, False),
+        (7, 16, 5, 500, 0, True),
+        (65, 1, 5, 500, 0, False),  # a tile of each query head
         (32, 1, 1, 500, 0, False),  # a decode
     ],
 )
@@ -78,7 +89,8 @@ def test_several_tokens_that_see_few_keys_are_items_of_its_own(
     group: int, num_seqs: int, max_query_len: int, max_seq_len: int, window: int, served: bool
 ) -> None:
     bounds = BatchBounds(1, num_seqs, 0, max_query_len, max_seq_len)
-    assert attention_plan.see_few_keys(listing(8, group, window=window), bounds) == served
+    params = listing(8, group, window=window, max_query_len=max_query_len)
+    assert attention_plan.see_few_keys(params, bounds) == served
 
 
 def parts(
@@ -92,7 +104,7 @@ def test_prompts_whose_keys_are_shared_out() -> None:
     assert not parts(keys=2000) and not parts(4000, longest=2001), "too short, or as many tokens as keys"
     assert not parts(4000, num_seqs=2, longest=2000) and not parts(100, num_seqs=64), "an item for each SM"
     assert parts(8192), "rows of nobody"
-    assert not parts(num_decodes=2), "decodes among them take turns with prompts"
+    assert parts(num_decodes=2) and not parts(num_decodes=2, num_seqs=14), "of more tiles the decodes would stay whole"
     assert not parts(max_keys=0)
     assert parts(window=2000) and not parts(window=1900), "keys that nobody sees"
     assert not parts(deterministic=True), "where a row's keys are cut would depend on its chunk"

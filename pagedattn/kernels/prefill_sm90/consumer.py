@@ -332,19 +332,21 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 lane = gl.arange(0, 4, gl.SliceLayout(0, l_i.type.layout))
                 own = gl.convert_layout(sink * alpha, gl.SliceLayout(1, l_i.type.layout))
                 l_i += gl.where(gl.expand_dims(lane, 0) == 0, gl.expand_dims(own, 1), 0.0)
-            masked = gl.minimum(whole_high, high - 1)
-            whole = gl.minimum(whole_low, masked)
+            end = gl.minimum(whole_high, high - 1)
+            begin = gl.minimum(whole_low, end)
             rows = (q, q_pos, keys, logit_scale)
-            p, acc, m_i, l_i, unit, c = _steps(
-                p, acc, m_i, l_i, unit, c, high - 1, masked, rows, k_scale, softcap, pin, channels, True, shape
-            )
-            p, acc, m_i, l_i, unit, c = _steps(
-                p, acc, m_i, l_i, unit, c, masked, whole, rows, k_scale, softcap, pin, channels, False, shape
-            )
-            if shape.WINDOW > 0 or shape.FIRST % shape.BLOCK_N > 0:
+            # Tiles that are seen in part are on both sides of those that are seen whole, but of one code: that of each
+            # would be read from memory for each item.
+            SIDES: gl.constexpr = 2 if shape.WINDOW > 0 or shape.FIRST % shape.BLOCK_N > 0 else 1
+            upper, lower = high - 1, end
+            for _ in range(0, SIDES):
                 p, acc, m_i, l_i, unit, c = _steps(
-                    p, acc, m_i, l_i, unit, c, whole, low, rows, k_scale, softcap, pin, channels, True, shape
+                    p, acc, m_i, l_i, unit, c, upper, lower, rows, k_scale, softcap, pin, channels, True, shape
                 )
+                p, acc, m_i, l_i, unit, c = _steps(
+                    p, acc, m_i, l_i, unit, c, lower, begin, rows, k_scale, softcap, pin, channels, False, shape
+                )
+                upper, lower = begin, low  # no more are seen whole
             channels.v.wait_full(c - 1)
             pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
             following = take(channels.items, n + 1, 4, shape)

@@ -117,11 +117,13 @@ def max_query_blocks(params: TileSchedulerParams, bounds: BatchBounds) -> int:
 
 def splits_kv(params: TileSchedulerParams, bounds: BatchBounds) -> bool:
     """Whether tiles may be splits of the keys of a query block: where the blocks are so few that SMs would be idle, and
-    their keys so many that it matters. Which are split, the device decides. Decodes among prompts are not split."""
-    if params.deterministic or not params.max_keys or bounds.num_decodes:
+    their keys so many that it matters. Which are split, the device decides. Beside decodes, where every tile has an SM:
+    of more, the longest stay whole, which decodes are."""
+    if params.deterministic or not params.max_keys:
         return False
     keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
-    few = min(_MOST_SPLIT_BLOCKS, _TILES_PER_SM * params.num_sms // params.heads)
+    per_sm = 1 if bounds.num_decodes else _TILES_PER_SM
+    few = min(_MOST_SPLIT_BLOCKS, per_sm * params.num_sms // params.heads)
     return max_query_blocks(params, bounds) <= few and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
 
 

@@ -57,17 +57,22 @@ def _load(descs, blocks, key, kv_head, place, barrier, targets, shape):
 
 
 @gluon.jit
-def _zero_rows(tile, begin, end, shape):
-    """Rows outside begin..end of a value tile become 0: their weights are 0, but 0 * NaN would reach the output."""
-    WIDTH: gl.constexpr = tile.shape[1]
+def _zero_rows(w: gl.constexpr, tile, begin, end, shape):
+    """Of a warp's rows of a value tile, those outside begin..end become 0: their weights are 0, but 0 * NaN would reach
+    the output. Not unrolled: of code that runs once an item the instructions come from memory."""
+    WIDTH: gl.constexpr = min(tile.shape[1], 64)  # what is contiguous of a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
-    for r in gl.static_range(shape.LOAD // 8):
+    SWIZZLED: gl.constexpr = tile.layout
+    EIGHTS: gl.constexpr = shape.BLOCK_N // 8
+    eights = reinterpret(tile, tile.dtype, [EIGHTS * (tile.shape[1] // WIDTH), 8, WIDTH], SWIZZLED)
+    for r in range(0, shape.LOAD // 8):
         if (r * 8 + 8 > end) | (r * 8 < begin):
-            rows = tile.slice(r * 8, 8)
             index = r * 8 + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-            values = rows.load(LAYOUT)
             kept = gl.expand_dims((index >= begin) & (index < end), 1)
-            rows.store(gl.where(kept, values, gl.zeros_like(values)))
+            for part in gl.static_range(tile.shape[1] // WIDTH):
+                rows = eights.index(part * EIGHTS + w * (shape.LOAD // 8) + r)
+                values = rows.load(LAYOUT)
+                rows.store(gl.where(kept, values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -191,7 +196,7 @@ def produce_values(w: gl.constexpr, descs, table, s_table, place, tail, channels
                 t += 1
                 tiles = channels.v.parts(c)
                 for i in gl.static_range(len(tiles)):
-                    _zero_rows(tiles[i].slice(w * shape.LOAD, shape.LOAD), behind, item.keys - key, shape)
+                    _zero_rows(w, tiles[i], behind, item.keys - key, shape)
                 fence_async_shared()
                 mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1
