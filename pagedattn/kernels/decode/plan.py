@@ -73,7 +73,12 @@ SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_regist
 ONE_TILE = DecodeTuning(block_n=32, num_warps=1, num_stages=2, per_sm=8, tile_overhead=2, prefetch_block_table=False)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)
+_LARGE_STATE = 16 * 128  # outputs, which 32 registers of a thread have room for two of
+# Heads of 64, whose tiles are small: products of one program beside the softmax of another.
+PAIRED = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+_PAIRED_ITEMS = 0.1  # of an SM, from which on adding up states takes no longer than that saves
 _SHORT_KEYS = 512
+_EVEN = 8  # of so many programs one may be left out, that no program has parts of two items
 _KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (README.md, what was measured)
 
 
@@ -114,6 +119,8 @@ def decode_config(
         if max_seq_len <= ONE_TILE.block_n and itemsize == 2:
             full = ONE_TILE
         tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
+        if tuning == LATENCY and tokens * heads * width >= _LARGE_STATE:
+            tuning = FEW_ITEMS
         together = tuning.per_sm
         # What a tile has beyond the last key costs its instructions all the same.
         tuning = tuning._replace(block_n=min(tuning.block_n, max(32, next_power_of_2(max_seq_len))))
@@ -131,11 +138,17 @@ def decode_config(
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
     parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
     programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
-    programs = max(1, programs // parts) * parts
+    programs = _programs_of_part(programs // parts, items // parts) * parts
     # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
     rows = max(next_power_of_2(tokens * heads), tuning.num_warps)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.supports_pdl, tuning)
+
+
+def _programs_of_part(most: int, items: int) -> int:
+    """Of `most` programs that share the items of a KV head, as many as leave each item to programs of its own."""
+    rest = most % items if items < most else 0
+    return max(1, most - rest if _EVEN * rest <= most else most)
 
 
 def _tuning(
@@ -146,13 +159,14 @@ def _tuning(
     output."""
     busy, outputs = items_per_sm >= 1.5, block_m * width
     tuning = full if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
+    if not busy and width <= 64 and items_per_sm > _PAIRED_ITEMS:
+        tuning = PAIRED
     # Rows for wgmma: products of one program hide the softmax of another, at the price of more states to add up.
     hidden = block_m == 64 and width <= 128 and items_per_sm * keys >= _KEYS_PER_SM
     if outputs > 32 * 128 and not hidden:
         tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
     elif outputs > 16 * 128:
-        tuning = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+        tuning = PAIRED
     elif stored_itemsize < itemsize:
-        converting = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
-        tuning = converting if busy else LATENCY._replace(num_warps=8)
+        tuning = PAIRED if busy else LATENCY._replace(num_warps=8)
     return tuning._replace(block_n=32) if itemsize == 4 else tuning
