@@ -28,12 +28,19 @@ class Sequences:
     """A layer, both caches with pools of their own, and sequences in them by their block ids."""
 
     def __init__(
-        self, backend: str, stored: str = "int4", num_blocks: int = 40, recent_blocks: int = 20, **options: Any
+        self,
+        backend: str,
+        stored: str = "int4",
+        num_blocks: int = 40,
+        recent_blocks: int = 20,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
-        self.layer = Attention(HEADS, DIM, KV_HEADS, kv_cache_dtype=stored, backend=backend, block_size=SIZE, **options)
+        kind: dict[str, Any] = {"kv_cache_dtype": stored, "dtype": dtype}
+        self.layer = Attention(HEADS, DIM, KV_HEADS, backend=backend, block_size=SIZE, **kind, **options)
         self.before, self.kept = format_of(stored).recent_blocks(SIZE), format_of(stored).first_blocks(SIZE)
         shape = (1, num_blocks, SIZE, KV_HEADS, DIM)
-        self.cache = PagedKVCache(*shape, kv_cache_dtype=stored, recent_blocks=recent_blocks)
+        self.cache = PagedKVCache(*shape, recent_blocks=recent_blocks, **kind)
         self.cache.slabs.fill_(0x7F)  # scales that are NaN, and rows too
         self.recent.slabs.fill_(0xFF)
         self.pool, self.recent_pool = BlockPool(num_blocks), BlockPool(recent_blocks)

@@ -9,6 +9,7 @@ from covers import beside
 from recent_sequences import BACKENDS, DIM, KEY, LENGTH, QUERY, SIZE, VALUE, Sequences, by_definition, mixed, normal
 
 from pagedattn import CommonAttentionMetadata, plan_step
+from pagedattn.backends import recent
 from pagedattn.backends.recent import RecentBuilder
 from pagedattn.errors import InvalidInputError, UnsupportedError
 from pagedattn.formats.registry import format_of
@@ -54,6 +55,17 @@ def test_keys_that_are_read_as_they_came_are_counted(stored: str) -> None:
     counted = [form.native_keys(position, SIZE) for position in range(LENGTH)]
     assert counted == sum(one.sum(1) for one in native).tolist()  # type: ignore[union-attr]
     assert [format_of(name).native_keys(40, SIZE) for name in ("auto", "int8")] == [41, 0]
+
+
+def test_outputs_of_both_calls_are_rounded_once_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (QUERY.half(), KEY.half(), VALUE.half())
+    wanted = Sequences("TORCH").new().append(LENGTH, (rows[0].float(), rows[1].float(), rows[2].float())).half()
+    once = Sequences("TORCH", dtype=torch.float16).new().append(LENGTH, rows)
+    monkeypatch.setattr(recent, "_MOST_BYTES", 4 * QUERY.numel() - 1)
+    twice = Sequences("TORCH", dtype=torch.float16).new().append(LENGTH, rows)
+    torch.testing.assert_close(twice, wanted, atol=1e-3, rtol=1e-3)
+    differ = [float((out != wanted).float().mean()) for out in (once, twice)]
+    assert differ[0] < 0.01 and differ[1] > 0.1
 
 
 def test_a_window_brings_attention_nearer_to_exact() -> None:

@@ -32,6 +32,7 @@ from .base import (
     copy_into_captured,
 )
 
+_MOST_BYTES = 64 << 20  # of sums in float32; those of longer steps are rounded between the calls, as outputs are
 _REMEDY = "build the cache by PagedKVCache(..., recent_blocks=) and pass cache.layer(i)"
 
 
@@ -205,11 +206,13 @@ _Part = tuple[AttentionImpl, AttentionCall, AttentionMetadata]
 
 
 def _add_up(parts: Sequence[_Part], call: AttentionCall, dim: int) -> torch.Tensor:
-    """Attend by the first part, and add what the others attend to; rounded once, by the last."""
+    """Attend by the first part, and add what the others attend to; in float32, rounded once, where there is room."""
     out, lse = call.output(dim), call.lse
     if lse is None:
         lse = call.query.new_empty(call.query.shape[:2], dtype=lse_dtype(call.query.dtype))
-    prior = None if out.dtype == lse.dtype else torch.empty(out.shape, dtype=lse.dtype, device=out.device)
+    prior = None
+    if out.dtype != lse.dtype and out.numel() * lse.itemsize <= _MOST_BYTES:
+        prior = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
     sums = out if prior is None else prior
     (impl, first, step), *others, (last, own, own_step) = parts
     impl.forward(first._replace(out=sums, lse=lse), step)
