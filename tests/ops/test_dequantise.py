@@ -182,7 +182,7 @@ def test_a_copy_is_made_as_long_as_prompts_are(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "load", lambda name: family)
     for longest, room in ((300, 40), (24, 24)):  # of a call whose keys are fewer, those
         made.clear()
-        module._launch_sm90(plan, call_of_heads(4, longest), None)
+        module._launch_sm90(plan, 4, call_of_heads(4, longest), None)
         assert [one.max_seq_len for one in made] == 4 * [room]  # two turns, each a copy and what attends to it
 
 

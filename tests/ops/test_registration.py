@@ -42,7 +42,7 @@ CALLS = {
                    torch.empty(4, 4, 12), torch.empty(4, 4), 0.25, 1.0, [1, 0], 0.0, 3, 5, None, "torch"),
     "paged_attention": (torch.randn(4, 4, 16), CACHE, CACHE, TABLE, _i32(0, 3, 4), _i32(3, 5), None, None, None, None,
                         torch.empty(4, 4, 16), torch.empty(4, 4), 0.25, 1.0, [1, 0], 0.0, 3, 5, 0, False,
-                        None, None, "auto", False, None, None, None, 0, "torch"),
+                        None, None, "auto", False, None, None, None, None, 0, "torch"),
 }  # fmt: skip
 
 
