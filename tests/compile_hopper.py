@@ -19,6 +19,7 @@ from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts, heads_per_tile
+from pagedattn.kernels.prefill_sm90.producer import FACTORS
 
 POINTERS = {  # and numbers that are no int32
     "table": "*i32",
@@ -95,7 +96,7 @@ def compile_one(
         "value": descriptor("u8" if codes else kind, part, dim),
     }
     if factors == "key":
-        types["factors"] = f"tensordesc<fp32[1, 1, {fixed['BLOCK_N']}],{copy_kernel.FACTORS!r}>"
+        types["factors"] = f"tensordesc<fp32[1, 1, {fixed['BLOCK_N']}],{FACTORS.value!r}>"
     if more:
         types |= dict.fromkeys(("key", "value"), descriptor(kind, part, 1, 1, first))
         types |= {

@@ -17,10 +17,8 @@ from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .kernel import cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
-from .producer import produce_items, produce_tiles, produce_values
+from .producer import FACTORS, produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
-
-FACTORS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
@@ -115,7 +113,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
 
 def key_factors(scales: torch.Tensor, keys: int) -> TensorDescriptor:
     """Factors [B, Hkv, n] of keys, for copies of so many."""
-    return TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [1, 1, keys], FACTORS)
+    return TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [1, 1, keys], FACTORS.value)
 
 
 def block_constants(mask: Mask) -> dict[str, int]:

@@ -8,6 +8,8 @@ from triton.language.extra.cuda import gdc_wait
 from ..gluon_names import reinterpret, tma_load
 from .work_item import ROWS, hand_out, take, tiles_of
 
+FACTORS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3))  # of a tile's keys
+
 
 @gluon.jit
 def _last_page(item, shape):
@@ -114,8 +116,7 @@ def load_tile(w: gl.constexpr, descs, row, place, item, start, c, ring, shape):
 @gluon.jit
 def _load_scales(scales, item, start, c, ring, shape):
     """The factors of the c-th tile's keys, from `start` on: a descriptor of [B, Hkv, keys], and rooms of stages."""
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    room = reinterpret(scales[1].index(c % ring.STAGES), gl.float32, [1, 1, shape.BLOCK_N], FLAT)
+    room = reinterpret(scales[1].index(c % ring.STAGES), gl.float32, [1, 1, shape.BLOCK_N], FACTORS)
     mbarrier.expect(ring.barrier(c), shape.BLOCK_N * 4)
     tma_load(scales[0], [item.seq, item.head // shape.PACKS, start], ring.barrier(c), room)
 
