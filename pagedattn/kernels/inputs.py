@@ -102,7 +102,8 @@ class AttentionInputs(NamedTuple):
             refuse("lse", "[T, Hq], contiguous", lse)
         if prior is not None:
             fits = prior.shape == out.shape and prior.dtype == torch.float32 and prior.is_contiguous()
-            expect(fits, "prior", f"float32 {list(out.shape)}, contiguous", prior)
+            if not fits:
+                refuse("prior", f"float32 {list(out.shape)}, contiguous", prior)
 
     def _check_planes(self) -> None:
         form, query, out = self.format, self.query, self.out

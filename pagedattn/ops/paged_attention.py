@@ -191,7 +191,8 @@ def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:
     if lse is None:  # rows of other launches stay what they are
         lse = torch.zeros(inputs.query.shape[:2], dtype=torch.float32, device=inputs.query.device)
     first, *others = plan.passes
-    states, lses = torch.stack((inputs.out, inputs.out)).float(), torch.stack((lse, lse))
+    states, lses = inputs.out.new_empty(2, *inputs.out.shape, dtype=torch.float32), torch.stack((lse, lse))
+    states[0].copy_(inputs.out)
     _execute_pass(plan, first, inputs._replace(out=states[0], lse=lses[0]))
     for one in others:
         lses[1].fill_(-torch.inf)  # a row that is not attended to has no keys

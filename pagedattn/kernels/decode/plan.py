@@ -118,9 +118,8 @@ def decode_config(
         full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
         if max_seq_len <= ONE_TILE.block_n and itemsize == 2:
             full = ONE_TILE
-        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, width, itemsize, stored_itemsize)
-        if tuning == LATENCY and tokens * heads * width >= _LARGE_STATE:
-            tuning = FEW_ITEMS
+        sizes = (itemsize, stored_itemsize)
+        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, tokens * heads, width, *sizes)
         together = tuning.per_sm
         # What a tile has beyond the last key costs its instructions all the same.
         tuning = tuning._replace(block_n=min(tuning.block_n, max(32, next_power_of_2(max_seq_len))))
@@ -152,11 +151,18 @@ def _programs_of_part(most: int, items: int) -> int:
 
 
 def _tuning(
-    items_per_sm: float, full: DecodeTuning, keys: int, block_m: int, width: int, itemsize: int, stored_itemsize: int
+    items_per_sm: float,
+    full: DecodeTuning,
+    keys: int,
+    block_m: int,
+    rows: int,
+    width: int,
+    itemsize: int,
+    stored_itemsize: int,
 ) -> DecodeTuning:
     """`full` where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
     tiles of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's
-    output."""
+    output, rows x width of it in use."""
     busy, outputs = items_per_sm >= 1.5, block_m * width
     tuning = full if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
     if not busy and width <= 64 and items_per_sm > _PAIRED_ITEMS:
@@ -169,4 +175,6 @@ def _tuning(
         tuning = PAIRED
     elif stored_itemsize < itemsize:
         tuning = PAIRED if busy else LATENCY._replace(num_warps=8)
-    return tuning._replace(block_n=32) if itemsize == 4 else tuning
+    if itemsize == 4:
+        return tuning._replace(block_n=32)
+    return FEW_ITEMS if tuning == LATENCY and rows * width >= _LARGE_STATE else tuning
