@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from pagedattn.kernels.decode.plan import FULL, LATENCY, ONE_TILE, SHORT, DecodeConfig, DecodeTuning, decode_config
+from pagedattn.kernels.decode.plan import (
+    FEW_ITEMS,
+    FULL,
+    LATENCY,
+    ONE_TILE,
+    PAIRED,
+    SHORT,
+    DecodeConfig,
+    DecodeTuning,
+    decode_config,
+)
 from pagedattn.kernels.prefill.plan import AttentionConfig, attention_config
 from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams, params_of
 from pagedattn.kernels.shape import AttentionShape, BatchBounds
@@ -120,6 +130,25 @@ def test_busy_or_not() -> None:
         block_n=32, num_warps=2, num_stages=4, per_sm=3, max_registers=64, fan_in=5, prefetch_block_table=False
     )
     assert configure_decode(target, tuning=mine).tuning == mine
+
+
+def test_few_items_of_many_rows_or_narrow_heads() -> None:
+    def tuning(**changes: int) -> DecodeTuning:
+        return configure_decode(
+            TARGETS["227 KB"], **{"num_seqs": 5, "num_kv_heads": 4, "max_seq_len": 9000, **changes}
+        ).tuning
+
+    assert tuning(group=16) == tuning(group=4, max_query_len=4) == FEW_ITEMS, "states of which a thread adds up few"
+    assert tuning() == tuning(group=8) == LATENCY != tuning(num_seqs=1) == FEW_ITEMS
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    assert tuning(**narrow) == PAIRED and tuning(**narrow, num_seqs=2) == LATENCY
+
+
+@pytest.mark.parametrize(("seqs", "programs"), [(1, 33), (2, 32), (3, 33), (5, 30), (7, 33), (16, 32), (40, 33)])
+def test_items_have_programs_of_their_own_where_few_are_left_out(seqs: int, programs: int) -> None:
+    """Of four KV heads on 132 SMs, one program each."""
+    made = configure_decode(TARGETS["227 KB"], num_seqs=seqs, num_kv_heads=4, max_seq_len=9000)
+    assert made.programs == 4 * programs and made.tuning.per_sm == 1
 
 
 def test_64_rows_on_two_programs_an_sm_or_on_one() -> None:
