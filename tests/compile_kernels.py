@@ -28,6 +28,7 @@ from pagedattn.kernels.mla_decode import kernel as mla_decode
 from pagedattn.kernels.mla_decode.plan import mla_decode_config
 from pagedattn.kernels.prefill import kernel as attention
 from pagedattn.kernels.prefill.plan import attention_config
+from pagedattn.kernels.prefill_sm90 import reduce_splits
 from pagedattn.kernels.prefill_sm90.plan import keys_per_tile
 from pagedattn.kernels.quantise_queries import kernel as quantise_queries
 from pagedattn.kernels.tiles import block_dims
@@ -39,8 +40,6 @@ TARGETS = {
     90: Target(132, 232448, supports_pdl=True),
     120: Target(170, 101376, supports_pdl=True),
 }
-
-
 TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "workspace"), "*i32") | dict.fromkeys(
     ("qk_scale", "out_scale", "softcap"), "fp32"
 )
@@ -389,6 +388,9 @@ def compile_writes() -> None:
     states = {"outputs": "*fp32", "lses": "*fp32", "out": "*bf16", "lse_out": "*fp32"}
     merge = merge_states._merge_states_kernel
     report("merge_states-sm90-bf16", merge, states, {"STATES": 16, "DV": 128, "BLOCK_D": 128}, 90, num_warps=1)
+    given = reduce_splits.constants_of(group=4, pack=4, dim_v=128, width=128, halves=2) | {"v_scale": None, "PDL": True}
+    types = {**TYPES, **states, "entries": "*i32"}
+    report("reduce_splits-sm90-bf16", reduce_splits._reduce_splits_kernel, types, given, 90, num_warps=4)
     types = {**TYPES, "query": "*bf16", "codes": "*u8", "descales": "*fp32", "k_scale": "fp32", "v_scale": "fp32"}
     given = {"partial": None, "PARTS": 1, "G": 4, "D": 128, "ROWS": 32, "BLOCK_D": 128}
     report("quantise_queries-sm90-bf16", quantise_queries._quantise_kernel, types, given, 90, num_warps=4)

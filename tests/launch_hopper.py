@@ -20,10 +20,10 @@ from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache, StepMeta
 from pagedattn.kernels import hopper
 from pagedattn.kernels.dequantise import kernel as dequantise
 from pagedattn.kernels.dequantise import plan as copies
-from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, kernel, parts_kernel
+from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, kernel, parts_kernel, reduce_splits
 
 reshape: Any = sys.modules["pagedattn.ops.reshape_and_cache"]
-MODULES: tuple[Any, ...] = (kernel, codes_kernel, parts_kernel, copy_kernel, dequantise)
+MODULES: tuple[Any, ...] = (kernel, codes_kernel, parts_kernel, copy_kernel, reduce_splits, dequantise)
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"query_lens": [300, 40]},
     "prompts and decodes": {"query_lens": [1, 1, 300]},
@@ -36,8 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "one head": {"query_lens": [300], "heads": (1, 1)},
     "D 80": {"query_lens": [300], "dim": 80},
     "D 60": {"query_lens": [300], "dim": 60},
-    "fp8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "fp8_e4m3"},
-    "int8": {"query_lens": [1, 1, 60], "kv_cache_dtype": "int8"},
+    "fp8": {"query_lens": [1, 1, 60], "keys": 300, "kv_cache_dtype": "fp8_e4m3"},
+    "int8": {"query_lens": [1, 1, 60], "keys": 300, "kv_cache_dtype": "int8"},
     "int8, D 60": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 60},
     "int8, D 80": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 80},
     "int8, D 256, blocks of 16": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256},

@@ -44,13 +44,14 @@ def test_long_decodes_have_a_launch_of_their_own() -> None:
 
 def test_few_tiles_of_prompts_and_decodes_are_split_together() -> None:
     made = calls()["few prompts and long decodes"]
-    assert made["launches"] == [1, 1, 1, 1] and made["describe"] == "prefill kernel: 3 sequences (for Hopper, split-KV)"
+    assert made["launches"] == [1, 2, 1, 1] and made["describe"] == "prefill kernel: 3 sequences (for Hopper, split-KV)"
 
 
 @pytest.mark.parametrize("name", ["a prompt on a long context", "several tokens each"])
 def test_few_query_blocks_share_their_keys_out(name: str) -> None:
+    """By one launch, and another that adds up their states."""
     made = calls()[name]
-    assert made["launches"] == [1, 1, 1, 1] and made["describe"].endswith("(for Hopper, split-KV)")
+    assert made["launches"] == [1, 2, 1, 1] and made["describe"].endswith("(for Hopper, split-KV)")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_calls_over_two_caches_are_repeated(name: str, launches: int) -> None:
 
 def test_heads_are_dequantised_in_turns() -> None:
     made = calls()["k8v4, in turns"]
-    assert made["launches"][1] == 4 and "dequantised before, in 2 turns" in made["describe"]
+    assert made["launches"][1] == 6 and "split-KV, keys and values dequantised before, in 2 turns" in made["describe"]
     assert made["again"] == {"kept": True, "freed": True, "careful": True, "triton": True}
 
 
@@ -119,8 +120,8 @@ def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, la
     ("name", "kernels"),
     [
         ("prompts", ["prefill_sm90/kernel.py"]),
-        ("prompts, fp8 codes", ["prefill_sm90/codes_kernel.py"]),
-        ("prompts, int8 codes", ["prefill_sm90/codes_kernel.py"]),
+        ("prompts, fp8 codes", ["prefill_sm90/codes_kernel.py", "prefill_sm90/reduce_splits.py"]),
+        ("prompts, int8 codes", ["prefill_sm90/codes_kernel.py", "prefill_sm90/reduce_splits.py"]),
         ("prompts, dequantised", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
         ("prompts, turboquant4", ["dequantise/kernel.py", "prefill_sm90/copy_kernel.py"]),
         ("decodes, fp8", ["decode_sm90/kernel.py"]),

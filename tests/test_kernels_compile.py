@@ -38,6 +38,7 @@ EXPECTED = {
     "seal_blocks-sm80-int4",
     "seal_blocks-sm80-turboquant_k3v4",
     "merge_states-sm90-bf16",
+    "reduce_splits-sm90-bf16",
     *(f"mla_decode-sm90-bf16-H16-64x1{launch}" for launch in ("", "-merge")),
     *(f"mla_decode-sm80-fp16-H16-8x2{launch}" for launch in ("", "-merge")),
     "mla_decode-sm90-bf16-fp8_ds_mla-H128-64x1",
@@ -124,9 +125,14 @@ def test_a_kernel_compiles_with_hardly_a_spill(name: str) -> None:
     assert found["shared"] <= found["limit"]
 
 
+def test_sums_of_splits_pass_nothing_between_threads() -> None:
+    found = compiled()["reduce_splits-sm90-bf16"]
+    assert found["shared"] == 0 and max(found["registers"]) <= 128, "or fewer than four programs have an SM"
+
+
 def test_a_decode_waits_for_the_kernel_before_it_where_it_may_overlap() -> None:
     waits = {name: found["waits"] for name, found in compiled().items()}
-    waiting = {name for name in EXPECTED if re.search("decode-sm(90|120)", name)}
+    waiting = {name for name in EXPECTED if re.search("decode-sm(90|120)|reduce_splits", name)}
     assert {name for name, count in waits.items() if count} == waiting
     assert not any(compiled()[name]["early"] for name in waiting), "it writes, or loads keys, before that is done"
     after = {name for name, found in compiled().items() if found["triggers"]}

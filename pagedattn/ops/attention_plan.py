@@ -174,11 +174,9 @@ def plan_spans(
 
 
 def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_sm90_decode: str) -> int:
-    """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel. Of codes it
-    converts fp8 as fast as rows are padded; int8 takes longer than by the decode kernel for codes, where that has one
+    """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel: those that one
+    block of the decode kernel has not. int8 takes longer there than by the decode kernel for codes, where that has one
     block of rows."""
-    if shape.codes[0] is None:
-        return sm90.TILE_ROWS // 4
     most = sm90_decode.MANY_ROWS
     in_one_block = "int8" in shape.codes and not sm90_decode.why_not(shape, max_query_len, not_sm90_decode, most)
     return (most if in_one_block else sm90_decode.FEW_ROWS) + 1
@@ -201,11 +199,10 @@ def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -
 
 
 def handles_short_queries(
-    params: sm90.TileSchedulerParams, bounds: BatchBounds, fewest: int = sm90.TILE_ROWS // 4
+    params: sm90.TileSchedulerParams, bounds: BatchBounds, fewest: int = sm90_decode.FEW_ROWS + 1
 ) -> bool:
     """Whether sequences of a few new tokens each go to the Hopper prefill kernel, not to the one for decodes: where
-    they have the `fewest` rows, which fill half of what a tile's product computes, and either keys are split, or no SM
-    is left with much longer ones than others."""
+    they have the `fewest` rows, and either keys are split, or no SM is left with much longer ones than others."""
     group, tiles = params.group, bounds.num_seqs * params.num_kv_heads
     rows = bounds.max_query_len * group
     if bounds.max_query_len <= 1 or rows < fewest or params.pack < group:

@@ -89,7 +89,13 @@ class LaunchPlan:
         if self.passes:
             return 0
         copies = max(2 * self.copy_turns - 1, 0)  # a turn is a copy and what attends to it
-        return len(self.launches) + copies + (0 if self.prefix is None else self.prefix.num_launches)
+        sums = max(self.copy_turns, 1) if self.splits_prompts else 0
+        return len(self.launches) + copies + sums + (0 if self.prefix is None else self.prefix.num_launches)
+
+    @property
+    def splits_prompts(self) -> bool:
+        """Whether tiles of the Hopper prefill kernel may be splits, whose partial states another launch adds up."""
+        return self.tile_schedule is not None and has_splits(self.tile_schedule)
 
     @property
     def accumulates(self) -> bool:
@@ -164,7 +170,7 @@ class LaunchPlan:
             return f"{config.programs} programs, tiles of {config.tuning.block_n} keys"
         if launch.span.kernel == "prefill":
             return f"the portable one: {self.portable_because}"
-        how = ", split-KV" if self.tile_schedule is not None and has_splits(self.tile_schedule) else ""
+        how = ", split-KV" if self.splits_prompts else ""
         turns = f", in {self.copy_turns} turns" if self.copy_turns > 1 else ""
         turns = f", in {len(self.passes)} passes over their keys" if self.passes else turns
         copied = f", keys and values dequantised before{turns}" if self.copy_turns or self.passes else ""

@@ -175,6 +175,7 @@ def _launch_sm90(plan: LaunchPlan, pack: int, inputs: AttentionInputs, key_start
         family = load(f"kernels.prefill_sm90.{sm90.module_of(plan.shape)}")
         packed = {} if key_starts is None else {"key_starts": key_starts[:-1, None].int()}
         family.launch(inputs, plan.tile_schedule, pack, plan.workspace, **packed)
+        _add_up_splits(plan, pack, inputs)
         return
     dequantise, attend = load("kernels.dequantise.kernel").launch, load("kernels.prefill_sm90.copy_kernel").launch
     heads, tile = inputs.key.shape[2] // plan.copy_turns, copied_tile(plan.shape)
@@ -183,6 +184,12 @@ def _launch_sm90(plan: LaunchPlan, pack: int, inputs: AttentionInputs, key_start
     for first in range(0, inputs.key.shape[2], heads):
         copy = dequantise(inputs.heads(first, first + heads), tile, copy)
         attend(copy, plan.tile_schedule, pack, plan.workspace)
+        _add_up_splits(plan, pack, copy)
+
+
+def _add_up_splits(plan: LaunchPlan, pack: int, inputs: AttentionInputs) -> None:
+    if plan.splits_prompts:
+        load("kernels.prefill_sm90.reduce_splits").launch(inputs, plan.tile_schedule, pack, plan.workspace)
 
 
 def _launch_passes(plan: LaunchPlan, inputs: AttentionInputs) -> None:

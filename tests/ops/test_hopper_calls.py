@@ -64,7 +64,8 @@ def taken(
 
 def test_several_tokens_that_are_items_of_its_own() -> None:
     assert taken() and taken(17, max_seq_len=2048) and taken(group=16, max_query_len=2)
-    assert not taken(max_query_len=7) and not taken(group=32, max_query_len=1), "a quarter of an item, or a decode"
+    assert taken(max_query_len=5) and not taken(max_query_len=4), "rows that one block of the decode kernel has"
+    assert not taken(group=32, max_query_len=1), "a decode"
     assert not taken(16, max_seq_len=100), "fewer than SMs, and too short to be cut"
     assert not taken(max_seq_len=8000), "some SMs would be left with a long one, and there are many"
     assert taken(16, max_seq_len=8000) and taken(1, max_seq_len=4096), "few, whose keys are shared out"
@@ -101,12 +102,14 @@ def parts(
 
 def test_prompts_whose_keys_are_shared_out() -> None:
     assert parts() and parts(2000, longest=2000) and parts(400, num_seqs=4)
-    assert not parts(keys=2000) and not parts(4000, longest=2001), "too short, or as many tokens as keys"
+    assert parts(keys=700) and not parts(keys=600), "an SM would be left with too few tiles less"
+    assert parts(400, num_seqs=12, keys=2048) and not parts(400, num_seqs=12, keys=2047), "nor with more tiles than SMs"
+    assert parts(2000, longest=2000) and not parts(4000, longest=2001), "as many tokens as keys"
     assert not parts(4000, num_seqs=2, longest=2000) and not parts(100, num_seqs=64), "an item for each SM"
     assert parts(8192), "rows of nobody"
     assert parts(num_decodes=2) and not parts(num_decodes=2, num_seqs=14), "of more tiles the decodes would stay whole"
     assert not parts(max_keys=0)
-    assert parts(window=2000) and not parts(window=1900), "keys that nobody sees"
+    assert parts(window=600) and not parts(window=500), "keys that nobody sees"
     assert not parts(deterministic=True), "where a row's keys are cut would depend on its chunk"
 
 
@@ -271,8 +274,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]
     return seen
 
 
-def test_prompts_go_there_and_decodes_do_not(device: torch.device, launched: list[tuple[str, tuple[Any, ...]]]) -> None:
-    """A mixed batch: the schedule is of the sequences that are no decodes, and covers their rows alone."""
+def test_prompts_go_there_and_decodes_do_not(
+    device: torch.device, launched: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixed batch that is not split together: the schedule is of the sequences that are no decodes, and covers their
+    rows alone."""
+    monkeypatch.setattr(sm90, "splits_kv", lambda params, bounds: False)
     inputs = call(dtype=torch.float16, max_seq_len=1500)
     tensors = [x.to(device) for x in inputs[:6] if x is not None]
     bounds: dict[str, Any] = {"max_query_len": 39, "max_seq_len": 1500, "num_decodes": 1}

@@ -51,9 +51,14 @@ def listed(of: TileSchedulerParams, query_lens: list[int], seq_lens: list[int], 
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     fill_tile_schedule(of, items, starts.to(device), lens)
     assert not items[0, :2].any(), "the counters that hand items out start at zero"
-    count = int(items[1, 0])
-    assert (around[:32] == 7).all() and (around[34 + count :] == 7).all() and (items[2:, 10:] == 7).all()
-    return [Entry(*entry[:10]) for entry in items[2 : 2 + count].tolist()]
+    count, blocks = items[1, :2].tolist()
+    assert (around[:32] == 7).all() and (around[34 + count :] == 7).all() and (items[2:, 14:] == 7).all()
+    assert (items[2 + blocks :, 10:] == 7).all()
+    entries = [Entry(*entry[:10]) for entry in items[2 : 2 + count].tolist()]
+    cut = {(entry.token, entry.tokens, entry.parts, entry.origin) for entry in entries if entry.parts > 1}
+    assert {tuple(block) for block in items[2 : 2 + blocks, 10:14].tolist()} == cut, "blocks to add up"
+    assert blocks == len(cut)
+    return entries
 
 
 def spans(
@@ -153,7 +158,7 @@ def test_sms_are_busy(
 
 def test_what_waits_for_memory_is_not_cut(device: torch.device) -> None:
     """96 blocks that share no keys read as fast as the memory can."""
-    entries = listed(listing(), [16] * 12, [4096 + 300 * nth for nth in range(12)], device)
+    entries = listed(listing(max_query_len=16), [16] * 12, [4096 + 300 * nth for nth in range(12)], device)
     assert {entry.parts for entry in entries} == {1}
 
 

@@ -8,7 +8,7 @@ from triton.language.core import _aggregate as aggregate
 from ..gluon_device import LN2, LOG2E, tanh
 from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
-from .split_kv import publish_and_reduce
+from .split_kv import publish
 from .work_item import ROWS, last_seen, output_layout, take, tiles_of
 
 
@@ -354,11 +354,12 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
             if shape.TOKEN_SCALES:
                 acc = _rescale(acc, gl.full_like(m_i, 1.0) * gl.exp2(unit))
-            complete = True
             if shape.SPLIT_KV:
                 if item.parts > 1:
-                    complete, acc, m_i, l_i = publish_and_reduce(acc, m_i, l_i, workspace, item, w, shape)
-            if complete:
+                    publish(acc, m_i, l_i, workspace, item, w, shape)
+                else:
+                    _finish(acc, m_i, l_i, item, w, rooms, of_values, output, lse_out, shape)
+            else:
                 _finish(acc, m_i, l_i, item, w, rooms, of_values, output, lse_out, shape)
             queries.release(n)
             n += 1

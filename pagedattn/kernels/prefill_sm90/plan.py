@@ -26,7 +26,9 @@ _SCALE_BYTES = 8  # of the int8 key and value of a token and head
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
 _MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
-_MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler looks at all together
+# Of fewer keys than MIN_SPLIT_KEYS, tiles less for an SM, for splits to be added up in less time.
+_FEWEST_TILES_LESS = 3.5
+MOST_SPLIT_BLOCKS = 256  # query blocks, which one program of the scheduler looks at all together
 
 
 class TileSchedulerParams(NamedTuple):
@@ -56,11 +58,11 @@ class TileSchedulerParams(NamedTuple):
     @property
     def max_partials(self) -> int:
         """Splits that leave a partial (m, l, O), of all heads together, at most."""
-        return min(2 * self.num_sms, 3 * COUNTERS // 4)  # each has four counters
+        return 2 * self.num_sms
 
     @property
     def workspace(self) -> int:
-        """int32 elements of a workspace for those partials: counters, then two halves of each."""
+        """int32 elements of a workspace for those partials: two halves of each, behind the decode kernel's counters."""
         return 3 * COUNTERS + 2 * self.max_partials * partial_size(self.head_dim_v or self.head_dim)
 
 
@@ -123,8 +125,13 @@ def splits_kv(params: TileSchedulerParams, bounds: BatchBounds) -> bool:
         return False
     keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     per_sm = 1 if bounds.num_decodes else _TILES_PER_SM
-    few = min(_MOST_SPLIT_BLOCKS, per_sm * params.num_sms // params.heads)
-    return max_query_blocks(params, bounds) <= few and keys >= max(MIN_SPLIT_KEYS, 4 * bounds.max_query_len)
+    few = min(MOST_SPLIT_BLOCKS, per_sm * params.num_sms // params.heads)
+    blocks = max_query_blocks(params, bounds)
+    if blocks > few or keys < 4 * bounds.max_query_len:
+        return False
+    tiles = keys // keys_per_tile(params.head_dim, params.head_dim_v)
+    idle = 1 - blocks * params.heads / params.num_sms  # of the SMs, where keys are not split
+    return keys >= MIN_SPLIT_KEYS or tiles * idle >= _FEWEST_TILES_LESS
 
 
 def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_names import reinterpret, tma_load
 from .work_item import ROWS, hand_out, take, tiles_of
@@ -141,6 +141,8 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
     warp's part of their keys, by a descriptor for each part of a tile."""
     # Nothing of what came before is read, and nothing is written, before an item is handed out.
     gdc_wait()
+    if shape.SPLIT_KV:
+        gdc_launch_dependents()  # what follows is `reduce_splits`, which waits for the end of this launch
     n = 0  # items handed out
     c = 0  # tiles loaded
     item = items.look_up(gl.program_id(0), shape, True)

@@ -15,10 +15,11 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..masking import end_key, first_key
-from .plan import TileSchedulerParams, keys_per_tile, tokens_per_tile
+from .plan import MOST_SPLIT_BLOCKS, TILE_ROWS, TileSchedulerParams, keys_per_tile, partial_size, tokens_per_tile
 from .tile_scheduler import look_up
 
 _CANDIDATES = 64
+_SIZES = ((16, 8), (64, 16), (MOST_SPLIT_BLOCKS, 32))  # slots at most, and warps for them
 
 
 @triton.jit
@@ -30,14 +31,24 @@ def _span(position, tokens, keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _parts(low, high, step):
-    """Of tiles low..high, cut at multiples of `step`: how many parts, and how many of them of full length."""
-    parts = (high - 1) // step - low // step + 1
-    return parts, tl.maximum(high // step - (low + step - 1) // step, 0)
+def _quotient(tiles, inverse):
+    """tiles // step of numbers below 2**21, whose inverse rounds to `inverse`: of integers it would be most of what the
+    kernel is, and that is read from memory."""
+    return ((tiles + 0.5) * inverse).to(tl.int32)
 
 
 @triton.jit
-def _best_cut(low, high, live, last, nth, kv_heads, heads, num_sms, entries, places, CANDIDATES: tl.constexpr):
+def _parts(low, high, step):
+    """Of tiles low..high, cut at multiples of `step`: how many parts, and how many of them of full length."""
+    inverse = 1.0 / step
+    parts = _quotient(high - 1, inverse) - _quotient(low, inverse) + 1
+    return parts, tl.maximum(_quotient(high, inverse) - _quotient(low + step - 1, inverse), 0)
+
+
+@triton.jit
+def _best_cut(
+    low, high, live, last, nth, kv_heads, heads, num_sms, entries, places, state_cost, reading, CANDIDATES: tl.constexpr
+):
     """The length of parts, in tiles, and how many blocks to leave whole in front of those that are cut, with which the
     last SM is probably done first: all are cut, or those after as many as keep all SMs equally busy."""
     tiles = tl.where(live, high - low, 0)
@@ -62,11 +73,16 @@ def _best_cut(low, high, live, last, nth, kv_heads, heads, num_sms, entries, pla
     busy += (kept * heads + num_sms - 1) // num_sms * tl.max(tl.where(whole, tiles[:, None], 0), 0)
     units = (tl.sum(parts, 0) + kept) * heads
     states = tl.sum(tl.where(parts > 1, parts, 0), 0) * heads
-    # All SMs together read a tile each in 1.5 times the time that computing takes; blocks of a sequence share its keys.
-    distinct = tl.sum(tl.where(last, tiles, 0), 0) * kv_heads / tl.maximum(tl.sum(tiles, 0) * heads, 1)
-    slower = tl.maximum(1.5 * tl.minimum(units, num_sms) / num_sms * distinct, 1.0)
-    # In tiles: what an item costs by itself, and parts to add up.
-    cost = busy * slower + 1.5 * ((units + num_sms - 1) // num_sms) + tl.where(states > 0, 2.0 + k / 16, 0.0)
+    # All SMs together read a tile each in `reading` times what computing takes; blocks of a sequence share its keys.
+    # What takes nearly as long as the other makes both slower.
+    read = reading * tl.sum(tl.where(last, tiles, 0), 0) * kv_heads / num_sms
+    longer = tl.maximum(tl.maximum(busy.to(tl.float32), read), 1.0)
+    fraction = tl.minimum(busy.to(tl.float32), read) / longer
+    fraction = fraction * fraction * fraction * fraction
+    both = longer * tl.sqrt(tl.sqrt(tl.sqrt(1.0 + fraction * fraction)))
+    # In tiles: what an item costs by itself, and parts to add up, all of them by all SMs and those of a block in turn.
+    cost = both + 1.5 * ((units + num_sms - 1) // num_sms)
+    cost += tl.where(states > 0, 0.5 + k / 10 + states * state_cost, 0.0)
     cost = tl.where((states <= places) & (units <= entries * heads), cost, float("inf"))
     best = candidate == tl.argmin(cost, 0)
     return tl.sum(tl.where(best, step, 0), 0), tl.sum(tl.where(best, kept, 0), 0)
@@ -78,7 +94,7 @@ def _best_cut(low, high, live, last, nth, kv_heads, heads, num_sms, entries, pla
 )
 def _part_list_kernel(
     query_start_loc, seq_lens, items, num_seqs, rounds, slots, entries, kv_heads, heads, places, max_keys,
-    num_sms, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
+    num_sms, state_cost, reading, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
     SLOTS: tl.constexpr, CANDIDATES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     # The last blocks of a sequence see more keys.
@@ -94,7 +110,9 @@ def _part_list_kernel(
     before &= live[None, :]
     nth = tl.sum(before.to(tl.int32), 1)
     last = live & (position + tokens == seq_len)
-    step, kept = _best_cut(low, high, live, last, nth, kv_heads, heads, num_sms, entries, places, CANDIDATES)
+    step, kept = _best_cut(
+        low, high, live, last, nth, kv_heads, heads, num_sms, entries, places, state_cost, reading, CANDIDATES
+    )
 
     step = tl.where(nth < kept, tl.max(high, 0), step)
     parts, full = _parts(low, high, step)
@@ -105,6 +123,13 @@ def _part_list_kernel(
     at_full = tl.sum(tl.where(before, full[None, :], 0), 1)
     at_rest = tl.sum(full, 0) + tl.sum(tl.where(before, (parts - full)[None, :], 0), 1)
     first = low // step
+    # The blocks to add up, in places of entries that have other fields.
+    cut = parts > 1
+    reduced = items + (2 + tl.sum(tl.where(before, cut[None, :].to(tl.int32), 0), 1)) * FIELDS
+    tl.store(reduced + 10, token, mask=cut)
+    tl.store(reduced + 11, tokens, mask=cut)
+    tl.store(reduced + 12, parts, mask=cut)
+    tl.store(reduced + 13, origin, mask=cut)
     for part in range(tl.max(parts, 0)):
         begin = tl.maximum(low, (first + part) * step)
         end = tl.minimum(high, (first + part + 1) * step)
@@ -126,6 +151,7 @@ def _part_list_kernel(
     tl.store(items, 0)
     tl.store(items + 1, 0)
     tl.store(items + FIELDS, tl.sum(parts, 0))
+    tl.store(items + FIELDS + 1, tl.sum(cut.to(tl.int32), 0))
 
 
 _launch = Launcher(_part_list_kernel)
@@ -139,14 +165,24 @@ def launch(
     num_seqs, entries, heads = len(seq_lens), len(items) - 2, params.heads
     slots = entries - params.max_partials // heads
     counts = (num_seqs, num_seqs.bit_length() + 1, slots, entries, params.num_kv_heads, heads, params.max_partials)
-    arguments = (query_start_loc, seq_lens, items, *counts, params.max_keys, params.num_sms)
+    arguments = (query_start_loc, seq_lens, items, *counts, params.max_keys, params.num_sms, *_costs(params))
+    # Few kernels to compile, of as little code as there can be: it is read from memory and runs once.
+    size, warps = next(sizes for sizes in _SIZES if slots <= sizes[0])
     constants = {
         "BLOCK_Q": tokens_per_tile(params.pack),
         "BLOCK_N": keys_per_tile(params.head_dim, params.head_dim_v),
         "MASK": params.mask,
-        "SLOTS": 64 if slots <= 64 else triton.next_power_of_2(slots),  # few kernels to compile
+        "SLOTS": size,
         "CANDIDATES": _CANDIDATES,
         "FIELDS": items.shape[1],
     }
     with on_device(items):
-        _launch((1,), arguments, constants, num_warps=8)
+        _launch((1,), arguments, constants, num_warps=warps)
+
+
+def _costs(params: TileSchedulerParams) -> tuple[float, float]:
+    """What writing and reading the state of a split takes, in tiles, 0.012 of 128 rows of 128 outputs, and what it
+    takes all SMs to read a tile each, of whose rows half may be nobody's."""
+    half = 0 < params.max_query_len * params.pack <= TILE_ROWS // 2
+    state = 0.012 * partial_size(params.head_dim_v or params.head_dim) / partial_size(128)
+    return (state / 2, 2.1) if half else (state, 1.5)
