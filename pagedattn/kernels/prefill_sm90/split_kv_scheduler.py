@@ -32,7 +32,7 @@ def _span(position, tokens, keys, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _quotient(tiles, inverse):
-    """tiles // step of numbers below 2**21, whose inverse rounds to `inverse`: of integers it would be most of what the
+    """tiles // step of numbers below 2**20, whose inverse rounds to `inverse`: of integers it would be most of what the
     kernel is, and that is read from memory."""
     return ((tiles + 0.5) * inverse).to(tl.int32)
 
