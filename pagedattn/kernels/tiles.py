@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MIN_SPLIT_KEYS = 2048  # of prompts, from which on it pays to split them
+MIN_SPLIT_KEYS = 2048  # of prompts, from which on it pays to split them however few SMs would be idle
 
 
 def shared_memory(block_m: int, block_n: int, buffers: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:

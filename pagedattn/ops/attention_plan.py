@@ -214,9 +214,9 @@ def handles_short_queries(
 
 
 def see_few_keys(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
-    """Whether sequences of a few new tokens each go to the Hopper prefill kernel since they see so few keys that these
-    are not split: where every tile has an SM, one of them attends to a sequence's keys in less time than the programs
-    that share them add up their partial states."""
+    """Whether sequences of a few new tokens each go to the Hopper prefill kernel since they see few keys: where every
+    tile has an SM, one of them attends to a sequence's keys in less time than the decode kernel's programs that share
+    them add up their partial states."""
     tiles = bounds.num_seqs * params.heads
     keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
     many_rows = bounds.max_query_len * params.group > sm90_decode.FEW_ROWS
