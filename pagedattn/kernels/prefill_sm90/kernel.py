@@ -3,7 +3,8 @@
 Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
 ("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
 come first. The tile schedule of a step is filled once by `tile_scheduler`, and a counter hands its items out to as many
-programs as there are SMs. Where that leaves SMs idle, `split_kv_scheduler` splits the items' keys (`split_kv`).
+programs as there are SMs. Where that leaves SMs idle, `split_kv_scheduler` splits the items' keys; what `split_kv`
+leaves of them is for `reduce_splits` to add up.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ def launch(
     workspace: torch.Tensor | None = None,
     key_starts: torch.Tensor | None = None,
 ) -> None:
-    """One launch over a schedule of tiles of `pack` query heads. workspace: for the partials of splits, as for the
-    decode kernel. key_starts: of packed keys, in place of a block table, the first of each sequence, int32 [B, 1]."""
+    """One launch over a schedule of tiles of `pack` query heads. workspace: for the partials of splits, which
+    `reduce_splits` is to add up. key_starts: of packed keys, in place of a block table, the first of each sequence,
+    int32 [B, 1]."""
     query, key, value, out, lse = (inputs.query, in_blocks(inputs.key), in_blocks(inputs.value), inputs.out, inputs.lse)
     constants, heads, programs = launch_grid(inputs, entries, pack)
     table, part = rows_of(inputs, key_starts), copied_slots(constants)
