@@ -158,6 +158,11 @@ def scale_parts(
     return scale.reshape(-1).contiguous(), 1.0
 
 
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Of a scale [1] or [Hkv], from a KV head to the next."""
+    return 0 if scale is None or len(scale) == 1 else 1
+
+
 def _check_table(table: torch.Tensor, num_seqs: int) -> None:
     fits = table.dtype == torch.int32 and table.dim() == 2 and len(table) == num_seqs
     if not (fits and table.stride(1) == 1):

@@ -16,6 +16,12 @@ class Target(NamedTuple):
     supports_pdl: bool = False
 
 
+def pdl_option(supports_pdl: bool) -> dict[str, bool]:
+    """Of a launch that may overlap the kernel before it. Named only where it is there: the interpreter does not know
+    it."""
+    return {"launch_pdl": True} if supports_pdl else {}
+
+
 @cache
 def target_of(device: torch.device) -> Target:
     """The target of a CUDA device; elsewhere (the interpreter) one so large that short sequences are split too."""

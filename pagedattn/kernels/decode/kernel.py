@@ -23,8 +23,9 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ...runtime.target import pdl_option
 from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
-from ..inputs import VARYING, AttentionInputs, outputs_kept
+from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..products import products, rotated_queries
@@ -302,7 +303,7 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
         *value.stride()[:3],
         *out.stride()[:2],
         *(0 if lse is None else lse.stride(0), table.stride(0)),
-        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         *(inputs.k_scale_cache, inputs.v_scale_cache),
     )
     constants = {
@@ -326,7 +327,6 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
         "ACCUMULATE": inputs.accumulate,
     }
     options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "maxnreg": tuning.max_registers}
-    if config.supports_pdl:  # else it is not named: the interpreter does not know it
-        options["launch_pdl"] = True
     with on_device(query):
-        _launch((config.programs,), arguments, constants, outputs_kept(inputs), **options)
+        kept = outputs_kept(inputs)
+        _launch((config.programs,), arguments, constants, kept, **options, **pdl_option(config.supports_pdl))

@@ -24,7 +24,7 @@ from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..gluon_even_split import end_of_keys, key_tiles, tiles_before, tiles_of
 from ..gluon_names import reinterpret, thread_barrier
-from ..inputs import VARYING, AttentionInputs, outputs_kept
+from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
 from .axes import along, in_3d
@@ -244,7 +244,7 @@ def launch(config: HopperDecodeConfig, inputs: AttentionInputs, workspace: torch
         *(key.stride(0), key.stride(2), value.stride(0), value.stride(2)),
         *out.stride()[:2],
         *(0 if lse is None else lse.stride(0), table.stride(0)),
-        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         *(k_scales, inputs.v_scale_cache),
     )
     constants = constants_of(shape_of(inputs), config, num_seqs, inputs.max_query_len, inputs.softcap > 0)

@@ -22,6 +22,7 @@ from ...formats.mla_rows.deepseek import views
 from ...formats.mla_rows.device import GROUP, UNIT, inside, load_group, load_part, load_rope_bits, load_scale
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ...runtime.target import pdl_option
 from ..even_split import end_of_keys, first_tile_of, key_tiles, nearest_key, program_of, tiles_of
 from ..inputs import VARYING, AttentionInputs
 from ..masking import is_causal, sees_first_keys, visible
@@ -317,7 +318,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     }
     with on_device(query):
         stages = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-        _launch((config.programs,), arguments, constants, **stages, **_pdl(config))
+        _launch((config.programs,), arguments, constants, **stages, **pdl_option(config.supports_pdl))
         merge(config, inputs, splits, states)
 
 
@@ -331,7 +332,9 @@ def merge(
     arguments = (splits, states, inputs.out, lse, inputs.query_start_loc, count, config.max_tokens)
     constants = _shared_constants(config, inputs) | {"DIMS": config.merge_dims, "UNROLL": config.merge_unroll}
     grid = (len(query), query.shape[1], constants["BLOCK_L"] // config.merge_dims)
-    _launch_merge(grid, (*arguments, *_result_strides(inputs)), constants, num_warps=4, **_pdl(config))
+    _launch_merge(
+        grid, (*arguments, *_result_strides(inputs)), constants, num_warps=4, **pdl_option(config.supports_pdl)
+    )
 
 
 def _result_strides(inputs: AttentionInputs) -> tuple[int, int, int]:
@@ -349,8 +352,3 @@ def _shared_constants(config: MLADecodeConfig, inputs: AttentionInputs) -> dict[
         "PDL": config.supports_pdl,
         "PRECISION": "ieee" if inputs.query.dtype == torch.float32 else "tf32",
     }
-
-
-def _pdl(config: MLADecodeConfig) -> dict[str, bool]:
-    """Named only where it is there: the interpreter does not know it."""
-    return {"launch_pdl": True} if config.supports_pdl else {}

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..inputs import VARYING, AttentionInputs, outputs_kept
+from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import end_key, first_key, is_causal, sees_first_keys, visible
 from ..planes import scale_rows
 from ..products import products, rotated_queries
@@ -216,7 +216,7 @@ def launch(config: AttentionConfig, inputs: AttentionInputs, key_start_loc: torc
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
         table.stride(0) if paged else 0,
-        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         *(inputs.k_scale_cache, inputs.v_scale_cache, inputs.prior),
     )
     constants = {

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
-from ..inputs import VARYING, AttentionInputs, outputs_kept
+from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from .code_values import convert_values
 from .consumer import Output, consume
 from .kernel import cache_rows, launch_grid, query_rows
@@ -106,7 +106,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         *(inputs.k_scale, inputs.v_scale, k_scales, v_scales, heads, table.shape[1] * size),
         *(inputs.scale, inputs.out_scale, inputs.softcap, table.stride(0)),
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
-        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         len(key),
         *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
     )

@@ -13,7 +13,7 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...spec import Mask
 from ..gluon_device import LOG2E
-from ..inputs import VARYING, AttentionInputs, outputs_kept
+from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from .consumer import Output, consume
 from .kernel import cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
@@ -104,7 +104,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         *(factors, inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale),
         *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
-        *(0 if x is None or len(x) == 1 else 1 for x in (inputs.k_scale, inputs.v_scale)),
+        *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         *((0, 0) if scales is None else scales.stride()[:2]),
     )
     with on_device(query):

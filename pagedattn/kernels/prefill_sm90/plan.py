@@ -21,7 +21,9 @@ MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
 COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")  # over a copy, blocks not beside a window
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
-SPLIT_FIELDS = 16  # of a schedule whose tiles may be splits of one query block's keys
+SPLIT_FIELDS = (
+    16  # of a schedule whose tiles may be splits, which also lists the blocks whose splits are to be added up
+)
 _SCALE_BYTES = 8  # of the int8 key and value of a token and head
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
@@ -89,6 +91,11 @@ def heads_per_tile(group: int, max_query_len: int = 0) -> int:
 def tokens_per_tile(pack: int) -> int:
     """Query tokens of a tile of so many heads."""
     return TILE_ROWS // pack
+
+
+def halves_per_tile(pack: int, max_query_len: int) -> int:
+    """Of 64 rows each, that tiles of sequences of at most so many new tokens (0: any number) may have rows in."""
+    return 1 if 0 < max_query_len * pack <= TILE_ROWS // 2 else 2
 
 
 def keys_per_tile(head_dim: int, head_dim_v: int = 0) -> int:

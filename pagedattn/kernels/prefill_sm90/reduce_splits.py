@@ -15,11 +15,11 @@ import triton.language as tl
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ...runtime.target import target_of
+from ...runtime.target import pdl_option, target_of
 from ...runtime.workspace import COUNTERS as _COUNTERS
-from ..inputs import VARYING, AttentionInputs, outputs_kept
+from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..softmax import LN2
-from .plan import SPLIT_FIELDS, TILE_ROWS, head_parts
+from .plan import SPLIT_FIELDS, halves_per_tile, head_parts
 
 COUNTERS = tl.constexpr(_COUNTERS)
 _COLUMNS = 64  # of a work unit
@@ -146,16 +146,15 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         pack=pack,
         dim_v=out.shape[2],
         width=sum(head_parts(inputs.value.shape[-1])),
-        halves=1 if inputs.max_query_len * pack <= TILE_ROWS // 2 else 2,
+        halves=halves_per_tile(pack, inputs.max_query_len),
     )
     heads = kv_heads * constants["PACKS"]
     units = (len(entries) - 2) * heads * constants["HALVES"] * 8 * constants["SECTIONS"]
     arguments = (
         *(entries, workspace, out, lse, inputs.v_scale, heads, inputs.out_scale, *out.stride()[:2]),
-        *(0 if lse is None else lse.stride(0), 0 if inputs.v_scale is None or len(inputs.v_scale) == 1 else 1),
+        *(0 if lse is None else lse.stride(0), scale_stride(inputs.v_scale)),
     )
-    # Named only where it is there: the interpreter does not know it.
-    options: dict[str, Any] = {"launch_pdl": True} if target.supports_pdl else {}
     constants, programs = constants | {"PDL": target.supports_pdl}, min(_PROGRAMS_PER_SM * target.num_sms, units)
     with on_device(out):
-        _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, **options)
+        kept, early = outputs_kept(inputs), pdl_option(target.supports_pdl)
+        _launch((programs,), arguments, constants, kept, num_warps=4, **early)

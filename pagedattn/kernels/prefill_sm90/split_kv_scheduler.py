@@ -15,7 +15,7 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..masking import end_key, first_key
-from .plan import MOST_SPLIT_BLOCKS, TILE_ROWS, TileSchedulerParams, keys_per_tile, partial_size, tokens_per_tile
+from .plan import MOST_SPLIT_BLOCKS, TileSchedulerParams, halves_per_tile, keys_per_tile, partial_size, tokens_per_tile
 from .tile_scheduler import look_up
 
 _CANDIDATES = 64
@@ -39,10 +39,12 @@ def _quotient(tiles, inverse):
 
 @triton.jit
 def _parts(low, high, step):
-    """Of tiles low..high, cut at multiples of `step`: how many parts, and how many of them of full length."""
+    """Of tiles low..high, cut at multiples of `step`: in which multiple the first part is, how many parts, and how
+    many of them of full length."""
     inverse = 1.0 / step
-    parts = _quotient(high - 1, inverse) - _quotient(low, inverse) + 1
-    return parts, tl.maximum(_quotient(high, inverse) - _quotient(low + step - 1, inverse), 0)
+    first = _quotient(low, inverse)
+    parts = _quotient(high - 1, inverse) - first + 1
+    return first, parts, tl.maximum(_quotient(high, inverse) - _quotient(low + step - 1, inverse), 0)
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def _best_cut(
     longest = tl.max(tl.where(cut, tiles[:, None], 0), 0)
     # Of k = 1 no multiple lies within.
     step = tl.where(k == 1, tl.max(high, 0), tl.maximum((longest + k - 1) // k, 1))
-    parts, full = _parts(low[:, None], high[:, None], step[None, :])
+    _, parts, full = _parts(low[:, None], high[:, None], step[None, :])
     parts, full = tl.where(cut, parts, 0), tl.where(cut, full, 0)
     # What is left of a block counts as a part of full length where it nearly is one, else as time that SMs may idle.
     rest = tl.where(cut, tiles[:, None], 0) - full * step[None, :]
@@ -115,14 +117,13 @@ def _part_list_kernel(
     )
 
     step = tl.where(nth < kept, tl.max(high, 0), step)
-    parts, full = _parts(low, high, step)
+    first, parts, full = _parts(low, high, step)
     parts = tl.where(live, parts, 0)
     full = tl.where(live, tl.where(nth < kept, 1, full), 0)
     states = tl.where(parts > 1, parts, 0)
     origin = tl.sum(tl.where(before, states[None, :], 0), 1)
     at_full = tl.sum(tl.where(before, full[None, :], 0), 1)
     at_rest = tl.sum(full, 0) + tl.sum(tl.where(before, (parts - full)[None, :], 0), 1)
-    first = low // step
     # The blocks to add up, in places of entries that have other fields.
     cut = parts > 1
     reduced = items + (2 + tl.sum(tl.where(before, cut[None, :].to(tl.int32), 0), 1)) * FIELDS
@@ -181,8 +182,8 @@ def launch(
 
 
 def _costs(params: TileSchedulerParams) -> tuple[float, float]:
-    """What writing and reading the state of a split takes, in tiles, 0.012 of 128 rows of 128 outputs, and what it
+    """What writing and reading the state of a split takes, in tiles, 0.006 of 64 rows of 128 outputs, and what it
     takes all SMs to read a tile each, of whose rows half may be nobody's."""
-    half = 0 < params.max_query_len * params.pack <= TILE_ROWS // 2
-    state = 0.012 * partial_size(params.head_dim_v or params.head_dim) / partial_size(128)
-    return (state / 2, 2.1) if half else (state, 1.5)
+    halves = halves_per_tile(params.pack, params.max_query_len)
+    state = 0.006 * halves * partial_size(params.head_dim_v or params.head_dim) / partial_size(128)
+    return state, 2.1 if halves == 1 else 1.5
