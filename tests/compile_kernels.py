@@ -108,13 +108,8 @@ def decode_case(
     accumulate: bool = False,
     keys: int = 4096,
 ) -> None:
-    shape = {
-        "group": group,
-        "head_dim": dim,
-        "head_dim_v": dim,
-        "itemsize": 2,
-        "stored_itemsize": 1 if CODES[stored] else 2,
-    }
+    sizes = {"itemsize": 2, "stored_itemsize": 1 if CODES[stored] else 2}
+    shape = {"group": group, "head_dim": dim, "head_dim_v": dim, **sizes}
     step = {"num_seqs": num_seqs, "num_kv_heads": 8, "max_query_len": tokens, "max_seq_len": keys}
     tile_keys = FORMATS[stored].key.tile_keys
     config = decode_config(**shape, **step, target=TARGETS[arch], short=accumulate, tile_keys=tile_keys)
@@ -140,6 +135,7 @@ def decode_case(
         "CHUNK": 1 if num_seqs == 1 else 256,
         "MANY_SEQS": num_seqs > 256,
         "ONE_TOKEN": tokens == 1,
+        "ONE_BLOCK": tokens <= config.block_m // config.heads,
         "MASK": (1, 0, *BEFORE.get(stored, ())),
         "SOFTCAP": False,
         "SAME_STRIDES": True,

@@ -144,13 +144,6 @@ def test_few_items_of_many_rows_or_narrow_heads() -> None:
     assert tuning(**narrow) == PAIRED and tuning(**narrow, num_seqs=2) == LATENCY
 
 
-@pytest.mark.parametrize(("seqs", "programs"), [(1, 33), (2, 32), (3, 33), (5, 30), (7, 33), (16, 32), (40, 33)])
-def test_items_have_programs_of_their_own_where_few_are_left_out(seqs: int, programs: int) -> None:
-    """Of four KV heads on 132 SMs, one program each."""
-    made = configure_decode(TARGETS["227 KB"], num_seqs=seqs, num_kv_heads=4, max_seq_len=9000)
-    assert made.programs == 4 * programs and made.tuning.per_sm == 1
-
-
 def test_64_rows_on_two_programs_an_sm_or_on_one() -> None:
     """By query blocks times keys for each SM: 2 of 2 KV heads each, here."""
     target, rows = TARGETS["227 KB"], {"max_query_len": 16, "num_seqs": 66}

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .masking import end_key, first_key, sees_first_keys, stops_early
 
+_LONGER = tl.constexpr(8)  # of how many tiles of a share there may be one more, so that no share has parts of two items
+
 
 @triton.jit
 def end_of_keys(seq_len, max_keys, MASK: tl.constexpr):
@@ -61,6 +63,26 @@ def program_of(tile, programs, total):
     """The program that has a tile, as `first_tile_of` spreads them."""
     used = tl.maximum(tl.minimum(programs, total), 1)
     return (tile.to(tl.int64) * used // total).to(tl.int32)
+
+
+@triton.jit
+def shares_of(tiles, share):
+    """How many shares so many tiles have parts of. Unsigned, which is divided in fewer instructions."""
+    return ((tiles + share - 1).to(tl.uint32) // share.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def whole_shares(work, share, programs):
+    """Items of `work` tiles each [N] rounded up to whole shares, so that no program has parts of two: tiles of a share,
+    shares of each item, and of all together, which are more than `programs` where those are too few for that."""
+    shares = shares_of(work, share)
+    count = tl.sum(shares, 0)
+    if count > programs:
+        fewer = shares_of(work, share + tl.cdiv(share, _LONGER))
+        share = tl.max(shares_of(work, tl.maximum(fewer, 1)), 0)  # as short as it can be
+        shares = shares_of(work, share)
+        count = tl.sum(shares, 0)
+    return share, shares, count
 
 
 @triton.jit

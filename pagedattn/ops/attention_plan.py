@@ -28,6 +28,7 @@ from .launch_plan import KernelLaunch, KeyPass, LaunchPlan, Span
 
 DECODE_TOKENS = 16  # a sequence of at most this number of new tokens is a decode
 _ANY_ROWS = 1 << 31
+_OWN_BLOCK_ROWS = 16  # that see one block, from which on there is nothing to split
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
 _PREFIX_KEYS_PER_SM = 1024  # of a shared prefix, for each block of DECODE_ROWS rows
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
@@ -162,12 +163,13 @@ def plan_spans(
     everything = Span(prefill, 0, count, longest)
     if shape.deterministic or not shape.paged:
         return [everything]
-    if longest <= DECODE_TOKENS:
+    own_block = Mask.of(shape.mask).own_block
+    if longest <= DECODE_TOKENS and not (own_block and longest * shape.group > _OWN_BLOCK_ROWS):
         fewest = _fewest_prompt_rows(shape, longest, not_sm90_decode)
         few_keys = shape.codes[0] is None and see_few_keys(params, bounds)
         fused = fuse and not portable and (few_keys or handles_short_queries(params, bounds, fewest))
         return [everything if fused else Span("decode", 0, count, longest)]
-    if Mask.of(shape.mask).own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
+    if own_block or (fuse and not portable and should_fuse_decodes(params, bounds)):
         return [everything]
     rest = "decode" if by_codes or (fuse and portable and prefers_split_kv(params, bounds)) else prefill
     return [Span("decode", 0, decodes, 1), Span(rest, decodes, count, longest)]

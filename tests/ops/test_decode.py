@@ -88,18 +88,22 @@ def check(case: Case, programs: int, device: torch.device, workspace: torch.Tens
 
 
 def parts(case: Case, programs: int, block_n: int = 16) -> list[int]:
-    """How many programs share each item of a head, by definition: the items in order, cut in equal ranges."""
+    """How many programs share each item of a head, by definition: the items in order, cut in equal ranges, rounded up
+    to whole ones if there are programs enough for that."""
     items = []
     for queries, keys in zip(case.query_lens, case.seq_lens, strict=True):
         low = max(keys - queries - case.sliding_window + 1, 0) if case.sliding_window else 0
         tiles = max(-(-keys // block_n) - low // block_n, 1)
         items += [tiles] if queries else []
     share = -(-sum(items) // programs)
+    for longer in (share, share + -(-share // 8)):
+        if sum(-(-n // longer) for n in items) <= programs:
+            return [-(-n // longer) for n in items]
     starts = [sum(items[:i]) for i in range(len(items))]
     return [(start + n - 1) // share - start // share + 1 for start, n in zip(starts, items, strict=True)]
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 7, 16, 40])
+@pytest.mark.parametrize("programs", [1, 2, 3, 4, 7, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_ragged_lengths(dtype: torch.dtype, programs: int, device: torch.device) -> None:
     check(Case(**RAGGED, dtype=dtype), programs, device)
@@ -107,9 +111,17 @@ def test_ragged_lengths(dtype: torch.dtype, programs: int, device: torch.device)
 
 def test_the_splits_differ() -> None:
     """Else the cases above would not show what they are for."""
-    seen = {programs: parts(Case(**RAGGED), programs) for programs in (1, 2, 7, 16, 40)}
-    assert set(seen[1]) == {1} and set(seen[2]) == {1, 2} and set(seen[7]) == {1, 2, 4} and max(seen[40]) == 6
+    seen = {programs: parts(Case(**RAGGED), programs) for programs in (1, 2, 4, 7, 40)}
+    assert set(seen[1]) == {1} and set(seen[2]) == {1, 2} and set(seen[4]) == {1, 2, 3} and max(seen[40]) == 6
+    assert seen[7] == [1, 2, 1, 1, 1], "whole shares"
     assert parts(Case(**LONG), 44) == [44] and parts(Case(**LONG), 13) == [11]
+
+
+def test_too_few_programs_for_whole_shares(device: torch.device) -> None:
+    """Six items of 13 tiles by eight programs: of a tenth each, and of an eighth more, they would be twelve."""
+    case = Case(query_lens=(1,) * 6, seq_lens=(200,) * 6, head_dim=16, write=False)
+    assert parts(case, 8) == [2, 2, 2, 3, 2, 2]
+    check(case, 8, device)
 
 
 @pytest.mark.parametrize(("programs", "fan_in"), [(44, 44), (44, 16), (44, 7), (44, 2), (13, 3), (44, 43)])

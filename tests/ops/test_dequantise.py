@@ -219,6 +219,16 @@ def test_open_blocks_of_decodes_and_prompts_are_one_launch_that_adds() -> None:
     assert (plan.launches[0].span.first, plan.launches[-1].span.last) == (0, 10)
 
 
+@pytest.mark.parametrize(("tokens", "kernel"), [(1, "decode"), (4, "decode"), (5, "prefill"), (16, "prefill")])
+def test_open_blocks_of_more_rows_than_a_tile_are_not_split(tokens: int, kernel: str) -> None:
+    """Groups of four heads: 16 rows are four tokens."""
+    native = {"stored_dtype": torch.bfloat16, "codes": (None, None)}
+    shape = SHAPE._replace(mask=Mask(True, own_block=32).constants, block_size=32, **native)
+    step = BatchBounds(10 * tokens, 10, 0 if tokens > 1 else 10, tokens, 4096, 4096)
+    plan = plan_attention(shape, step, torch.device("cpu"))
+    assert [launch.span.kernel for launch in plan.launches] == [kernel]
+
+
 def call_of_heads(heads: int, max_seq_len: int = 5) -> AttentionInputs:
     dim = 16
     cache, scales = torch.randn(3, 16, heads, dim), torch.rand(3, 16, heads, 1)

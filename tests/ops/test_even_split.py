@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedattn.kernels.even_split import first_tile_of, program_of
+from pagedattn.kernels.even_split import first_tile_of, program_of, whole_shares
 
 
 @triton.jit
@@ -46,3 +46,39 @@ def test_each_program_has_one_tile_of_keys_where_there_are_as_many(device: torch
     overheads = [0, 33]
     keys = [sum(tile not in overheads for tile in range(start, end)) for start, end in pairwise(firsts)]
     assert keys == [1] * 64
+
+
+@triton.jit
+def _whole_shares(found, work, share, programs, N: tl.constexpr):
+    whole, shares, count = whole_shares(tl.load(work + tl.arange(0, N)), share, programs)
+    tl.store(found, whole)
+    tl.store(found + 1, count)
+    tl.store(found + 2 + tl.arange(0, N), shares)
+
+
+def whole(work: tuple[int, ...], share: int, programs: int, device: torch.device) -> tuple[int, int, list[int]]:
+    """Tiles of a whole share, the number of shares, and of each item."""
+    found = torch.zeros(2 + len(work), dtype=torch.int32, device=device)
+    items = torch.tensor(work, dtype=torch.int32, device=device)
+    _whole_shares[(1,)](found, items, share, programs, N=len(work))  # type: ignore[arg-type]
+    return int(found[0]), int(found[1]), found[2:].tolist()
+
+
+@pytest.mark.parametrize("programs", [4, 5, 16, 33])
+@pytest.mark.parametrize(
+    "work", [(3, 3, 3, 0), (4, 5, 7, 10), (5, 0, 0, 0), (0, 61, 1, 7), (157, 157, 157, 0), (16, 90, 401, 33)], ids=str
+)
+def test_whole_shares_are_as_many_as_programs(work: tuple[int, ...], programs: int, device: torch.device) -> None:
+    """Of shares that are an eighth longer at most, rounded up, one for which there are programs enough, if there is."""
+    share = -(-sum(work) // programs)
+    tiles, count, shares = whole(work, share, programs, device)
+    assert shares == [-(-n // tiles) for n in work] and count == sum(shares)
+    fitting = [s for s in range(share, share + -(-share // 8) + 1) if sum(-(-n // s) for n in work) <= programs]
+    assert tiles in fitting if fitting else count > programs
+    assert share not in fitting or tiles == share
+
+
+def test_shares_are_no_longer_than_as_many_programs_need(device: torch.device) -> None:
+    """Three items of 157 tiles by 16 programs: 30 tiles a share are too few, 34 as many as an eighth more allows, and
+    32 enough for five programs each."""
+    assert whole((157, 157, 157, 0), 30, 16, device) == (32, 15, [5, 5, 5, 0])

@@ -10,6 +10,9 @@ LeanAttention (2024).
 Outputs and LSE may hold attention of the rows over other keys (`accumulate`), outputs also elsewhere, in float32
 (`prior`): the program that has all of an item adds its own to them, so that merging the two costs no launch.
 
+Where programs are enough, items are rounded up to whole ranges: a program with parts of two attends to one after the
+other.
+
 Legend: `at` a tile's number among a head's, `base` that of the sequence's first, `origin..close` the item's,
 TILE_OVERHEAD empty ones in front of them for what an item costs by itself; a program handles tiles at..end.
 `m_i` running maximum, `l_i` running sum and `acc` unnormalised output: together a state.
@@ -24,7 +27,7 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...runtime.target import pdl_option
-from ..even_split import end_of_keys, key_tiles, nearest_key, tiles_of
+from ..even_split import end_of_keys, key_tiles, nearest_key, shares_of, tiles_of, whole_shares
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import is_causal, sees_first_keys, visible
 from ..planes import scale_rows
@@ -150,10 +153,10 @@ def _decode_kernel(
     S: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     TILE_OVERHEAD: tl.constexpr, FAN_IN: tl.constexpr, REDUCTION_UNROLL: tl.constexpr, CHUNK: tl.constexpr,
-    MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr, V_SCALE_STRIDES: tl.constexpr,
-    ROTATE_OUT: tl.constexpr, ACCUMULATE: tl.constexpr,
+    MANY_SEQS: tl.constexpr, ONE_TOKEN: tl.constexpr, ONE_BLOCK: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, SAME_STRIDES: tl.constexpr, PREFETCH_BLOCK_TABLE: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALE_STRIDES: tl.constexpr,
+    V_SCALE_STRIDES: tl.constexpr, ROTATE_OUT: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # nothing is read, and no place of the workspace written, before what came before is done
         tl.extra.cuda.gdc_wait()
@@ -168,6 +171,7 @@ def _decode_kernel(
     programs = tl.num_programs(0) // PARTS
     seq = 0
     base = 0
+    unit = 1
     if CHUNK == 1:  # the only sequence: nothing to look for
         q_start = tl.load(query_start_loc)
         q_len = tl.load(query_start_loc + 1) - q_start
@@ -185,6 +189,11 @@ def _decode_kernel(
                 )
                 total += tl.sum(next, 0)
     share = tl.maximum(tl.cdiv(total, programs), 1)
+    if CHUNK > 1 and ONE_BLOCK and not MANY_SEQS:
+        if (share > 1) & (num_seqs <= programs):
+            whole, shares, count = whole_shares(work, share, programs)
+            if count <= programs:
+                unit, share, work, total = whole, whole, shares * whole, count * whole
     at = program * share
     end = tl.minimum(at + share, total)
     if at >= end:
@@ -214,8 +223,10 @@ def _decode_kernel(
             q_len = tl.load(query_start_loc + seq + 1) - q_start
             seq_len = tl.load(seq_lens + seq)
             low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, MASK, BLOCK_N, TILE_OVERHEAD)
+            if unit > 1:
+                tiles = shares_of(tiles, unit) * unit
         past = base + tiles * tl.cdiv(q_len, BLOCK_Q)
-        q_block = 0 if ONE_TOKEN else (at - base) // tl.maximum(tiles, 1)
+        q_block = 0 if ONE_BLOCK else (at - base) // tl.maximum(tiles, 1)
         close = base + (q_block + 1) * tiles
         origin = close - tiles + TILE_OVERHEAD
         if at >= past:
@@ -320,6 +331,7 @@ def launch(config: DecodeConfig, inputs: AttentionInputs, workspace: torch.Tenso
         "CHUNK": chunk,
         "MANY_SEQS": num_seqs > chunk,
         "ONE_TOKEN": inputs.max_query_len <= 1,
+        "ONE_BLOCK": inputs.max_query_len <= config.block_m // config.heads,
         "SAME_STRIDES": key.stride()[:3] == value.stride()[:3],
         "PREFETCH_BLOCK_TABLE": tuning.prefetch_block_table,
         "PDL": config.supports_pdl,

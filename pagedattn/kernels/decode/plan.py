@@ -78,7 +78,6 @@ _LARGE_STATE = 16 * 128  # outputs, which 32 registers of a thread have room for
 PAIRED = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
 _PAIRED_ITEMS = 0.1  # of an SM, from which on adding up states takes no longer than that saves
 _SHORT_KEYS = 512
-_EVEN = 8  # of so many programs one may be left out, that no program has parts of two items
 _KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (README.md, what was measured)
 
 
@@ -137,17 +136,11 @@ def decode_config(
     tiles = items * max(1, -(-max_seq_len // tuning.block_n))
     parts = num_kv_heads * -(-group // heads)  # each has as many programs as every other
     programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
-    programs = _programs_of_part(programs // parts, items // parts) * parts
+    programs = max(1, programs // parts) * parts
     # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
     rows = max(next_power_of_2(tokens * heads), tuning.num_warps)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.supports_pdl, tuning)
-
-
-def _programs_of_part(most: int, items: int) -> int:
-    """Of `most` programs that share the items of a KV head, as many as leave each item to programs of its own."""
-    rest = most % items if items < most else 0
-    return max(1, most - rest if _EVEN * rest <= most else most)
 
 
 def _tuning(

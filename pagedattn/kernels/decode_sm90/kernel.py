@@ -22,7 +22,7 @@ from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
-from ..gluon_even_split import end_of_keys, key_tiles, tiles_before, tiles_of
+from ..gluon_even_split import end_of_keys, key_tiles, shares_of, tiles_before, tiles_of, whole_shares
 from ..gluon_names import reinterpret, thread_barrier
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import sees_first_keys
@@ -100,6 +100,12 @@ def _decode_kernel(
             )
             total += gl.sum(next, 0)
     share = gl.maximum((total + programs - 1) // programs, 1)
+    unit = 1
+    if CHUNK > 1 and not MANY_SEQS:
+        if (share > 1) & (num_seqs <= programs):
+            whole, shares, count = whole_shares(work, share, programs)
+            if count <= programs:
+                unit, share, work, total = whole, whole, shares * whole, count * whole
     at = program * share
     end = gl.minimum(at + share, total)
     if at < end:
@@ -137,6 +143,8 @@ def _decode_kernel(
             q_len = gl.load(query_start_loc + seq + 1) - q_start
             seq_len = gl.load(seq_lens + seq)
             low, first_tile, tiles = key_tiles(q_len, seq_len, max_keys, MASK, TILE, OVERHEAD)
+            if unit > 1:
+                tiles = shares_of(tiles, unit) * unit
             past = base + tiles * ((q_len + BLOCK_Q - 1) // BLOCK_Q)
             q_block = (at - base) // gl.maximum(tiles, 1)
             close = base + (q_block + 1) * tiles
