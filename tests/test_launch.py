@@ -15,6 +15,8 @@ from pagedattn.kernels.decode.plan import (
     ONE_TILE,
     PAIRED,
     SHORT,
+    WIDE,
+    WIDE_FEW_ITEMS,
     DecodeConfig,
     DecodeTuning,
     decode_config,
@@ -142,6 +144,20 @@ def test_few_items_of_many_rows_or_narrow_heads() -> None:
     assert tuning() == tuning(group=8) == LATENCY != tuning(num_seqs=1) == FEW_ITEMS
     narrow = {"head_dim": 64, "head_dim_v": 64}
     assert tuning(**narrow) == PAIRED and tuning(**narrow, num_seqs=2) == LATENCY
+    padded = {"group": 7, "max_query_len": 2}
+    assert tuning(**padded) == FEW_ITEMS and tuning(**padded, num_seqs=17) == LATENCY, "few share an item of many"
+
+
+def test_few_items_of_wide_heads() -> None:
+    """Four KV heads on 132 SMs. Of many items two programs an SM hide each other's softmax."""
+
+    def tuning(num_seqs: int = 5, group: int = 4) -> DecodeTuning:
+        wide = {"head_dim": 256, "head_dim_v": 256, "num_kv_heads": 4, "max_seq_len": 9000}
+        return configure_decode(TARGETS["227 KB"], num_seqs=num_seqs, group=group, **wide).tuning
+
+    assert tuning() == WIDE and tuning(group=8) == WIDE_FEW_ITEMS, "states of which a thread adds up few"
+    assert tuning(group=8, num_seqs=17) == WIDE
+    assert tuning(num_seqs=50) == PAIRED._replace(num_stages=2), "no room for more buffers of two programs"
 
 
 def test_64_rows_on_two_programs_an_sm_or_on_one() -> None:

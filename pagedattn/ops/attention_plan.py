@@ -29,6 +29,7 @@ from .launch_plan import KernelLaunch, KeyPass, LaunchPlan, Span
 DECODE_TOKENS = 16  # a sequence of at most this number of new tokens is a decode
 _ANY_ROWS = 1 << 31
 _OWN_BLOCK_ROWS = 16  # that see one block, from which on there is nothing to split
+_NARROW = 128  # heads of whose states 16 rows are added up by one program in little time
 _SHORT_KEYS = 1024  # of a decode that may be one tile's work in any step
 _PREFIX_KEYS_PER_SM = 1024  # of a shared prefix, for each block of DECODE_ROWS rows
 _KEYS_PER_SM_TILE = 2048  # of longer ones, for each tile that an SM has
@@ -177,11 +178,12 @@ def plan_spans(
 
 def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_sm90_decode: str) -> int:
     """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel: those that one
-    block of the decode kernel has not. int8 takes longer there than by the decode kernel for codes, where that has one
-    block of rows."""
-    most = sm90_decode.MANY_ROWS
-    in_one_block = "int8" in shape.codes and not sm90_decode.why_not(shape, max_query_len, not_sm90_decode, most)
-    return (most if in_one_block else sm90_decode.FEW_ROWS) + 1
+    block of the decode kernel has not, or whose states one program of it adds up slowly. int8 takes longer there than
+    by the decode kernel for codes, where that has one block of rows."""
+    most, few = sm90_decode.MANY_ROWS, sm90_decode.FEW_ROWS
+    if "int8" in shape.codes and not sm90_decode.why_not(shape, max_query_len, not_sm90_decode, most):
+        return most + 1
+    return (few if max(shape.head_dim, shape.head_dim_v) <= _NARROW else few // 2) + 1
 
 
 def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:

@@ -120,6 +120,13 @@ def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() 
     assert hopper_decode_config(shape._replace(group=3), decodes(tokens=16), H200).rows == 64
 
 
+def test_few_rows_of_wide_heads_whose_states_one_program_would_add_up() -> None:
+    wide = SHAPE._replace(stored_dtype=SHAPE.dtype, codes=(None, None), head_dim=256, head_dim_v=256)
+    for tokens, kernel in ((1, "decode"), (2, "decode"), (3, "prefill_sm90")):
+        assert kernels(wide, decodes(4, tokens=tokens)) == [kernel]
+    assert kernels(wide._replace(head_dim=128, head_dim_v=128), decodes(4, tokens=4)) == ["decode"]
+
+
 def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_rows() -> None:
     def prefix_of(shape: AttentionShape, bounds: BatchBounds) -> tuple[list[str], str, int]:
         plan = plan_attention(shape, bounds, CPU, prefix_len=4000, max_prefix_len=4000)

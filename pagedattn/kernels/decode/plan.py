@@ -73,7 +73,11 @@ SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_regist
 ONE_TILE = DecodeTuning(block_n=32, num_warps=1, num_stages=2, per_sm=8, tile_overhead=2, prefetch_block_table=False)
 LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)
-_LARGE_STATE = 16 * 128  # outputs, which 32 registers of a thread have room for two of
+_LARGE_STATE = 16 * 128  # outputs, which 32 registers of a thread have room for two of: more are loaded at once
+_LARGE_STATE_ITEMS = 0.5  # of an SM, where programs that share an item are many
+# Heads of 256: two programs an SM would have one buffer each.
+WIDE = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=1)
+WIDE_FEW_ITEMS = WIDE._replace(num_warps=8, reduction_unroll_regs=128)
 # Heads of 64, whose tiles are small: products of one program beside the softmax of another.
 PAIRED = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
 _PAIRED_ITEMS = 0.1  # of an SM, from which on adding up states takes no longer than that saves
@@ -118,7 +122,8 @@ def decode_config(
         if max_seq_len <= ONE_TILE.block_n and itemsize == 2:
             full = ONE_TILE
         sizes = (itemsize, stored_itemsize)
-        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, tokens * heads, width, *sizes)
+        rows = next_power_of_2(tokens * heads)
+        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, rows, width, *sizes)
         together = tuning.per_sm
         # What a tile has beyond the last key costs its instructions all the same.
         tuning = tuning._replace(block_n=min(tuning.block_n, max(32, next_power_of_2(max_seq_len))))
@@ -165,9 +170,11 @@ def _tuning(
     if outputs > 32 * 128 and not hidden:
         tuning = DecodeTuning(block_n=64, num_warps=8, num_stages=5, per_sm=1)
     elif outputs > 16 * 128:
-        tuning = PAIRED
+        tuning = WIDE if width > 128 and not busy else PAIRED
     elif stored_itemsize < itemsize:
         tuning = PAIRED if busy else LATENCY._replace(num_warps=8)
     if itemsize == 4:
         return tuning._replace(block_n=32)
-    return FEW_ITEMS if tuning == LATENCY and rows * width >= _LARGE_STATE else tuning
+    large = rows * width >= _LARGE_STATE and items_per_sm <= _LARGE_STATE_ITEMS
+    few_items = {LATENCY: FEW_ITEMS, WIDE: WIDE_FEW_ITEMS}
+    return few_items.get(tuning, tuning) if large else tuning
