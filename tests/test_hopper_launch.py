@@ -74,13 +74,19 @@ def test_programs_are_as_many_as_items_or_sms() -> None:
     ("name", "reason"),
     [
         ("D 60", "head dims 60 and 60"),
-        ("int8, D 256, blocks of 16", "begins within a slot"),
         ("int8, D 60", "head dims 60 and 60, not 64, 128, 256"),
     ],
 )
 def test_what_it_does_not_serve_goes_to_the_portable_kernel(name: str, reason: str) -> None:
     made = calls()[name]
     assert made["launches"] == [0, 1, 0, 0] and "the portable one" in made["describe"] and reason in made["describe"]
+
+
+def test_codes_that_tma_cannot_load_are_dequantised_before() -> None:
+    """Few rows too, where the copy is small."""
+    made = calls()["int8, D 256, blocks of 16"]
+    assert made["launches"][1] == 3 and "split-KV, keys and values dequantised before" in made["describe"]
+    assert made["again"] == {"kept": True, "freed": True, "careful": True, "triton": True}
 
 
 def test_one_copy_is_there_at_a_time() -> None:

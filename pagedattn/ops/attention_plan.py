@@ -64,7 +64,7 @@ def plan_attention(
     # Where prompts would need a copy of their keys, which takes longer than converting them for each query block.
     by_codes = many and bool(because) and not sm90_decode.why_not(shape, bounds.max_query_len, not_sm90_decode)
     copied = many and not (by_codes or _why_not_copied(shape, here) or not_copied)
-    turns = dequantise.copy_turns(shape, bounds) if copied else 0
+    turns = dequantise.copy_turns(shape, bounds, bool(because)) if copied else 0
     because = "" if turns else because
     passes = plan_passes(shape, bounds, device) if copied and because else ()
     because = "" if passes else because

@@ -208,6 +208,17 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
         assert not pays(SHAPE._replace(**changes), 1 << 14), changes
 
 
+def test_a_small_copy_of_codes_that_no_kernel_for_hopper_reads() -> None:
+    """Whatever the rows: the portable kernel attended to 19 tokens over 1,609 keys for 145 us."""
+    shape = SHAPE._replace(head_dim=256, head_dim_v=256, num_kv_heads=4, group=2)
+    step = BatchBounds(19, 1, 0, 19, 1609, 1616)
+    assert not copy_turns(shape, step) and copy_turns(shape, step, unread=True) == 1
+    most = (16 << 20) // (4 * 2 * 256 * 2)  # keys
+    assert copy_turns(shape, step._replace(max_seq_len=most, max_keys=most), unread=True) == 1
+    assert not copy_turns(shape, step._replace(max_seq_len=most + 1, max_keys=most + 16), unread=True)
+    assert not copy_turns(shape._replace(codes=("k3", "v3")), step, unread=True)
+
+
 def test_open_blocks_of_decodes_and_prompts_are_one_launch_that_adds() -> None:
     """To what the call over the copy of full blocks leaves, which adds to nothing."""
     step, native = BatchBounds(1008, 10, 8, 500, 4096, 4096), {"stored_dtype": torch.bfloat16, "codes": (None, None)}

@@ -19,6 +19,7 @@ FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 512}
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_PADDED_ROWS = 256  # of 8 bits, whose portable kernel is faster than that for 4; by estimate
+_SMALL_BYTES = 16 << 20  # of a copy that takes less time than the portable kernel loses, whatever the rows; by estimate
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
 
 
@@ -43,25 +44,27 @@ def num_warps(tile: int, dim: int) -> int:
     return max(4, tile * dim // 2048)
 
 
-def pays(shape: AttentionShape, bounds: BatchBounds) -> bool:
-    """Whether attending to a copy is faster than reading the codes of prompts of these bounds."""
+def pays(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> bool:
+    """Whether attending to a copy is faster than reading the codes of prompts of these bounds. unread: no Hopper kernel
+    reads them."""
     if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
     if not shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v):
         fewest = min(fewest, _FEWEST_PADDED_ROWS)
-    if shape.codes[0] not in ROTATED_KEYS and bounds.max_query_len * shape.group < fewest:
+    small = unread and most_keys(bounds) * _key_bytes(shape, bounds, shape.num_kv_heads) <= _SMALL_BYTES
+    if not (small or shape.codes[0] in ROTATED_KEYS) and bounds.max_query_len * shape.group < fewest:
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
     return 2 * seen >= bounds.prompt_keys
 
 
-def copy_turns(shape: AttentionShape, bounds: BatchBounds) -> int:
+def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> int:
     """In how many turns, each of as many KV heads, the prompts of these bounds are attended to over a copy of at most
-    MOST_BYTES; 0 where that does not pay, or the keys of one head are too many."""
+    MOST_BYTES; 0 where that does not pay, or the keys of one head are too many. unread: as of `pays`."""
     size, heads = shape.block_size, shape.num_kv_heads
-    if size is None or not pays(shape, bounds):
+    if size is None or not pays(shape, bounds, unread):
         return 0
     rows = -(-most_keys(bounds) // size) * size
     turns = (heads // n for n in _divisors(heads) if rows * _key_bytes(shape, bounds, n) <= MOST_BYTES)
