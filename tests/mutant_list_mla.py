@@ -147,7 +147,7 @@ FAULTS = (
           "w_uk[: piece.heads], w_uv[heads]", f"{FORM} head"),
     Fault("pieces of rows that see the keys of later ones", "_cut_rows",
           "max(seq_lens[seq] - (query_lens[seq] - done[seq]), 0)", "seq_lens[seq]", f"{FORM} rows"),
-    Fault("merged LSEs that are forgotten", "_Accumulated.attend", "self._lses[0].copy_(", "(", f"{FORM} few_keys"),
+    Fault("merged LSEs that are forgotten", "_Accumulated.attend", "self._lses[0].copy_(", "(", f"{FORM} few keys"),
     Fault("merged states that take room beside the bound", "ExpandedBytes.of", "row + 2 * value * wide", "row",
           "test_mla_workspace.py stays_within"),
     Fault("rows decoded beside the bound", "ExpandedBytes.keys_within",

@@ -57,7 +57,7 @@ FAULTS = (
     Fault("stop ids of another row masked", "SamplingMetadataBuilder.build", "(row, token)", "(0, token)",
           "test_sampler.py until_reached"),
     Fault("penalties of a rank that counts nothing", "encode_step", "*sampling.counts]", "*TokenCountUpdates()]",
-          "test_step_wire.py busy_scheduler[0]"),
+          "test_step_wire.py busy_scheduler[0-"),
     Fault("limits of ranks that are not the settings", "ParallelRunner.__init__",
           "Limits(config.heartbeat_timeout, config.step_timeout)", "Limits(3.5, 4.0)", "test_watch.py settings_are"),
     Fault("loading under the limit of a step", "ParallelRunner.__init__", "config.start_timeout", "config.step_timeout",

@@ -101,10 +101,13 @@ def passing(trees: Trees, modules: dict[Fault, Path]) -> dict[Fault, list[str]]:
         return tree.run([str(file)], 10 * SECONDS, [words[fault] for fault, its in modules.items() if its == file])
 
     runs = dict(zip(files, trees.map(unmutated, files), strict=True))
+    wrong = []
     for file, run in runs.items():
         others = {test: how for test, how in run.outcomes.items() if how not in ("passed", "skipped")}
         if run.code != 0 or others:
-            raise SystemExit(f"{file} without a fault: exit code {run.code} {others}\n{run.output[-3000:]}")
+            wrong.append(f"{file} without a fault: exit code {run.code} {others}\n{run.output[-3000:]}")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
     outcomes = {test: how for run in runs.values() for test, how in run.outcomes.items()}
     for test in sorted(test for test, how in outcomes.items() if how == "skipped"):
         print(f"skipped {test}")
