@@ -130,7 +130,7 @@ FAULTS = (
     Fault("16 bits: what follows a prefix", "attention_plan:_launch",
           ", short=is_rest):", "):", "test_decode_sm90_plan.py many_decodes"),
     Fault("int8: more than a block of rows by the kernel for codes", "_fewest_prompt_rows",
-          "return most + 1", "return 257", "test_decode_sm90_plan.py blocks_of_64"),
+          "return most + 1", "return few + 1", "test_decode_sm90_plan.py blocks_of_64"),
     Fault("codes of another meaning read as int8", "decode_sm90:why_not", "shape.codes in _CODES",
           "shape.stored_dtype.itemsize == 1", "test_decode_sm90_plan.py does_not_serve"),
     Fault("codes of odd strides read as words", "LaunchPlan.serves",
