@@ -118,7 +118,7 @@ def test_the_splits_differ() -> None:
 
 
 def test_too_few_programs_for_whole_shares(device: torch.device) -> None:
-    """Six items of 13 tiles by eight programs: of a tenth each, and of an eighth more, they would be twelve."""
+    """Six items of 13 tiles by eight programs: in whole shares of 10 tiles, and of 12, they would take twelve."""
     case = Case(query_lens=(1,) * 6, seq_lens=(200,) * 6, head_dim=16, write=False)
     assert parts(case, 8) == [2, 2, 2, 3, 2, 2]
     check(case, 8, device)

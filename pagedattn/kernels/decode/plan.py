@@ -116,14 +116,14 @@ def decode_config(
     heads = min(group, block_m)
     tokens = max(1, min(max_query_len, block_m // heads))
     items = num_seqs * num_kv_heads * -(-group // heads) * -(-max(max_query_len, 1) // (block_m // heads))
+    padded = next_power_of_2(tokens * heads)
     together = 1  # programs that an SM shall have room for
     if tuning is None:
         full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
         if max_seq_len <= ONE_TILE.block_n and itemsize == 2:
             full = ONE_TILE
         sizes = (itemsize, stored_itemsize)
-        rows = next_power_of_2(tokens * heads)
-        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, rows, width, *sizes)
+        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, padded, width, *sizes)
         together = tuning.per_sm
         # What a tile has beyond the last key costs its instructions all the same.
         tuning = tuning._replace(block_n=min(tuning.block_n, max(32, next_power_of_2(max_seq_len))))
@@ -143,7 +143,7 @@ def decode_config(
     programs = min(target.num_sms * max(1, min(tuning.per_sm, room)), tiles, COUNTERS)
     programs = max(1, programs // parts) * parts
     # A row of its own for each warp: fewer would have warps share states, and pass their parts through shared memory.
-    rows = max(next_power_of_2(tokens * heads), tuning.num_warps)
+    rows = max(padded, tuning.num_warps)
     state = max(2 * rows, 4) + rows * width
     return DecodeConfig(block_m, heads, rows, state, programs, tiles, target.supports_pdl, tuning)
 
@@ -160,7 +160,7 @@ def _tuning(
 ) -> DecodeTuning:
     """`full` where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
     tiles of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's
-    output, rows x width of it in use."""
+    output, rows x width of it that of a partial state."""
     busy, outputs = items_per_sm >= 1.5, block_m * width
     tuning = full if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
     if not busy and width <= 64 and items_per_sm > _PAIRED_ITEMS:

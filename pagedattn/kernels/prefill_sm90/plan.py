@@ -21,9 +21,7 @@ MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
 COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")  # over a copy, blocks not beside a window
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
-SPLIT_FIELDS = (
-    16  # of a schedule whose tiles may be splits, which also lists the blocks whose splits are to be added up
-)
+SPLIT_FIELDS = 16  # of a schedule of splits, which also lists the blocks whose splits are to be added up
 _SCALE_BYTES = 8  # of the int8 key and value of a token and head
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
