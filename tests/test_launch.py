@@ -115,16 +115,17 @@ def test_no_program_is_without_work_by_the_bounds(seqs: int, keys: int) -> None:
 def test_busy_or_not() -> None:
     target = TARGETS["227 KB"]
     assert configure_decode(target, num_seqs=1, max_seq_len=131072).programs == 132
-    assert configure_decode(target, num_seqs=98, max_seq_len=131072).tuning == LATENCY
-    assert configure_decode(target, num_seqs=99, max_seq_len=131072).tuning == FULL
+    assert configure_decode(target, num_seqs=66, max_seq_len=131072).tuning == LATENCY
+    assert configure_decode(target, num_seqs=67, max_seq_len=131072).tuning == FULL
     assert configure_decode(target, num_seqs=132, max_seq_len=131072).programs == 2 * 132
     assert configure_decode(target, num_seqs=132, max_seq_len=513).tuning == FULL
-    assert configure_decode(target, num_seqs=132, max_seq_len=512).programs == 4 * 132
-    assert configure_decode(target, num_seqs=132, max_seq_len=131072, short=True).tuning == SHORT
-    assert configure_decode(target, num_seqs=98, max_seq_len=512, short=True).tuning == LATENCY
+    assert configure_decode(target, num_seqs=165, max_seq_len=512).programs == 4 * 132
+    assert configure_decode(target, num_seqs=165, max_seq_len=131072, short=True).tuning == SHORT
+    assert configure_decode(target, num_seqs=164, max_seq_len=512, short=True).tuning == FULL
+    assert configure_decode(target, num_seqs=66, max_seq_len=512, short=True).tuning == LATENCY
     assert configure_decode(target, num_seqs=1, max_seq_len=256).programs == 4
     assert configure_decode(target, num_seqs=132, max_seq_len=32).tuning == ONE_TILE
-    assert configure_decode(target, num_seqs=132, max_seq_len=33).programs == 4 * 132
+    assert configure_decode(target, num_seqs=165, max_seq_len=33).programs == 4 * 132
     assert configure_decode(target, num_seqs=132, max_seq_len=32, stored_itemsize=1).tuning.num_warps == 4
     assert configure_decode(target, num_seqs=132, max_seq_len=32, itemsize=4, stored_itemsize=4).tuning.num_warps == 4
     assert configure_decode(target, num_seqs=132, max_seq_len=32, head_dim_v=256).tuning.num_warps > 1

@@ -72,13 +72,14 @@ def shares_of(tiles, share):
 
 
 @triton.jit
-def whole_shares(work, share, programs):
+def whole_shares(work, share, programs, TILE_OVERHEAD: tl.constexpr):
     """Items of `work` tiles each [N] rounded up to whole shares, so that no program has parts of two: tiles of a share,
-    shares of each item, and of all together, which are more than `programs` where those are too few for that."""
+    shares of each item, and of all together, which are more than `programs` where those are too few for that. A share
+    may be longer by an item's overhead, of which each part costs one."""
     shares = shares_of(work, share)
     count = tl.sum(shares, 0)
     if count > programs:
-        fewer = shares_of(work, share + tl.cdiv(share, _LONGER))
+        fewer = shares_of(work, share + tl.maximum(tl.cdiv(share, _LONGER), TILE_OVERHEAD))
         share = tl.max(shares_of(work, tl.maximum(fewer, 1)), 0)  # as short as it can be
         shares = shares_of(work, share)
         count = tl.sum(shares, 0)

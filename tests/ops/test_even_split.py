@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -49,31 +50,40 @@ def test_each_program_has_one_tile_of_keys_where_there_are_as_many(device: torch
 
 
 @triton.jit
-def _whole_shares(found, work, share, programs, N: tl.constexpr):
-    whole, shares, count = whole_shares(tl.load(work + tl.arange(0, N)), share, programs)  # type: ignore[misc]
+def _whole_shares(found, work, share, programs, TILE_OVERHEAD: tl.constexpr, N: tl.constexpr):
+    items = tl.load(work + tl.arange(0, N))
+    whole, shares, count = whole_shares(items, share, programs, TILE_OVERHEAD)  # type: ignore[misc]
     tl.store(found, whole)
     tl.store(found + 1, count)
     tl.store(found + 2 + tl.arange(0, N), shares)
 
 
-def whole(work: tuple[int, ...], share: int, programs: int, device: torch.device) -> tuple[int, int, list[int]]:
+def whole(
+    work: tuple[int, ...], share: int, programs: int, device: torch.device, tile_overhead: int = 0
+) -> tuple[int, int, list[int]]:
     """Tiles of a whole share, the number of shares, and of each item."""
     found = torch.zeros(2 + len(work), dtype=torch.int32, device=device)
     items = torch.tensor(work, dtype=torch.int32, device=device)
-    _whole_shares[(1,)](found, items, share, programs, N=len(work))  # type: ignore[arg-type]
+    constants: dict[str, Any] = {"TILE_OVERHEAD": tile_overhead, "N": len(work)}
+    _whole_shares[(1,)](found, items, share, programs, **constants)  # type: ignore[arg-type]
     return int(found[0]), int(found[1]), found[2:].tolist()
 
 
+@pytest.mark.parametrize("tile_overhead", [0, 2])
 @pytest.mark.parametrize("programs", [4, 5, 16, 33])
 @pytest.mark.parametrize(
     "work", [(3, 3, 3, 0), (4, 5, 7, 10), (5, 0, 0, 0), (0, 61, 1, 7), (157, 157, 157, 0), (16, 90, 401, 33)], ids=str
 )
-def test_whole_shares_are_as_many_as_programs(work: tuple[int, ...], programs: int, device: torch.device) -> None:
-    """Of shares that are an eighth longer at most, rounded up, one for which there are programs enough, if there is."""
+def test_whole_shares_are_as_many_as_programs(
+    work: tuple[int, ...], programs: int, tile_overhead: int, device: torch.device
+) -> None:
+    """Of shares that are longer by an eighth at most, rounded up, or by an item's overhead, one for which there are
+    programs enough, if there is."""
     share = -(-sum(work) // programs)
-    tiles, count, shares = whole(work, share, programs, device)
+    tiles, count, shares = whole(work, share, programs, device, tile_overhead)
     assert shares == [-(-n // tiles) for n in work] and count == sum(shares)
-    fitting = [s for s in range(share, share + -(-share // 8) + 1) if sum(-(-n // s) for n in work) <= programs]
+    longest = share + max(-(-share // 8), tile_overhead)
+    fitting = [s for s in range(share, longest + 1) if sum(-(-n // s) for n in work) <= programs]
     assert tiles in fitting if fitting else count > programs
     assert share not in fitting or tiles == share
 

@@ -191,7 +191,7 @@ def _decode_kernel(
     share = tl.maximum(tl.cdiv(total, programs), 1)
     if CHUNK > 1 and ONE_BLOCK and not MANY_SEQS:
         if (share > 1) & (num_seqs <= programs):
-            whole, shares, count = whole_shares(work, share, programs)
+            whole, shares, count = whole_shares(work, share, programs, TILE_OVERHEAD)
             if count <= programs:
                 unit, share, work, total = whole, whole, shares * whole, count * whole
     at = program * share

@@ -66,7 +66,7 @@ class DecodeConfig(NamedTuple):
 
 # Two programs per SM hide each other's ends; where there is little work, deep loads of one program's own do it better.
 # Where an SM's share is part of one item, adding up states takes longest (bench/results/h200/tune_decode.json).
-FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=2, tile_overhead=2)
+FULL = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2, tile_overhead=2)
 # SHORT loses 1 % from 1,000 keys a sequence on, and wins 6 to 20 % below 300 (bench/results/h200/tune_short.json).
 SHORT = DecodeTuning(block_n=32, num_warps=4, num_stages=4, per_sm=4, max_registers=128, tile_overhead=2)
 # Four warps of one tile mostly wait for each other: 2 to 8 % of a layer over int4, whose open blocks are such.
@@ -82,6 +82,7 @@ WIDE_FEW_ITEMS = WIDE._replace(num_warps=8, reduction_unroll_regs=128)
 PAIRED = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
 _PAIRED_ITEMS = 0.1  # of an SM, from which on adding up states takes no longer than that saves
 _SHORT_KEYS = 512
+_SHORT_ITEMS = 2.5  # of an SM, below which four programs have too little each
 _KEYS_PER_SM = 1024  # of query blocks of 64 rows, from which on two programs an SM win (README.md, what was measured)
 
 
@@ -119,11 +120,12 @@ def decode_config(
     padded = next_power_of_2(tokens * heads)
     together = 1  # programs that an SM shall have room for
     if tuning is None:
-        full = SHORT if short or max_seq_len <= _SHORT_KEYS else FULL
+        items_per_sm = items / target.num_sms
+        full = SHORT if items_per_sm >= _SHORT_ITEMS and (short or max_seq_len <= _SHORT_KEYS) else FULL
         if max_seq_len <= ONE_TILE.block_n and itemsize == 2:
             full = ONE_TILE
         sizes = (itemsize, stored_itemsize)
-        tuning = _tuning(items / target.num_sms, full, max_seq_len, block_m, padded, width, *sizes)
+        tuning = _tuning(items_per_sm, full, max_seq_len, block_m, padded, width, *sizes)
         together = tuning.per_sm
         # What a tile has beyond the last key costs its instructions all the same.
         tuning = tuning._replace(block_n=min(tuning.block_n, max(32, next_power_of_2(max_seq_len))))
@@ -158,10 +160,10 @@ def _tuning(
     itemsize: int,
     stored_itemsize: int,
 ) -> DecodeTuning:
-    """`full` where there are three items for two SMs, else LATENCY, with changed what registers do not hold: large
-    tiles of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's
-    output, rows x width of it that of a partial state."""
-    busy, outputs = items_per_sm >= 1.5, block_m * width
+    """`full` where there are more items than SMs, else LATENCY, with changed what registers do not hold: large tiles
+    of output, and keys and values that are converted. `keys` of an item; block_m x width is a query block's output,
+    rows x width of it that of a partial state."""
+    busy, outputs = items_per_sm > 1, block_m * width
     tuning = full if busy else LATENCY if items_per_sm > 1 / 32 else FEW_ITEMS
     if not busy and width <= 64 and items_per_sm > _PAIRED_ITEMS:
         tuning = PAIRED

@@ -103,7 +103,7 @@ def _decode_kernel(
     unit = 1
     if CHUNK > 1 and not MANY_SEQS:
         if (share > 1) & (num_seqs <= programs):
-            whole, shares, count = whole_shares(work, share, programs)
+            whole, shares, count = whole_shares(work, share, programs, OVERHEAD)
             if count <= programs:
                 unit, share, work, total = whole, whole, shares * whole, count * whole
     at = program * share
