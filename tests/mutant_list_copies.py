@@ -139,6 +139,20 @@ FAULTS = (
         "test_dequantise.py no_kernel_for_hopper",
     ),
     Fault(
+        "a window's keys by the portable kernel, whatever the rows",
+        "dequantise:pays",
+        "by_many = unread and",
+        "by_many = False and",
+        "test_dequantise.py many_rows_see",
+    ),
+    Fault(
+        "few keys copied for a few rows",
+        "dequantise:pays",
+        ">= _ROWS_OF_A_KEY * bounds.prompt_keys",
+        ">= 0 * _ROWS_OF_A_KEY",
+        "test_dequantise.py many_rows_see",
+    ),
+    Fault(
         "a few rows over rotated keys read as stored",
         "dequantise:pays",
         "small or shape.codes[0] in ROTATED_KEYS",

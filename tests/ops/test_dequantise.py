@@ -219,6 +219,15 @@ def test_a_small_copy_of_codes_that_no_kernel_for_hopper_reads() -> None:
     assert not copy_turns(shape._replace(codes=("k3", "v3")), step, unread=True)
 
 
+def test_a_copy_of_few_keys_that_many_rows_see() -> None:
+    """Where no kernel for Hopper reads the codes: 300 rows a key on average are enough, 200 are not."""
+    fp8 = {"dtype": torch.float16, "stored_dtype": torch.float8_e4m3fn, "codes": ("e4m3", "e4m3")}
+    shape = SHAPE._replace(**fp8, mask=Mask(causal=True, sliding_window=800).constants)
+    step = BatchBounds(400, 1, 0, 400, 6400, 6400)  # 1,600 rows see 1,199 keys each
+    assert copy_turns(shape, step, unread=True) == 1 and not copy_turns(shape, step)
+    assert not copy_turns(shape, step._replace(max_seq_len=9600, max_keys=9600), unread=True)
+
+
 def test_open_blocks_of_decodes_and_prompts_are_one_launch_that_adds() -> None:
     """To what the call over the copy of full blocks leaves, which adds to nothing."""
     step, native = BatchBounds(1008, 10, 8, 500, 4096, 4096), {"stored_dtype": torch.bfloat16, "codes": (None, None)}

@@ -20,6 +20,7 @@ _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8")
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_PADDED_ROWS = 256  # of 8 bits, whose portable kernel is faster than that for 4; by estimate
 _SMALL_BYTES = 16 << 20  # of a copy that takes less time than the portable kernel loses, whatever the rows; by estimate
+_ROWS_OF_A_KEY = 256  # by which each copied key is seen, on average, that no Hopper kernel reads; by estimate
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
 
 
@@ -57,7 +58,8 @@ def pays(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> bo
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
-    return 2 * seen >= bounds.prompt_keys
+    by_many = unread and bounds.max_query_len * shape.group * seen >= _ROWS_OF_A_KEY * bounds.prompt_keys
+    return by_many or 2 * seen >= bounds.prompt_keys
 
 
 def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> int:
