@@ -87,6 +87,19 @@ def whole_shares(work, share, programs, TILE_OVERHEAD: tl.constexpr):
 
 
 @triton.jit
+def in_whole_shares(work, total, share, programs, num_seqs, TILE_OVERHEAD: tl.constexpr):
+    """Items of `work` tiles each, `total` together, in shares of `share` tiles: with items rounded up to whole shares,
+    if there are programs enough. The tiles that items are then multiples of, else 1, the tiles of a share, of each
+    item, and of all."""
+    unit = 1
+    if (share > 1) & (num_seqs <= programs):
+        whole, shares, count = whole_shares(work, share, programs, TILE_OVERHEAD)
+        if count <= programs:
+            unit, share, work, total = whole, whole, shares * whole, count * whole
+    return unit, share, work, total
+
+
+@triton.jit
 def nearest_key(offs_n, low, end, MASK: tl.constexpr):
     """The keys nearest to offs_n that are in low..end, unsigned: divided by shifting."""
     near = tl.minimum(offs_n, end - 1)

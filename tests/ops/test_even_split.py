@@ -70,9 +70,11 @@ def whole(
 
 
 @pytest.mark.parametrize("tile_overhead", [0, 2])
-@pytest.mark.parametrize("programs", [4, 5, 16, 33])
+@pytest.mark.parametrize("programs", [4, 5, 6, 16, 33])
 @pytest.mark.parametrize(
-    "work", [(3, 3, 3, 0), (4, 5, 7, 10), (5, 0, 0, 0), (0, 61, 1, 7), (157, 157, 157, 0), (16, 90, 401, 33)], ids=str
+    "work",
+    [(3, 3, 3, 0), (8, 8, 8, 8), (4, 5, 7, 10), (5, 0, 0, 0), (0, 61, 1, 7), (157, 157, 157, 0), (16, 90, 401, 33)],
+    ids=str,
 )
 def test_whole_shares_are_as_many_as_programs(
     work: tuple[int, ...], programs: int, tile_overhead: int, device: torch.device

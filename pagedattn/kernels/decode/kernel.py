@@ -27,7 +27,7 @@ import triton.language as tl
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ...runtime.target import pdl_option
-from ..even_split import end_of_keys, key_tiles, nearest_key, shares_of, tiles_of, whole_shares
+from ..even_split import end_of_keys, in_whole_shares, key_tiles, nearest_key, shares_of, tiles_of
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import is_causal, sees_first_keys, visible
 from ..planes import scale_rows
@@ -190,10 +190,7 @@ def _decode_kernel(
                 total += tl.sum(next, 0)
     share = tl.maximum(tl.cdiv(total, programs), 1)
     if CHUNK > 1 and ONE_BLOCK and not MANY_SEQS:
-        if (share > 1) & (num_seqs <= programs):
-            whole, shares, count = whole_shares(work, share, programs, TILE_OVERHEAD)
-            if count <= programs:
-                unit, share, work, total = whole, whole, shares * whole, count * whole
+        unit, share, work, total = in_whole_shares(work, total, share, programs, num_seqs, TILE_OVERHEAD)
     at = program * share
     end = tl.minimum(at + share, total)
     if at >= end:

@@ -22,7 +22,7 @@ from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
-from ..gluon_even_split import end_of_keys, key_tiles, shares_of, tiles_before, tiles_of, whole_shares
+from ..gluon_even_split import end_of_keys, in_whole_shares, key_tiles, shares_of, tiles_before, tiles_of
 from ..gluon_names import reinterpret, thread_barrier
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import sees_first_keys
@@ -102,10 +102,7 @@ def _decode_kernel(
     share = gl.maximum((total + programs - 1) // programs, 1)
     unit = 1
     if CHUNK > 1 and not MANY_SEQS:
-        if (share > 1) & (num_seqs <= programs):
-            whole, shares, count = whole_shares(work, share, programs, OVERHEAD)
-            if count <= programs:
-                unit, share, work, total = whole, whole, shares * whole, count * whole
+        unit, share, work, total = in_whole_shares(work, total, share, programs, num_seqs, OVERHEAD)
     at = program * share
     end = gl.minimum(at + share, total)
     if at < end:
