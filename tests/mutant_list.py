@@ -279,7 +279,7 @@ _BLOCKS = (
     Fault("a window's block released too early", "Mask.first_key", "position - self.sliding_window + 1",
           "position - self.sliding_window + 2", "test_scheduler.py window_blocks"),
     Fault("a failed swap that is trusted", "Scheduler.rollback", "self._lose_swapped()\nself.kv.copies",
-          "self.kv.copies", f"{SIMULATION} [swap]"),
+          "self.kv.copies", "test_swap.py failed_step"),
     Fault("content that was swapped in and not keyed", "KVCacheManager.swap_in",
           "min([len(nodes), *entries])", "len(nodes)", "test_swap.py hit_again"),
     Fault("a shared block that is swapped out", "SwapSpace.store", "if pool.ref_count(block) == 1 or", "if",

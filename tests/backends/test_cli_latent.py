@@ -36,6 +36,7 @@ def test_it_says_what_the_layer_takes(backend: str | None, capsys: pytest.Captur
     said, made = answer(capsys, *(("--backend", backend) if backend else ())), layer(backend)
     assert said["error"] is None and "prefill" not in said and "decode" not in said
     assert said["absorbed"] == made.selection.decode.name and said["expanded"] == made.expanded_selection.prefill.name
+    assert made.selection.prefill.name == made.selection.decode.name, "chunks that are attended to absorbed too"
     assert (said["expanded_head"], said["expanded_from"], said["block_size"]) == ("192/128", 172, 64)
     assert f"expanded 192/128 by {made.expanded_selection.served_by} from 172 tokens on" in made.plan_key[2]
 

@@ -72,6 +72,18 @@ def test_a_swapped_request_goes_on_where_it_was() -> None:
     bench.finish()
 
 
+def test_what_a_failed_step_was_to_swap_out_is_computed_again() -> None:
+    """Its blocks may have been written to before they were copied."""
+    bench = tight()
+    while not (step := bench.scheduler.schedule()) or not step.swap_out:
+        update(bench.scheduler, step, bench.runner.execute(step) if step is not None else [])
+    bench.scheduler.rollback(step)
+    (victim,) = [request for request in bench.requests if request.status is RequestStatus.PREEMPTED]
+    assert victim.swapped is None and bench.scheduler.stats.recomputed_tokens > 0
+    assert bench.kv.swap.num_free == bench.kv.swap.num_blocks
+    bench.finish()
+
+
 def test_blocks_that_stay_cached_are_not_copied_back() -> None:
     """Of the victim's blocks only those are copied back that were handed to others, or that carry no key."""
     bench = tight()
@@ -307,7 +319,9 @@ def test_a_fork_waits_for_its_parent_to_be_swapped_in() -> None:
     child.fork_of = parent
     while not old.finished:
         bench.step()
-    assert parent.swapped is not None and child.status is RequestStatus.WAITING
+    while parent.swapped is not None:
+        step = bench.step()
+    assert step is not None and step.swap_in and child.status is RequestStatus.WAITING
     bench.finish()
     bench.add([5, 6, 7, 8, 1, 2])
     bench.finish()

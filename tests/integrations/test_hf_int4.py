@@ -152,6 +152,18 @@ def test_columns_that_are_taken_back_with_a_window() -> None:
             cache.crop(columns)
 
 
+def test_first_blocks_stay_while_those_behind_them_are_given_up() -> None:
+    """Two cached rows beside each other: what one gave up the other would take."""
+    model, ids = model_of("llama"), tokens(200)
+    hf.enable(model, kv_cache_dtype=FIRST)
+    wanted, cache, other = logits(model, ids, 200), hf.new_cache(model), tokens(200, seed=3)
+    both = torch.cat((ids, other))
+    found = logits(model, both, 25, cache)
+    torch.testing.assert_close(found[:1], wanted, rtol=0, atol=1e-9)
+    store: BlockStore = cache._store
+    assert store.recent is not None and store.recent.num_used <= 2 * (2 + 2 + -(-(64 + 25) // 16))
+
+
 def test_block_sizes() -> None:
     model = model_of("llama")
     with pytest.raises(InvalidInputError, match="block_size must be a multiple of 32"):

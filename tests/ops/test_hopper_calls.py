@@ -177,6 +177,14 @@ def test_fp8_caches_are_served_with_their_scales(stored: torch.dtype) -> None:
     assert refused(call(stored=stored, scale=-0.1)) != ""
 
 
+@pytest.mark.parametrize("codes", ["e4m3", "int8"])
+def test_codes_are_read_in_one_part_alone(codes: str) -> None:
+    shape = shape_of(call())._replace(stored_dtype=torch.int8, codes=(codes, codes))
+    for dims, served in (((128, 128), True), ((80, 80), False), ((192, 128), False), ((96, 96), False)):
+        reason = sm90.why_not(shape._replace(head_dim=dims[0], head_dim_v=dims[1]), "")
+        assert reason == ("" if served else f"head dims {dims[0]} and {dims[1]}, not 64, 128, 256")
+
+
 def test_a_deterministic_call_is_served_but_over_no_copy() -> None:
     shape = shape_of(call(deterministic=True))
     assert sm90.why_not(shape, "") == "" and sm90.params_of(shape, BatchBounds(1, 1, 0, 1, 1), 132).deterministic
