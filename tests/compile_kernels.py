@@ -260,7 +260,7 @@ def report(name: str, kernel: Any, types: Mapping[str, str], constants: dict[str
     unwritten = unwritten_addresses(made.sass) if kernel is attention._paged_attention_kernel and arch == 90 else []
     before, _, _ = made.ptx.partition("griddepcontrol.wait")
     facts = {"waits": made.ptx.count("griddepcontrol.wait"), "inside": inside, "unwritten": unwritten}
-    facts["to_fp8"] = made.ptx.count("cvt.rn.satfinite.e4m3x2.f32")
+    facts |= {"to_fp8": made.ptx.count("cvt.rn.satfinite.e4m3x2.f32"), "tanh": made.ptx.count("tanh.approx")}
     facts |= {"early": len(re.findall(_EFFECT, before)), "triggers": made.ptx.count("griddepcontrol.launch")}
     print(json.dumps({**line, **shared, **facts, "spills": made.spills, "registers": made.registers}))
 
@@ -286,7 +286,7 @@ def unwritten_addresses(sass: str) -> list[str]:
 
 
 def main() -> None:
-    attention_case(90, "bf16", 64, 2, 0, False, "int8", dim_v=16)
+    attention_case(90, "bf16", 64, 2, 0, True, "int8", dim_v=16)
     attention_case(80, "fp16", 64, 8, 128, True)
     attention_case(90, "bf16", 128, 4, 0, False, "turboquant4")
     decode_case(90, "bf16", 128, 4, 1, 1024)

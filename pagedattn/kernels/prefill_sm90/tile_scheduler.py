@@ -16,6 +16,7 @@ from ...runtime.launcher import Launcher
 from .plan import FIELDS
 
 _CHUNK = 128
+_SEQS = 64
 
 
 @triton.jit
@@ -54,27 +55,33 @@ def look_up(
 )
 def _work_list_kernel(
     query_start_loc, seq_lens, items, num_seqs, steps, slots, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr,
+    SEQS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Each program ranks CHUNK slots, and writes them to their ranks."""
+    """Each program ranks CHUNK slots, by what SEQS sequences at a time have before them, and writes them to their
+    ranks."""
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     keys, token, tokens, position, seq = look_up(mine, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
     light = tokens == 1
+    nth = (token - tl.load(query_start_loc + seq)) // BLOCK_Q  # of its sequence's blocks
     rank = tl.zeros([CHUNK], tl.int32)  # among the items of its kind
     count = 0
     count_light = 0
-    for start in range(0, slots, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        theirs, _, their_tokens, _, whose = look_up(other, query_start_loc, seq_lens, num_seqs, steps, BLOCK_Q)
-        theirs = tl.where(other < slots, theirs, -1)
-        their_light = their_tokens == 1
-        count += tl.sum((theirs >= 0).to(tl.int32), 0)
-        count_light += tl.sum(((theirs >= 0) & their_light).to(tl.int32), 0)
+    for first in range(0, num_seqs, SEQS):
+        other = first + tl.arange(0, SEQS)
+        live = other < num_seqs
+        start = tl.load(query_start_loc + other, mask=live, other=0)
+        q_len = tl.load(query_start_loc + other + 1, mask=live, other=0) - start
+        theirs = tl.load(seq_lens + other, mask=live, other=0)
+        lights = (q_len % BLOCK_Q == 1).to(tl.int32)  # the last one, as two tokens fit a block
+        heavies = tl.cdiv(q_len, BLOCK_Q) - lights
+        count += tl.sum(lights + heavies, 0)
+        count_light += tl.sum(lights, 0)
+        alike = tl.where(light[:, None], lights[None, :], heavies[None, :])
         same_keys = theirs[None, :] == keys[:, None]
-        before = (theirs[None, :] > keys[:, None]) | (same_keys & (whose[None, :] < seq[:, None]))
-        before |= same_keys & (whose[None, :] == seq[:, None]) & (other[None, :] > mine[:, None])
-        before &= (their_light[None, :] == light[:, None]) & (theirs >= 0)[None, :]
-        rank += tl.sum(before.to(tl.int32), 1)
+        before = (theirs[None, :] > keys[:, None]) | (same_keys & (other[None, :] < seq[:, None]))
+        own = (other[None, :] == seq[:, None]) & ~light[:, None]
+        later = tl.where(own, heavies[None, :] - 1 - nth[:, None], 0)
+        rank += tl.sum(tl.where(before, alike, later), 1)
     if tl.program_id(0) == 0:
         tl.store(items, 0)
         tl.store(items + 1, 0)
@@ -98,4 +105,5 @@ def launch(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, items: torch.T
     num_seqs, slots = len(seq_lens), len(items) - 2
     arguments = (query_start_loc, seq_lens, items, num_seqs, num_seqs.bit_length() + 1, slots)
     with on_device(items):
-        _launch((triton.cdiv(slots, _CHUNK),), arguments, {"BLOCK_Q": block_q, "CHUNK": _CHUNK, "FIELDS": FIELDS})
+        constants = {"BLOCK_Q": block_q, "CHUNK": _CHUNK, "SEQS": _SEQS, "FIELDS": FIELDS}
+        _launch((triton.cdiv(slots, _CHUNK),), arguments, constants)
