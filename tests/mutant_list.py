@@ -149,7 +149,7 @@ _SHARED_OUT = (
           "tiles = shares_of(tiles, unit) * unit", "pass", f"{EVENLY} test_ragged_lengths"),
     Fault("decodes join however long", "should_fuse_decodes", "seen <= most", "True",
           "test_hopper_calls.py that_join"),
-    Fault("a sequence's first rows first", "_work_list_kernel", "heavies[None, :] - 1 - nth[:, None]", "nth[:, None]",
+    Fault("a sequence's blocks at one rank", "_work_list_kernel", "tl.where(light, 1, nth + 1)", "1",
           "test_work_list.py in_order"),
     Fault("blocks of one token ranked among the others", "_work_list_kernel",
           "tl.where(light[:, None], lights[None, :], heavies[None, :])", "(lights + heavies)[None, :]",

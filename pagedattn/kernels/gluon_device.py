@@ -4,6 +4,7 @@ programs is last."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import softmax
 from .gluon_names import thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -11,6 +12,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 # What smaller scales of values are read as: a sum of exp(logit), in units of the largest exp(logit) * scale, then is a
 # float32.
 SMALLEST_SCALE = gl.constexpr(2.0**-100)
+tanh = gluon.jit(softmax.tanh_by_instruction.fn)
 
 
 @gluon.constexpr_function
@@ -30,12 +32,6 @@ def approximate(OP: gl.constexpr, x):
     """ "lg2" or "rcp" of normal numbers, exact to 2**-22 or so, where `gl.log2` and a division are to the last digit by
     20 instructions."""
     return gl.inline_asm_elementwise(OP + ".approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
-def tanh(x):
-    """By the one instruction there is, to 1.1e-5 of its value (measured; 2**-11 is what PTX promises)."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit

@@ -75,11 +75,11 @@ LATENCY = DecodeTuning(block_n=128, num_warps=4, num_stages=3, per_sm=1)
 FEW_ITEMS = LATENCY._replace(reduction_unroll_regs=128)
 _LARGE_STATE = 16 * 128  # outputs, which 32 registers of a thread have room for two of: more are loaded at once
 _LARGE_STATE_ITEMS = 0.5  # of an SM, where programs that share an item are many
-# Heads of 256: two programs an SM would have one buffer each.
+# Heads of 256, of no more items than SMs: two programs an SM would have one buffer each.
 WIDE = DecodeTuning(block_n=64, num_warps=4, num_stages=4, per_sm=1)
 WIDE_FEW_ITEMS = WIDE._replace(num_warps=8, reduction_unroll_regs=128)
 # Heads of 64, whose tiles are small: products of one program beside the softmax of another.
-PAIRED = DecodeTuning(block_n=64, num_warps=4, num_stages=3, per_sm=2)
+PAIRED = FULL._replace(tile_overhead=0)
 _PAIRED_ITEMS = 0.1  # of an SM, from which on adding up states takes no longer than that saves
 _SHORT_KEYS = 512
 _SHORT_ITEMS = 2.5  # of an SM, below which four programs have too little each

@@ -78,10 +78,9 @@ def _work_list_kernel(
         count_light += tl.sum(lights, 0)
         alike = tl.where(light[:, None], lights[None, :], heavies[None, :])
         same_keys = theirs[None, :] == keys[:, None]
-        before = (theirs[None, :] > keys[:, None]) | (same_keys & (other[None, :] < seq[:, None]))
-        own = (other[None, :] == seq[:, None]) & ~light[:, None]
-        later = tl.where(own, heavies[None, :] - 1 - nth[:, None], 0)
-        rank += tl.sum(tl.where(before, alike, later), 1)
+        before = (theirs[None, :] > keys[:, None]) | (same_keys & (other[None, :] <= seq[:, None]))
+        rank += tl.sum(tl.where(before, alike, 0), 1)
+    rank -= tl.where(light, 1, nth + 1)  # of its own sequence only those behind it
     if tl.program_id(0) == 0:
         tl.store(items, 0)
         tl.store(items + 1, 0)
