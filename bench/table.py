@@ -208,8 +208,8 @@ def _latent_prefill() -> list[Case]:
 
 def _formats() -> list[Case]:
     """What a cache's format can make slower: decodes, several tokens, a shared prefix, a few new tokens and a prompt,
-    with heads of 128, 64 and 256, and 9/3 of them."""
-    layers, texts = ((32, 8, 128), (32, 8, 64), (16, 8, 256), (9, 3, 64)), _FORMATS.items()
+    with heads of 128, 64, 96 and 256, and 9/3 of them."""
+    layers, texts = ((32, 8, 128), (32, 8, 64), (32, 8, 96), (16, 8, 256), (9, 3, 64)), _FORMATS.items()
     return [Case(suite, text, *layer) for layer in layers for suite, text in texts]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from assembler import Compiled
 from triton.experimental.gluon._runtime import GluonASTSource
+from wgmma_operands import overwritten
 
 from pagedattn.kernels.decode_sm90.kernel import _decode_kernel, constants_of
 from pagedattn.kernels.decode_sm90.many_rows_kernel import many_rows_kernel
@@ -86,6 +87,7 @@ def compile_one(
     made = Compiled(source, 90, {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers})
     loop = key_loop(made.sass)
     facts = {"name": name, "shared": made.shared, "spills": made.spills, "registers": made.registers}
+    facts["overwritten"] = overwritten(made.sass)
     counted = Counter(one.split(".")[0] for one in loop)
     # Of 64 bits and more: four codes at a time would be words.
     wide = sum(bool(re.search(r"\.(64|128)\b", one)) for one in loop if one.startswith("LDG"))
@@ -128,6 +130,7 @@ def main() -> None:
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), prior, accumulate=True)
     compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
     compile_one("bf16-D128-G2", torch.bfloat16, 128, 2, 256)
+    compile_one("turboquant4-D80-G4-T16", torch.uint8, 80, 4, 3, 16, **turboquant)
     if "--grid" in sys.argv:
         compile_one("fp16-D64-G8-window-all", torch.float16, 64, 8, 300, 1, (1, 100), prior, accumulate=True)
         compile_one("int8-D128-G4-T8", torch.int8, 128, 4, 64, 8)
@@ -154,6 +157,16 @@ def main() -> None:
             "turboquant_k4v3-D128-G8-few", torch.uint8, 128, 8, 1, given=every, **turboquant | {"values": "turboquant3"}
         )
         compile_one("turboquant_k3v4-D256-G8", torch.uint8, 256, 8, 300, **turboquant | {"keys": "turboquant3"})
+        compile_one("e4m3-D96-G4", torch.float8_e4m3fn, 96, 4, 64)
+        compile_one("int8-D80-G4-T5", torch.int8, 80, 4, 64, 5)
+        compile_one("k8v4-D72-G4", torch.int8, 72, 4, 64, values="rotated_int4")
+        compile_one("k8v4-D192-G8", torch.int8, 192, 8, 300, values="rotated_int4")
+        compile_one("int4-D96-G4", torch.uint8, 96, 4, 64, **int4)
+        compile_one("int4-D112-G4-T16", torch.uint8, 112, 4, 64, 16, given=("lse_out",), accumulate=True, **int4)
+        compile_one("turboquant3-D96-G4", torch.uint8, 96, 4, 64, **turboquant | three)
+        compile_one("turboquant2-D80-G4-T8", torch.uint8, 80, 4, 64, 8, **turboquant | two)
+        compile_one("k8v4-D64-G4-T16", torch.int8, 64, 4, 64, 16, values="rotated_int4")
+        compile_one("turboquant3-D64-G8-T5", torch.uint8, 64, 8, 64, 5, given=every, **turboquant | three)
         compile_one("e4m3-D128-G16-few", torch.float8_e4m3fn, 128, 16, 4)
 
 

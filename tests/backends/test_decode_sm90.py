@@ -51,6 +51,10 @@ KINDS = {
     "int8, 64, values of 128, 16 heads a group, HND": Case(
         **BF16 | INT8 | {"heads": (16, 1), "head_dim": 64}, head_dim_v=128, layout="HND", block_size=32
     ),
+    "e4m3, 96": Case(**BF16 | E4M3 | {"head_dim": 96}),
+    "e5m2, 80, scales of heads, HND": Case(**BF16 | E5M2 | {"head_dim": 80}, kv_scale="head", layout="HND"),
+    "int8, 72, values of 104": Case(**BF16 | INT8 | {"head_dim": 72}, head_dim_v=104, sliding_window=70),
+    "int8, 192, eight heads a group": Case(**BF16 | INT8 | {"heads": (8, 1), "head_dim": 192}, sinks=0.5),
     "int8, 24 heads a group": Case(**BF16 | INT8 | {"heads": (24, 1)}),
     "int8, queries beyond float16": Case(**BF16 | INT8, magnitude=3e5, scale=1e-12),
     "int8, small values": Case(**BF16 | INT8, magnitude=1e-6, scale=1e11),
@@ -62,11 +66,15 @@ KINDS = {
     "k8v4, 128, values of 64, 16 heads a group, ALiBi": Case(
         **BF16 | K8V4 | {"heads": (16, 1)}, head_dim_v=64, block_size=32, alibi=True
     ),
+    "k8v4, 80, three heads a group": Case(**BF16 | K8V4 | {"heads": (9, 3), "head_dim": 80}, layout="HND"),
+    "k8v4, 120, soft cap": Case(**BF16 | K8V4 | {"head_dim": 120}, softcap=9.0, sinks=0.5),
     "int4": Case(**BF16 | INT4),
     "int4, fp16, 64, HND": Case(**BF16 | INT4 | {"dtype": torch.float16, "head_dim": 64}, layout="HND"),
     "int4, 256, eight heads a group, blocks of 64": Case(
         **BF16 | INT4 | {"heads": (8, 1), "head_dim": 256, "block_size": 64}
     ),
+    "int4, fp16, 96": Case(**BF16 | INT4 | {"dtype": torch.float16, "head_dim": 96}),
+    "int4, 72, HND": Case(**BF16 | INT4 | {"head_dim": 72}, layout="HND"),
     "int4, soft cap, sinks": Case(**BF16 | INT4, softcap=9.0, sinks=0.5),
     "int4, queries beyond float16": Case(**BF16 | INT4, magnitude=3e3, scale=1e-8),
     "int4, the last 40 tokens in 16 bit": Case(**BF16 | INT4 | {"kv_cache_dtype": "int4:window=40:first=40"}),
@@ -75,6 +83,14 @@ KINDS = {
         **BF16 | TURBO | {"dtype": torch.float16, "block_size": 16}, layout="HND"
     ),
     "turboquant4, three heads a group": Case(**BF16 | TURBO | {"heads": (9, 3)}),
+    "turboquant4, 80": Case(**BF16 | TURBO | {"head_dim": 80}),
+    "turboquant4, fp16, 112, three heads a group, HND": Case(
+        **BF16 | TURBO | {"dtype": torch.float16, "heads": (9, 3), "head_dim": 112}, layout="HND"
+    ),
+    "turboquant4, 192, values of 72": Case(**BF16 | TURBO | {"heads": (8, 1), "head_dim": 192}, head_dim_v=72),
+    "turboquant4, 96, the last 64 tokens in 16 bit": Case(
+        **BF16 | TURBO | {"kv_cache_dtype": "turboquant4:window=64", "head_dim": 96}
+    ),
     "turboquant4, 64, window, sinks": Case(**BF16 | TURBO | {"head_dim": 64}, sliding_window=70, sinks=0.5),
     "turboquant4, 256, eight heads a group, ALiBi": Case(
         **BF16 | TURBO | {"heads": (8, 1), "head_dim": 256}, alibi=True
@@ -88,6 +104,8 @@ KINDS = {
     "turboquant3, 64, values of 128, window": Case(
         **BF16 | TURBO3 | {"head_dim": 64}, head_dim_v=128, sliding_window=70
     ),
+    "turboquant3, 96, blocks of 16": Case(**BF16 | TURBO3 | {"head_dim": 96, "block_size": 16}),
+    "turboquant2, 80, HND": Case(**BF16 | TURBO2 | {"head_dim": 80}, layout="HND"),
     "turboquant_k4v3, fp16, sinks": Case(**BF16 | K4V3 | {"dtype": torch.float16}, sinks=0.5),
     "turboquant_k3v4, three heads a group, ALiBi, HND": Case(
         **BF16 | K3V4 | {"heads": (9, 3)}, alibi=True, layout="HND"
@@ -97,7 +115,16 @@ KINDS = {
     "turboquant2, 256, values of 64": Case(**BF16 | TURBO2 | {"heads": (8, 1), "head_dim": 256}, head_dim_v=64),
     "turboquant3, the last 64 tokens in 16 bit": Case(**BF16 | TURBO3 | {"kv_cache_dtype": "turboquant3:window=64"}),
 }
-OUTSIDE = ("e4m3", "e4m3, scales of heads, HND", "int8", "int4", "turboquant4", "turboquant3")
+OUTSIDE = (
+    "e4m3",
+    "e4m3, scales of heads, HND",
+    "e4m3, 96",
+    "int8",
+    "int4, 72, HND",
+    "int4",
+    "turboquant4",
+    "turboquant3",
+)
 LENS = [
     (1, 15, 16, 17, 63, 64, 65, 127, 500, 3000, 5),
     (20_000,),
@@ -149,7 +176,7 @@ def test_several_tokens(kind: str, launches: list[Any]) -> None:
     [
         name
         for name, case in KINDS.items()
-        if case.head_dim == 128 and not case.head_dim_v and case.heads[0] < 16 and name not in NATIVE
+        if case.head_dim <= 128 and not case.head_dim_v and case.heads[0] < 16 and name not in NATIVE
     ],
 )
 def test_many_rows(kind: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,21 @@ def test_4_bits_are_served_by_twice_the_keys_where_a_block_has_them(codes: tuple
     assert kernels(shape._replace(codes=(codes[0], "int8")), decodes()) == ["decode"]
 
 
+def test_heads_of_other_sizes_are_served_where_their_rows_are_whole_words() -> None:
+    def served(dim: int, codes: tuple[str, str], tokens: int = 1) -> bool:
+        shape = SHAPE._replace(head_dim=dim, head_dim_v=dim, codes=codes)
+        return kernels(shape, decodes(tokens=tokens)) == ["decode_sm90"]
+
+    assert all(served(dim, CODES) for dim in (72, 80, 96, 112, 120, 136, 192))
+    assert all(served(dim, K8V4, 16) for dim in (72, 80, 96, 120)), "64 rows, as of heads of 128"
+    assert not served(192, K8V4, 5)
+    two, three = ("turboquant2", "turboquant2"), ("turboquant4", "turboquant3")
+    assert [served(dim, two) for dim in (80, 96, 104)] == [True, True, False]
+    assert [served(dim, three) for dim in (80, 96, 160)] == [False, True, True], "lower and upper bits"
+    config = hopper_decode_config(SHAPE._replace(head_dim=96, head_dim_v=80), decodes(64), H200)
+    assert config == hopper_decode_config(SHAPE, decodes(64), H200), "states are of 128 elements"
+
+
 def test_many_decodes_over_16_bits_are_its_own() -> None:
     native, enough = SHAPE._replace(stored_dtype=torch.bfloat16, codes=(None, None)), target_of(CPU).num_sms // 4
     assert kernels(native, decodes(enough)) == kernels(native._replace(head_dim=64), decodes(64)) == ["decode_sm90"]
@@ -71,6 +86,7 @@ def test_many_decodes_over_16_bits_are_its_own() -> None:
         (native, decodes(64, tokens=2)),
         (native._replace(group=9), decodes(64)),
         (native._replace(head_dim=256), decodes(64)),
+        (native._replace(head_dim=96, head_dim_v=96), decodes(64)),
         (native._replace(block_size=8), decodes(64)),
         (native._replace(stored_dtype=torch.float16), decodes(64)),
         (native._replace(dtype=torch.float32, stored_dtype=torch.float32), decodes(64)),
@@ -82,19 +98,21 @@ def test_many_decodes_over_16_bits_are_its_own() -> None:
 
 
 def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
-    assert kernels(SHAPE._replace(head_dim=64, head_dim_v=64, codes=K8V4), decodes(tokens=5)) == ["decode"]
+    assert kernels(SHAPE._replace(head_dim=64, codes=K8V4), decodes(tokens=5)) == ["decode"], "values of another size"
+    assert kernels(SHAPE._replace(head_dim=256, head_dim_v=256, codes=K8V4), decodes(tokens=3)) == ["decode"]
     assert kernels(SHAPE, decodes(), has_words=False) == ["decode"]
     assert kernels(SHAPE._replace(deterministic=True), decodes()) == ["prefill_sm90"]
     assert kernels(SHAPE._replace(deterministic=True, alibi=True), decodes()) == ["prefill"]
     for other in (
         {"dtype": torch.float32},
-        {"head_dim": 96},
-        {"head_dim_v": 80},
+        {"head_dim": 100},
+        {"head_dim_v": 60},
+        {"head_dim": 264},
         {"block_size": 8},
         {"block_size": None},
         {"group": 65},
-        {"group": 17, "head_dim": 64, "head_dim_v": 64},
-        {"group": 9, "head_dim": 256},
+        {"group": 17, "head_dim": 64},
+        {"group": 9, "head_dim": 136},
         {"codes": ("int8", None)},  # bytes of another meaning
     ):
         shape = SHAPE._replace(**other)
@@ -109,7 +127,9 @@ def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() 
     assert kernels(SHAPE._replace(group=8), decodes(tokens=8)) == ["decode_sm90"]
     assert kernels(SHAPE._replace(group=8), decodes(tokens=9)) == ["prefill_sm90"], "two blocks convert a tile twice"
     assert kernels(SHAPE, decodes(tokens=5), has_words=False) == ["prefill_sm90"]
-    assert kernels(SHAPE._replace(head_dim=64, head_dim_v=64), decodes(tokens=5)) == ["prefill_sm90"]
+    narrow = shape._replace(head_dim=64, head_dim_v=64)
+    assert kernels(narrow, decodes(tokens=5)) == ["decode_sm90"]
+    assert kernels(narrow._replace(codes=CODES), decodes(tokens=5)) == ["prefill_sm90"]
     config = hopper_decode_config(shape, decodes(64, tokens=16), H200)
     assert (config.rows, config.tuning.tile, config.programs) == (64, 64, 2 * 132)
     assert config.tiles == 64 * 8 * 4096 // 64 and config.state == 64 * (128 + 2)
@@ -145,7 +165,7 @@ def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_ro
     for codes in (CODES, K8V4):
         assert prefix_of(SHAPE._replace(codes=codes), decodes(1024)) == (by_codes, "decode_sm90", 64)
     assert prefix_of(SHAPE._replace(**narrow), decodes(80)) == (by_codes, "prefill_sm90", 80)
-    assert prefix_of(SHAPE._replace(codes=K8V4, **narrow), decodes(64)) == (by_codes, "decode", 64)
+    assert prefix_of(SHAPE._replace(codes=K8V4, **narrow), decodes(64)) == (by_codes, "decode_sm90", 64)
     native = SHAPE._replace(codes=(None, None), stored_dtype=torch.bfloat16)
     assert prefix_of(native, decodes(80)) == (["decode"], "prefill_sm90", 80)
     assert prefix_of(native, decodes(20)) == (["decode"], "decode", 64)

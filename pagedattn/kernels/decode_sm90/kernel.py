@@ -7,6 +7,7 @@ tile has been copied. Products are transposed, keys by query rows and channels b
 of queries, not to 16. Source: stream-K (PPoPP 2023).
 
 Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a group), `s` [W, KEYS, R], `acc` [W, DV, R].
+D and DV are powers of two; what is beyond HEAD_DIM and HEAD_DIM_V elements is zeros, or of no use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .key_loop import attend, begin_tiles
 from .many_rows_kernel import many_rows_kernel
 from .operands import in_order, sink_exponent
 from .outputs import write_item
-from .plan import FEW_ROWS, HopperDecodeConfig
+from .plan import FEW_ROWS, HopperDecodeConfig, width
 from .queries import first_of, load_queries, rows_of, used_rows
 from .staging import staging_of
 
@@ -65,10 +66,10 @@ def _decode_kernel(
     prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
     so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
-    ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
-    V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
-    V_SLOT: gl.constexpr, ALIGNED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr,
+    CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr, ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
+    K_CODES: gl.constexpr, V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr,
+    K_SLOT: gl.constexpr, V_SLOT: gl.constexpr, ALIGNED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     QUERY: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -124,8 +125,8 @@ def _decode_kernel(
             base += tiles_passed
 
         staging = staging_of(
-            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, ALIGNED, D, DV, W,
-            KEYS, S, SLOTS, STRIDES, CODES,
+            key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, ALIGNED, D, DV,
+            (HEAD_DIM, HEAD_DIM_V), W, KEYS, S, SLOTS, STRIDES, CODES,
         )  # fmt: skip
         EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, USED, [1, 0])
         if K_CODES == "native":  # tiles leave no room beside them, and an item's are done with
@@ -162,8 +163,9 @@ def _decode_kernel(
                 if from_key < to_key:  # before the queries are waited for
                     begin_tiles(staging, blocks, from_key, to_key, low, num_blocks, MMA)
                 q, q_rest, up = load_queries(
-                    query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, R, USED, W, K_CODES, QUERY
-                )
+                    query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, HEAD_DIM, R, USED, W,
+                    K_CODES, QUERY,
+                )  # fmt: skip
                 up = gl.convert_layout(up, STATES)
 
                 q_row, head, exists = rows_of(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
@@ -194,7 +196,7 @@ def _decode_kernel(
                 write_item(
                     all_acc, all_m, all_l, out, prior, lse_out, workspace, kv_head, program, q_start, q_len, q_block,
                     origin == at, stop == close, origin // share, (close - 1) // share, scale, so_t, so_h, sl_t,
-                    KV_HEADS, GROUP, BLOCK_Q, V_CODES, ACCUMULATE,
+                    HEAD_DIM_V, KV_HEADS, GROUP, BLOCK_Q, V_CODES, ACCUMULATE,
                 )  # fmt: skip
                 at = stop
 
@@ -212,8 +214,10 @@ def constants_of(
         "S": shape.block_size,
         "KV_HEADS": shape.num_kv_heads,
         "GROUP": shape.group,
-        "D": shape.head_dim,
-        "DV": shape.head_dim_v,
+        "D": width(shape.head_dim),
+        "DV": width(shape.head_dim_v),
+        "HEAD_DIM": shape.head_dim,
+        "HEAD_DIM_V": shape.head_dim_v,
         "R": config.rows,
         "W": config.tuning.warps,
         "OVERHEAD": config.tuning.tile_overhead,

@@ -14,7 +14,7 @@ from .key_loop import first_key, known_blocks
 from .many_rows_convert import copy_tile, load_tile, store_keys, store_values, tables_of
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS, keys_of
 from .outputs import write_item
-from .queries import in_range, rows_of
+from .queries import in_range, inside, rows_of
 
 
 @gluon.constexpr_function
@@ -42,8 +42,9 @@ def _load_queries(query, sq_t, sq_h, item, kv_head, rooms, shape):
     )
     start = query + gl.expand_dims((item.q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
     dim = gl.expand_dims(gl.arange(0, shape.D, gl.SliceLayout(0, shape.MINE)), 0)
-    x = gl.load(start + dim, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
-    q, rest, up = in_range(x, shape.ROTATED, 14)
+    there = inside(gl.expand_dims(exists, 1), dim, shape.HEAD_DIM, shape.D)
+    x = gl.load(start + dim, mask=there, other=0.0).to(gl.float32)
+    q, rest, up = in_range(x, shape.ROTATED, 14, shape.HEAD_DIM)
     rooms.q.store(q)
     if shape.ROTATED:
         rooms.q_rest.store(rest)
@@ -104,7 +105,9 @@ def _attend_tiles(
     last_pos = gl.minimum(first_pos + shape.BLOCK_Q, item.seq_len) - 1
     whole_from, whole_to = least_key(last_pos, shape.MASK), end_key(first_pos, item.seq_len, shape.MASK)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, shape.LOGITS, 2)
-    q = (rooms.q.load(OPERAND), rooms.q_rest.load(OPERAND)) if shape.ROTATED else (rooms.q.load(OPERAND),)
+    q = (rooms.q, rooms.q_rest)
+    if shape.QUERIES_IN_REGISTERS:
+        q = (rooms.q.load(OPERAND), rooms.q_rest.load(OPERAND)) if shape.ROTATED else (rooms.q.load(OPERAND),)
     tables = (tables_of(begin, shape.K_WORDS, shape.K_CODES), tables_of(begin, shape.V_WORDS, shape.V_CODES))
     at = first_key(begin, low, past, warp, KEYS_OF_WARP)
     block, known = known_blocks(gl.load(table + at // shape.S), num_blocks)
@@ -122,8 +125,7 @@ def _attend_tiles(
         if start + KEYS < past:
             copy_tile(codes, stage ^ 1, at, block, known, kv_head, low, past, rooms, shape)
         k, v, of_keys, of_values = load_tile(codes, stage, this_at, this_block, kv_head, OF_KEYS, rooms, shape)
-        stage = stage ^ 1
-        store_keys(k, of_keys, of_values, tables[0], seen, rooms, shape)
+        store_keys(k, of_keys, of_values, tables[0], seen, stage, rooms, shape)
         fence_async_shared()
         thread_barrier()
         s = _begin_products(q, rooms, shape)
@@ -143,9 +145,10 @@ def _attend_tiles(
         acc *= gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.OUTPUT)), 1)
         acc = warpgroup_mma(weights, rooms.values(), acc, is_async=True)
         if shape.V_STRIDES is not None:  # sums are of weights, not of what values are multiplied by
-            p *= gl.expand_dims(rooms.inverses.load(gl.SliceLayout(0, shape.LOGITS)), 0)
+            p *= gl.expand_dims(rooms.inverses.index(stage).load(gl.SliceLayout(0, shape.LOGITS)), 0)
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS), assert_trivial=True)
         l_i = l_i * gl.expand_dims(alpha, 1) + _sums(p)
+        stage = stage ^ 1
         # Of a warp's own products; for those of others the barriers of the next turn wait, before values are stored.
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, m_i, l_i
@@ -211,7 +214,7 @@ def attend_items(
             write_item(
                 mine, m_i, l_i, out, prior, lse_out, workspace, kv_head, program, item.q_start, item.q_len,
                 item.q_block, item.origin == at, stop == item.close, program_of(item.origin, programs, total),
-                program_of(item.close - 1, programs, total), out_scale, so_t, so_h, sl_t, shape.KV_HEADS, shape.G,
-                shape.BLOCK_Q, shape.V_CODES, shape.ACCUMULATE,
+                program_of(item.close - 1, programs, total), out_scale, so_t, so_h, sl_t, shape.HEAD_DIM,
+                shape.KV_HEADS, shape.G, shape.BLOCK_Q, shape.V_CODES, shape.ACCUMULATE,
             )  # fmt: skip
         at = stop

@@ -9,16 +9,17 @@ from ..gluon_device import SMALLEST_SCALE, approximate, bits
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
 from .operands_4bit import STEP_OFFSET, channels, level_tables
-from .spread_codes import is_spread, stored_words
-from .staging import copy_channels, copy_rows, copy_scales, load_channels, load_scales, load_words
+from .spread_codes import is_spread
+from .staging import copy_channels, copy_codes, copy_scales, load_channels, load_scales, load_words
 
 
 @gluon.constexpr_function
 def _row_layout(words, codes):
     """Layout of rows [WARPS, KEYS_OF_WARP, words * codes] of which a thread has 16 bytes of codes, four words, at a
-    time. Eight threads that follow each other have eight rows: with the swizzle of 128 bytes they use all banks."""
+    time. Eight threads that follow each other have eight rows: with the swizzle of 128 bytes they use all banks. Where
+    there are fewer parts than threads, the upper half of them has the same ones."""
     parts = [[0, 0, 4 * codes << i] for i in range(bits(words // 4))]
-    lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], *parts[:2], [0, 8, 0]][:5]
+    lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], *parts[:2], [0, 8, 0], [0, 0, 0]][:5]
     registers = [[0, 0, 1 << i] for i in range(bits(codes) + 2)] + parts[2:] + [[0, 8, 0]] * (len(parts) > 1)
     return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 16, words * codes])
 
@@ -85,13 +86,15 @@ def copy_tile(codes, stage, at, block, known, kv_head, low, end, rooms, shape):
     key, value, k_scales, v_scales, sk_b, sv_b = codes
     S: gl.constexpr = shape.S
     NEAREST: gl.constexpr = shape.NEAREST
-    K_WORDS: gl.constexpr = stored_words(shape.K_WORDS, shape.K_CODES)
-    V_WORDS: gl.constexpr = stored_words(shape.V_WORDS, shape.V_CODES)
-    k_codes, v_codes = rooms.k_codes.index(stage), rooms.v_codes.index(stage)
-    copy_rows(k_codes, key, at, block, known, low, end, sk_b, 0, 1, S, shape.K_SLOT, NEAREST, K_WORDS)
-    copy_rows(v_codes, value, at, block, known, low, end, sv_b, 0, 1, S, shape.V_SLOT, NEAREST, V_WORDS)
+    K_CODES: gl.constexpr = shape.K_CODES
+    V_CODES: gl.constexpr = shape.V_CODES
+    keys, values = rooms.k_codes.index(stage), rooms.v_codes.index(stage)
+    K_SLOT, V_SLOT = shape.K_SLOT, shape.V_SLOT
+    copy_codes(keys, key, at, block, known, low, end, sk_b, 0, 1, S, K_SLOT, NEAREST, shape.K_STORED, K_CODES)
+    copy_codes(values, value, at, block, known, low, end, sv_b, 0, 1, S, V_SLOT, NEAREST, shape.V_STORED, V_CODES)
     if shape.PER_CHANNEL:
-        copy_channels(rooms.of_keys[0].index(stage), k_scales, block, known, kv_head, shape.K_STRIDES)
+        memory = rooms.of_keys[0].index(stage)
+        copy_channels(memory, k_scales, block, known, kv_head, shape.HEAD_DIM, shape.K_STRIDES)
     elif shape.K_SCALED:
         memory = rooms.of_keys[0].index(stage)
         copy_scales(memory, k_scales, at, block, kv_head, S, shape.K_STRIDES)
@@ -122,9 +125,9 @@ def load_tile(codes, stage, at, block, kv_head, EACH: gl.constexpr, rooms, shape
 
 
 @gluon.jit
-def store_keys(k, of_keys, of_values, tables, seen, rooms, shape):
-    """Keys of `load_tile` as numbers in the place of the tile before, and what both keys and values are multiplied by.
-    seen: which keys; of others scales may be anything. tables: `tables_of` them."""
+def store_keys(k, of_keys, of_values, tables, seen, stage, rooms, shape):
+    """Keys of `load_tile`, of a stage, as numbers in the place of the tile before, and what both keys and values are
+    multiplied by. seen: which keys; of others scales may be anything. tables: `tables_of` them."""
     x = _numbers(k, tables, shape.K_CODES)
     if shape.PER_CHANNEL:
         x = _times_plus(x, _of_channels(of_keys[0], x), _of_channels(of_keys[1], x))
@@ -135,7 +138,7 @@ def store_keys(k, of_keys, of_values, tables, seen, rooms, shape):
     if shape.V_STRIDES is not None:
         factor = gl.expand_dims(gl.where(of_values[0] < SMALLEST_SCALE, SMALLEST_SCALE, of_values[0]), 2)
         log += gl.where(seen, approximate("lg2", factor), 0.0)
-        rooms.inverses.store(gl.where(seen, approximate("rcp", factor), 0.0).reshape([KEYS]))
+        rooms.inverses.index(stage).store(gl.where(seen, approximate("rcp", factor), 0.0).reshape([KEYS]))
     rooms.logs.store(log.reshape([KEYS]))
 
 

@@ -25,16 +25,16 @@ def many_rows_kernel(
     prior, num_seqs, num_blocks, max_keys, qk_scale, out_scale, softcap, sq_t, sq_h, sk_b, sk_h, sv_b, sv_h, so_t,
     so_h, sl_t, s_table, s_kscale, s_vscale, k_scale_cache, v_scale_cache,
     S: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr,
-    ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, K_CODES: gl.constexpr,
-    V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr, K_SLOT: gl.constexpr,
-    V_SLOT: gl.constexpr, ALIGNED: gl.constexpr, ACCUMULATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, R: gl.constexpr, W: gl.constexpr, OVERHEAD: gl.constexpr,
+    CHUNK: gl.constexpr, MANY_SEQS: gl.constexpr, ONE_TOKEN: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr,
+    K_CODES: gl.constexpr, V_CODES: gl.constexpr, K_STRIDES: gl.constexpr, V_STRIDES: gl.constexpr, KEYS: gl.constexpr,
+    K_SLOT: gl.constexpr, V_SLOT: gl.constexpr, ALIGNED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(D == DV, "keys and values have one place each in a tile")
+    gl.static_assert(HEAD_DIM == HEAD_DIM_V, "keys and values have one place each in a tile")
     CODES: gl.constexpr = (K_CODES, V_CODES)
     STRIDES: gl.constexpr = (K_STRIDES, V_STRIDES)
     SLOTS: gl.constexpr = (K_SLOT, V_SLOT)
-    shape = Shape(R, GROUP, KV_HEADS, S, D, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE)
+    shape = Shape(R, GROUP, KV_HEADS, S, D, HEAD_DIM, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE)
     step = Step(query_start_loc, seq_lens, num_seqs, max_keys)
     kv_head = gl.program_id(0) % KV_HEADS
     key += head_offset(kv_head, sk_h, ALIGNED)

@@ -22,7 +22,8 @@ KEYS_OF_WARP = gl.constexpr(16)  # that lie in one block
 class Shape:
     """What the kernel is compiled for: query blocks of R rows, G heads of each token, of KV_HEADS of the cache.
 
-    S slots of a block; D elements of keys and of values; *_CODES, *_STRIDES and *_SLOT as of `kernel._decode_kernel`.
+    S slots of a block; D elements of keys and of values as operands take them, of which HEAD_DIM are stored, *_STORED
+    words of *_WORDS; *_CODES, *_STRIDES and *_SLOT as of `kernel._decode_kernel`.
     LOGITS [R, KEYS] and OUTPUT [R, D] are the layouts of products, MINE that of outputs when they are written. ROTATED:
     queries are, so that float16 rounds them. PER_CHANNEL, K_SCALED: what keys are multiplied by.
     """
@@ -32,6 +33,7 @@ class Shape:
     KV_HEADS: gl.constexpr
     S: gl.constexpr
     D: gl.constexpr
+    HEAD_DIM: gl.constexpr
     OVERHEAD: gl.constexpr
     CHUNK: gl.constexpr
     MASK: gl.constexpr
@@ -49,18 +51,24 @@ class Shape:
     MINE: gl.constexpr
     K_WORDS: gl.constexpr
     V_WORDS: gl.constexpr
+    K_STORED: gl.constexpr
+    V_STORED: gl.constexpr
     NEAREST: gl.constexpr
     ROTATED: gl.constexpr
+    QUERIES_IN_REGISTERS: gl.constexpr
     PER_CHANNEL: gl.constexpr
     K_SCALED: gl.constexpr
     SINK: gl.constexpr
     ACCUMULATE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, R, G, KV_HEADS, S, D, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE):
+    def __init__(
+        self, R, G, KV_HEADS, S, D, HEAD_DIM, OVERHEAD, CHUNK, MASK, SOFTCAP, CODES, STRIDES, SLOTS, ACCUMULATE
+    ):
         # What is in a tuple comes as a constexpr, of None too.
         CODES, STRIDES, SLOTS = ([getattr(x, "value", x) for x in one] for one in (CODES, STRIDES, SLOTS))
-        self.R, self.G, self.KV_HEADS, self.S, self.D = (gl.constexpr(x) for x in (R, G, KV_HEADS, S, D))
+        self.R, self.G, self.KV_HEADS, self.S = (gl.constexpr(x) for x in (R, G, KV_HEADS, S))
+        self.D, self.HEAD_DIM = gl.constexpr(D), gl.constexpr(HEAD_DIM)
         self.OVERHEAD, self.CHUNK, self.MASK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK), gl.constexpr(MASK)
         self.SOFTCAP, self.BLOCK_Q, self.KEYS = gl.constexpr(SOFTCAP), gl.constexpr(R // G), KEYS
         self.K_CODES, self.V_CODES = (gl.constexpr(x) for x in CODES)
@@ -71,9 +79,13 @@ class Shape:
         )
         self.MINE = gl.constexpr(gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0]))
         self.K_WORDS, self.V_WORDS = (gl.constexpr(D // codes_of_word(codes)) for codes in CODES)
+        self.K_STORED, self.V_STORED = (gl.constexpr(HEAD_DIM // codes_of_word(codes)) for codes in CODES)
         self.SINK, self.ACCUMULATE = gl.constexpr(sink_exponent(STRIDES[1])), gl.constexpr(ACCUMULATE)
         self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
         self.ROTATED = gl.constexpr(is_turboquant(CODES[0]))
+        # Of heads of 64 they are as many registers as weights: ptxas (12.8) gives weights the same ones, so that from
+        # the second tile on queries are the weights of the tile before.
+        self.QUERIES_IN_REGISTERS = gl.constexpr(D > 64)
         self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
         self.K_SCALED = gl.constexpr(STRIDES[0] is not None and CODES[0] != "int4_per_channel")
 
@@ -82,7 +94,8 @@ class Shape:
 class Rooms:
     """Shared memory: queries, of rotated ones what float16 rounds off them; a tile's keys and values; of its keys,
     [KEYS], their `scales`, `logs`, the log2 of what values are yet to be multiplied by (-inf of unseen keys), and
-    `inverses` of that; and two tiles of codes, with what they have beside them, () where that is nothing."""
+    `inverses` of that, which a warp may still read while others are at the next tile, by stage; and two tiles of codes,
+    with what they have beside them, () where that is nothing."""
 
     q: gl.shared_memory_descriptor
     q_rest: gl.shared_memory_descriptor
@@ -141,7 +154,7 @@ def make_rooms(shape):
     of_tile = (
         gl.allocate_shared_memory(gl.float32, [KEYS], OF_KEYS),
         gl.allocate_shared_memory(gl.float32, [KEYS], OF_KEYS),
-        gl.allocate_shared_memory(gl.float32, [KEYS], OF_KEYS),
+        gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], OF_KEYS),
     )
     K_ROW: gl.constexpr = memory_words(shape.K_WORDS, shape.K_CODES)
     V_ROW: gl.constexpr = memory_words(shape.V_WORDS, shape.V_CODES)

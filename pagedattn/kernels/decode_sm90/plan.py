@@ -14,7 +14,8 @@ from ..shape import AttentionShape, BatchBounds
 from ..tiles import next_power_of_2
 
 KEYS_PER_WARP = 16
-_DIMS = (64, 128, 256)
+_NARROWEST, _WIDEST = 64, 256  # heads
+_CODES_OF_WORDS = {"turboquant3": 32, "turboquant2": 16}  # of whole words of which rows are; of others 8
 _MASKS = ("sliding_window", "earlier_blocks", "recent_blocks", "from_block")
 _TURBOQUANT = tuple((one.key.codes, one.value.codes) for one in TURBOQUANT)
 _4_BITS = (("int4_per_channel", "rotated_int4"), *_TURBOQUANT)  # or fewer
@@ -26,7 +27,7 @@ FEW_ROWS = 16  # of a query block, tokens times heads of a group, that products 
 MANY_ROWS = 64  # that products of a program's keys are made with
 MOST_ROWS = 256  # from which on copying keys takes less time than converting them for each query block
 GROUP = 16  # partial states that one program adds up
-_MANY_DIM = 128
+MANY_DIM = 128  # of such products
 
 
 class HopperDecodeTuning(NamedTuple):
@@ -83,18 +84,32 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
     native = shape.codes == _NATIVE and shape.stored_dtype == shape.dtype
     if not (native or shape.codes in _CODES) or shape.dtype.itemsize != 2:
         return f"codes {shape.codes} under {shape.dtype} queries"
-    if shape.head_dim not in _DIMS or shape.head_dim_v not in _DIMS:
-        return f"head dims {shape.head_dim} and {shape.head_dim_v}, served: {_DIMS}"
+    dims = shape.head_dim, shape.head_dim_v
+    if not all(_NARROWEST <= dim <= _WIDEST and dim % _unit(shape, dim) == 0 for dim in dims):
+        return f"head dims {dims[0]} and {dims[1]}, served: {_NARROWEST} to {_WIDEST} in whole words of codes"
     if not shape.paged or shape.block_size is None or shape.block_size % KEYS_PER_WARP:
         return f"blocks of {shape.block_size} tokens, served: multiples of {KEYS_PER_WARP}"
     if unserved := Mask.of(shape.mask).unserved(_MASKS):
         return f"masks with {', '.join(unserved)}"
-    most = _NATIVE_ROWS if native else min(FEW_ROWS, _MOST_STATE // max(shape.head_dim, shape.head_dim_v))
+    most = _NATIVE_ROWS if native else min(FEW_ROWS, _MOST_STATE // width(max(dims)))
     rows = max_query_len * shape.group
-    many = not native and shape.head_dim == shape.head_dim_v == _MANY_DIM and shape.group <= MANY_ROWS
+    many = not native and dims[0] == dims[1] <= MANY_DIM and shape.group <= MANY_ROWS
     if rows > (most_rows if many else most):
-        return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of {_MANY_DIM} {most_rows}"
+        return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of up to {MANY_DIM} {most_rows}"
     return ""
+
+
+def width(head_dim: int) -> int:
+    """Elements of a row as operands have them, zeros beyond the head."""
+    return next_power_of_2(head_dim)
+
+
+def _unit(shape: AttentionShape, dim: int) -> int:
+    """What divides head dims whose rows are whole words: of 3 bits, of their lower two and of their upper ones. Of
+    elements that are stored as they are only powers of two are served."""
+    if shape.codes == _NATIVE:
+        return width(dim)
+    return max(_CODES_OF_WORDS.get(codes or "", 8) for codes in shape.codes)
 
 
 def is_faster(shape: AttentionShape, bounds: BatchBounds, target: Target, short: bool = False) -> bool:
@@ -129,7 +144,7 @@ def hopper_decode_config(
     needed = bounds.max_query_len * shape.group
     rows = 8 if needed <= 8 else FEW_ROWS if needed <= FEW_ROWS else MANY_ROWS
     items = bounds.num_seqs * shape.num_kv_heads * -(-bounds.max_query_len // (rows // shape.group))
-    state, twice = rows * max(shape.head_dim, shape.head_dim_v), _has_double_tiles(shape)
+    state, twice = rows * width(max(shape.head_dim, shape.head_dim_v)), _has_double_tiles(shape)
     if tuning is None:
         several = _MANY if rows == MANY_ROWS else _tuning(items, bounds.max_seq_len, state, twice, target)
         tuning = _NATIVE_TUNING if shape.codes == _NATIVE else several
@@ -138,7 +153,7 @@ def hopper_decode_config(
     if rows == MANY_ROWS:  # of whose states a second level takes longer than fewer programs
         programs = min(programs, GROUP * items)
     programs = max(1, programs // shape.num_kv_heads) * shape.num_kv_heads  # each head has as many as every other
-    return HopperDecodeConfig(rows, programs, tiles, rows * (shape.head_dim_v + 2), tuning)
+    return HopperDecodeConfig(rows, programs, tiles, rows * (width(shape.head_dim_v) + 2), tuning)
 
 
 def _has_double_tiles(shape: AttentionShape) -> bool:

@@ -34,20 +34,22 @@ def used_rows(rows, group, one_token):
 @gluon.jit
 def load_queries(
     query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
-    R: gl.constexpr, USED: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr, QUERY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, R: gl.constexpr, USED: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr,
+    QUERY: gl.constexpr,
 ):  # fmt: skip
-    """An item's rows, all of them among the first USED of R, vectors along QUERY's last axis: the operand [W, D, R] in
-    the order of the keys' codes, the same for each warp, of rotated ones what that rounds off, and what their products
-    are yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
+    """An item's rows, all of them among the first USED of R, vectors along QUERY's last axis: the operand [W, D, R], 0
+    from HEAD_DIM on, in the order of the keys' codes, the same for each warp, of rotated ones what that rounds off, and
+    what their products are yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
     if is_4_bit(K_CODES):
         MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [W, 1], [1, 0])
         ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
         q_row, head, exists = rows_of(gl.arange(0, USED, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
         row = query + gl.expand_dims((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
         dim = gl.arange(0, D, gl.SliceLayout(0, MINE))
-        x = gl.load(row + gl.expand_dims(dim, 0), mask=gl.expand_dims(exists, 1), other=0.0)
+        there = inside(gl.expand_dims(exists, 1), gl.expand_dims(dim, 0), HEAD_DIM, D)
+        x = gl.load(row + gl.expand_dims(dim, 0), mask=there, other=0.0)
         EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
-        q, rest, up = in_range(x.to(gl.float32), is_turboquant(K_CODES), EXPONENT)
+        q, rest, up = in_range(x.to(gl.float32), is_turboquant(K_CODES), EXPONENT, HEAD_DIM)
         q, rest = in_spread_order(q, K_CODES), in_spread_order(rest, K_CODES)
         q, rest = _for_each_warp(_repeated(q, R), W, QUERY), _for_each_warp(_repeated(rest, R), W, QUERY)
         up = gl.expand_dims(gl.convert_layout(_repeated(up, R), along(2, QUERY)), 0)
@@ -57,13 +59,22 @@ def load_queries(
         row = query + in_3d((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 2)
         element = in_3d(key_element(gl.arange(0, D, along(1, QUERY)), K_CODES), 1)
         mine = gl.arange(0, W, along(0, QUERY)) * 0
-        q = gl.load(row + in_3d(mine, 0) + element, mask=in_3d(exists, 2), other=0.0)
+        there = inside(in_3d(exists, 2), element, HEAD_DIM, D)
+        q = gl.load(row + in_3d(mine, 0) + element, mask=there, other=0.0)
         up = gl.full([W, R], 1.0, gl.float32, gl.SliceLayout(1, QUERY))
         if K_CODES != "native":
             down, up = powers_of_two(gl.max(gl.abs(q.to(gl.float32)), 1), 14, 15)
             q = (q.to(gl.float32) * gl.expand_dims(down, 1)).to(gl.float16)
         rest = q
     return q, rest, up
+
+
+@gluon.jit
+def inside(exists, dim, HEAD_DIM: gl.constexpr, D: gl.constexpr):
+    """Which elements of rows there are: those of the rows that `exist`, without what is beyond HEAD_DIM of D."""
+    if HEAD_DIM < D:
+        exists = exists & (dim < HEAD_DIM)
+    return exists
 
 
 @gluon.jit
@@ -88,11 +99,11 @@ def first_of(x, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def in_range(x, ROTATED: gl.constexpr, EXPONENT: gl.constexpr):
+def in_range(x, ROTATED: gl.constexpr, EXPONENT: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Rows [R, D] of float32, rotated where keys are, times a power of two each that brings the largest element to
     2**EXPONENT or up to twice that: as float16, what that rounds off them, and the inverses of the powers [R]."""
     if ROTATED:
-        x = rotate(x)
+        x = rotate(x, HEAD_DIM)
     down, up = powers_of_two(gl.max(gl.abs(x), 1), EXPONENT, EXPONENT + 1)
     x *= gl.expand_dims(down, 1)
     q = x.to(gl.float16)

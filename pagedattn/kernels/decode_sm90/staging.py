@@ -16,7 +16,7 @@ from ..gluon_device import bits
 from .axes import along, in_3d
 from .operands import codes_of_word, key_words, may_be_nan, value_words
 from .operands_4bit import channel_words
-from .spread_codes import is_spread, load_spread, memory_words, stored_words
+from .spread_codes import has_upper_bits, is_spread, load_spread, memory_words, stored_words
 
 STAGES = gl.constexpr(2)  # the other one is `stage ^ 1`, and one copy is under way
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -43,9 +43,9 @@ def _value_memory(words, codes):
 
 @gluon.constexpr_function
 def _by_16_bytes(warps, rows, words, stored):
-    """Layout [warps, rows, words] of which a thread copies four words at a time, or two where four do not divide those
-    that are stored. Where there are fewer than 32 such parts, the lanes beyond them hold the same elements."""
-    count = 2 if stored % 4 else 4
+    """Layout [warps, rows, words] of which a thread copies four words at a time, or two or one where four do not divide
+    those that are stored. Where there are fewer than 32 such parts, the lanes beyond them hold the same elements."""
+    count = min(stored & -stored, 4)
     parts = [[0, 0, count << i] for i in range(bits(words // count))] + [[0, 1 << i, 0] for i in range(bits(rows))]
     lanes = parts[:5] + [[0, 0, 0]] * (5 - len(parts))
     of_warps = [[1 << i, 0, 0] for i in range(bits(warps))]
@@ -77,24 +77,51 @@ def copy_rows(
     of_thread = codes + (row * SLOT + word)  # the same for all tiles, but for NEAREST
     first = block * s_block + _slot(at, EVERY * memory.shape[1], S) * SLOT
     place = of_thread + in_3d(first, 0)
+    there, _ = gl.broadcast(word < WORDS, place)
     if NEAREST:
-        async_copy.async_copy_global_to_shared(memory, place, mask=_each(known, place))
-    elif memory.shape[2] > WORDS:
-        there, _ = gl.broadcast(word < WORDS, place)
+        known = _each(known, place)
+        there = known & there if memory.shape[2] > WORDS else known
+    if NEAREST or memory.shape[2] > WORDS:
         async_copy.async_copy_global_to_shared(memory, place, mask=there)
     else:
         async_copy.async_copy_global_to_shared(memory, place)
 
 
 @gluon.jit
-def copy_channels(memory, plane, block, known, kv_head, STRIDES: gl.constexpr):
-    """Begin to copy what the channels of a head in warps' blocks have, zeros of those that are not `known`, into
-    `memory` [warps, 1, words]."""
-    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], 1, memory.shape[2], memory.shape[2])
-    channel = in_3d(gl.arange(0, memory.shape[2], along(2, LAYOUT)), 2)
+def copy_codes(
+    memory, codes, at, block, known, low, end, s_block, FIRST: gl.constexpr, EVERY: gl.constexpr, S: gl.constexpr,
+    SLOT: gl.constexpr, NEAREST: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    """`copy_rows` of rows of WORDS words as operands take them. Where memory has room for longer rows, upper bits have
+    a place of their own behind it."""
+    if has_upper_bits(CODES) and memory.shape[2] > WORDS:
+        HALF: gl.constexpr = memory.shape[2] // 2
+        upper = memory.slice(HALF, HALF // 2, dim=2)
+        memory = memory.slice(0, HALF, dim=2)
+        copy_rows(memory, codes, at, block, known, low, end, s_block, FIRST, EVERY, S, SLOT, NEAREST, WORDS // 2)
+        codes += WORDS // 2
+        copy_rows(upper, codes, at, block, known, low, end, s_block, FIRST, EVERY, S, SLOT, NEAREST, WORDS // 4)
+    else:
+        STORED: gl.constexpr = stored_words(WORDS, CODES)
+        copy_rows(memory, codes, at, block, known, low, end, s_block, FIRST, EVERY, S, SLOT, NEAREST, STORED)
+
+
+@gluon.jit
+def copy_channels(memory, plane, block, known, kv_head, HEAD_DIM: gl.constexpr, STRIDES: gl.constexpr):
+    """Begin to copy what the channels of a head in warps' blocks have, steps and then least elements, zeros of those
+    that are not `known`, into `memory` [warps, 1, words]."""
+    COUNT: gl.constexpr = memory.shape[2] // 2
+    both = memory.reshape([memory.shape[0], 2, COUNT])
+    LAYOUT: gl.constexpr = _by_16_bytes(memory.shape[0], 2, COUNT, HEAD_DIM // 2)
+    word = in_3d(gl.arange(0, COUNT, along(2, LAYOUT)), 2)
+    which = in_3d(gl.arange(0, 2, along(1, LAYOUT)), 1)
     first = gl.convert_layout(block, along(0, LAYOUT)) * STRIDES[0] + kv_head * STRIDES[2]
-    place = plane + channel + in_3d(first, 0)
-    async_copy.async_copy_global_to_shared(memory, place, mask=_each(known, place))
+    place = plane + (which * (HEAD_DIM // 2) + word) + in_3d(first, 0)
+    there = _each(known, place)
+    if HEAD_DIM < memory.shape[2]:
+        inside, _ = gl.broadcast(word < HEAD_DIM // 2, place)
+        there = there & inside
+    async_copy.async_copy_global_to_shared(both, place, mask=there)
 
 
 @gluon.jit
@@ -178,7 +205,8 @@ class Staging:
     and at odd places apart.
 
     key, value: a head's; k_scales, v_scales: planes, each with its shared memory, () where there are none. K_WORDS,
-    V_WORDS: of a row, as operands take them. S slots of a block; other constants as of `kernel._decode_kernel`.
+    V_WORDS: of a row, as operands take them; K_STORED, V_STORED: those of them that have elements of a head. S slots of
+    a block; other constants as of `kernel._decode_kernel`.
     """
 
     key: gl.tensor
@@ -202,13 +230,18 @@ class Staging:
     V_CODES: gl.constexpr
     K_WORDS: gl.constexpr
     V_WORDS: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    K_STORED: gl.constexpr
+    V_STORED: gl.constexpr
     PER_CHANNEL: gl.constexpr
     NEAREST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, codes, k_scales, v_scales, kv_head, memory, WORDS, W, KEYS, S, SLOTS, STRIDES, CODES):
+    def __init__(self, codes, k_scales, v_scales, kv_head, memory, WORDS, DIMS, W, KEYS, S, SLOTS, STRIDES, CODES):
         # What is in a tuple comes as a constexpr, of None too.
-        WORDS, SLOTS, STRIDES, CODES = ([getattr(x, "value", x) for x in one] for one in (WORDS, SLOTS, STRIDES, CODES))
+        WORDS, DIMS, SLOTS, STRIDES, CODES = (
+            [getattr(x, "value", x) for x in one] for one in (WORDS, DIMS, SLOTS, STRIDES, CODES)
+        )
         self.key, self.value, self.sk_b, self.sv_b = codes
         self.k_scales, self.v_scales, self.kv_head = k_scales, v_scales, kv_head
         self.keys, self.even, self.odd = memory
@@ -217,6 +250,9 @@ class Staging:
         self.K_STRIDES, self.V_STRIDES = (gl.constexpr(x) for x in STRIDES)
         self.K_CODES, self.V_CODES = (gl.constexpr(x) for x in CODES)
         self.K_WORDS, self.V_WORDS = (gl.constexpr(x) for x in WORDS)
+        self.HEAD_DIM = gl.constexpr(DIMS[0])
+        stored = (dim // codes_of_word(of) for dim, of in zip(DIMS, CODES, strict=True))
+        self.K_STORED, self.V_STORED = (gl.constexpr(x) for x in stored)
         self.PER_CHANNEL = gl.constexpr(CODES[0] == "int4_per_channel")
         self.NEAREST = gl.constexpr(may_be_nan(CODES[0]) or may_be_nan(CODES[1]))
 
@@ -228,13 +264,17 @@ class Staging:
         NEAREST: gl.constexpr = self.NEAREST
         keys, even, odd = self.keys.index(stage), self.even.index(stage), self.odd.index(stage)
         value, sv_b, V_SLOT = self.value, self.sv_b, self.V_SLOT
-        K_WORDS: gl.constexpr = stored_words(self.K_WORDS, self.K_CODES)
-        V_WORDS: gl.constexpr = stored_words(self.V_WORDS, self.V_CODES)
-        copy_rows(keys, self.key, at, block, known, low, end, self.sk_b, 0, 1, S, self.K_SLOT, NEAREST, K_WORDS)
-        copy_rows(even, value, at, block, known, low, end, sv_b, 0, 2, S, V_SLOT, NEAREST, V_WORDS)
-        copy_rows(odd, value, at, block, known, low, end, sv_b, 1, 2, S, V_SLOT, NEAREST, V_WORDS)
+        K_STORED: gl.constexpr = self.K_STORED
+        V_STORED: gl.constexpr = self.V_STORED
+        K_CODES: gl.constexpr = self.K_CODES
+        V_CODES: gl.constexpr = self.V_CODES
+        sk_b, K_SLOT = self.sk_b, self.K_SLOT
+        copy_codes(keys, self.key, at, block, known, low, end, sk_b, 0, 1, S, K_SLOT, NEAREST, K_STORED, K_CODES)
+        copy_codes(even, value, at, block, known, low, end, sv_b, 0, 2, S, V_SLOT, NEAREST, V_STORED, V_CODES)
+        copy_codes(odd, value, at, block, known, low, end, sv_b, 1, 2, S, V_SLOT, NEAREST, V_STORED, V_CODES)
         if self.PER_CHANNEL:
-            copy_channels(self.k_scales[1].index(stage), self.k_scales[0], block, known, self.kv_head, self.K_STRIDES)
+            plane, memory = self.k_scales
+            copy_channels(memory.index(stage), plane, block, known, self.kv_head, self.HEAD_DIM, self.K_STRIDES)
         elif self.K_STRIDES is not None:
             plane, memory = self.k_scales
             copy_scales(memory.index(stage), plane, at, block, self.kv_head, S, self.K_STRIDES)
@@ -282,10 +322,10 @@ class Staging:
 @gluon.jit
 def staging_of(
     key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, ALIGNED: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr,
+    DV: gl.constexpr, DIMS: gl.constexpr, W: gl.constexpr, KEYS: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr,
     STRIDES: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
-    """A program's staging."""
+    """A program's staging. DIMS: elements of stored keys and values, at most D and DV, which operands have."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     WORDS: gl.constexpr = (D // codes_of_word(CODES[0]), DV // codes_of_word(CODES[1]))
     K_ROW: gl.constexpr = memory_words(WORDS[0], CODES[0])
@@ -307,4 +347,4 @@ def staging_of(
     key += head_offset(kv_head, sk_h, ALIGNED)
     value += head_offset(kv_head, sv_h, ALIGNED)
     codes = (key, value, sk_b, sv_b)
-    return Staging(codes, k_scales, v_scales, kv_head, memory, WORDS, W, KEYS, S, SLOTS, STRIDES, CODES)
+    return Staging(codes, k_scales, v_scales, kv_head, memory, WORDS, DIMS, W, KEYS, S, SLOTS, STRIDES, CODES)
