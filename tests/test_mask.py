@@ -76,6 +76,15 @@ def test_no_more_keys_are_seen_than_it_says(mask: Mask) -> None:
     assert mask.sees_all_before == (not any(mask.constants[1:]))
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_first_keys_that_all_later_queries_see(mask: Mask) -> None:
+    for position in range(KEYS):
+        seen = [all(sees(mask, query, key) for query in range(position, KEYS)) for key in range(KEYS)]
+        if mask.sees_first_keys and mask.causal:
+            assert seen == [key < mask.first_keys_seen(position) for key in range(KEYS)]
+    assert mask.sees_first_keys == ({*mask.features} <= {"earlier_blocks", "recent_blocks"})
+
+
 def test_constants_say_all_that_kernels_know() -> None:
     assert len({mask.constants for mask in MASKS}) == len(MASKS)
     assert all(Mask.of(mask.constants) == mask for mask in MASKS)

@@ -73,6 +73,10 @@ class RecentMetadata(AttentionMetadata):
     def repeated(self) -> RepeatedPlan | None:
         return self.together
 
+    @property
+    def shares_prefix(self) -> bool:
+        return self.calls is not None and any(call.shares_prefix for call in self.calls)
+
     def describe(self) -> str:
         if self.calls is None:
             return f"no cache: {self.dense().describe()}"
@@ -99,7 +103,7 @@ class RecentBuilder(AttentionMetadataBuilder):
                 raise _without_table(self.spec)
             copy_into_captured(into.common, common)
             mine = into.common.replace(**{name: getattr(common, name) for name in _BOUNDS})
-            self._sealed.build(mine, into.calls[0])
+            self._sealed.build(mine.replace(shared_prefix_len=common.shared_prefix_len), into.calls[0])
             for one, call in zip(self._recent, into.calls[1:], strict=True):
                 one.build(_of_recent(mine), call)
             self._update(into, common.slot_mapping)
@@ -107,8 +111,8 @@ class RecentBuilder(AttentionMetadataBuilder):
         if common.recent_table is None:
             return RecentMetadata(common.replace(slot_mapping=common.slot_mapping[:0]), None, plan_dense, capture)
         mine = clone_for_capture(common) if capture else common
-        mine = mine.replace(slot_mapping=torch.empty_like(mine.slot_mapping), shared_prefix_len=0)
-        sealed = self._sealed.build(mine, None, capture)
+        mine = mine.replace(slot_mapping=torch.empty_like(mine.slot_mapping))
+        sealed = self._sealed.build(mine.replace(shared_prefix_len=common.shared_prefix_len), None, capture)
         recent = [one.build(_of_recent(mine), None, capture) for one in self._recent]
         if capture:  # what is written to the one is read by all
             sealed.common = mine.replace(num_decodes=sealed.common.num_decodes)
@@ -258,7 +262,7 @@ def _dense(spec: AttentionSpec) -> AttentionSpec:
 def _of_recent(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """The same step over the second cache."""
     table = common.block_table if common.recent_table is None else common.recent_table
-    return common.replace(block_table=table, recent_table=None)
+    return common.replace(block_table=table, recent_table=None, shared_prefix_len=0)
 
 
 def _without_table(spec: AttentionSpec) -> InvalidInputError:

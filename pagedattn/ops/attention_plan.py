@@ -95,7 +95,7 @@ def plan_prefix(
 ) -> LaunchPlan:
     """Of one call over a prefix, whose `rows` are those of one sequence and see all of it. It is never copied: the copy
     of a captured step would have to be as long as its longest prefix."""
-    whole = shape._replace(mask=Mask.of(shape.mask).replace(causal=False).constants)
+    whole = shape._replace(mask=cascade.PLAIN.constants)
     params = sm90.params_of(whole, rows, target.num_sms)
     # Which adds before it rounds, too.
     by_codes = _reads_int8_as_fast(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
@@ -331,7 +331,7 @@ def _shared_prefix(
     distances differ from row to row."""
     longest = decode_query_len(bounds.max_query_len)
     count = bounds.num_seqs if bounds.max_query_len <= DECODE_TOKENS else bounds.num_decodes
-    never = not Mask.of(shape.mask).sees_all_before or shape.alibi or shape.deterministic
+    never = not Mask.of(shape.mask).sees_first_keys or shape.alibi or shape.deterministic
     if never or not (count and longest and shape.block_size and shape.paged):
         return 0
     if max_prefix_len is not None:

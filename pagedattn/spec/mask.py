@@ -103,8 +103,21 @@ class Mask:
 
     @property
     def sees_all_before(self) -> bool:
-        """Whether a query sees every key before it, so that keys may be attended to apart from the query's position."""
+        """Whether a query sees every key before it."""
         return not self.features
+
+    @property
+    def sees_first_keys(self) -> bool:
+        """Whether a query sees every key before an end that follows from its position (`first_keys_seen`), so that keys
+        before all queries' ends may be attended to apart from their positions."""
+        return not self.unserved(("earlier_blocks", "recent_blocks"))
+
+    def first_keys_seen(self, position: int) -> int:
+        """How many of its first keys a query at this position sees, where it `sees_first_keys`, as each later one does
+        too."""
+        if self.earlier_blocks is None:
+            return position + 1
+        return max(position // self.earlier_blocks - (self.recent_blocks or 0), 0) * self.earlier_blocks
 
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether queries at these positions see keys at those, by broadcasting; `mask_mod` aside."""

@@ -10,6 +10,7 @@ import torch
 
 from pagedattn import AttentionSpec, CommonAttentionMetadata, ops
 from pagedattn.backends.base import AttentionMetadata
+from pagedattn.backends.recent import RecentBuilder, RecentMetadata
 from pagedattn.backends.registry import get_backend
 from pagedattn.backends.triton.metadata import TritonMetadataBuilder
 from pagedattn.errors import InvalidInputError
@@ -80,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     def seeing(config: Any, inputs: Any, room: Any) -> Any:
         seen.append((len(inputs.seq_lens), inputs.max_seq_len, int(inputs.accumulate)))
         made = launch(config, inputs, room)
-        assert (inputs.prior is not None) == (inputs.accumulate and inputs.query.dtype != torch.float32)
+        assert (inputs.prior is not None) == (inputs.accumulate and inputs.out.dtype != torch.float32)
         assert not room[: 3 * COUNTERS].any(), "a counter was not left zero"
         return made
 
@@ -100,6 +101,48 @@ def test_against_the_oracle(name: str, always: None, calls: list[tuple[int, int,
     assert calls == [(1, length, 0), (decodes, problem.common.max_seq_len, 1)]
 
 
+OPEN: dict[str, Any] = {"head_dim": 16, "block_size": 32, "shared_prefix": 96}
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "options", "length"),
+    [
+        # The shortest sequence that there may be has its last key in the third block, which is open.
+        ("int4", {"query_lens": (1, 1, 1), "seq_lens": (97, 130, 200)}, 64),
+        ("int4", {"query_lens": (1, 1, 1), "seq_lens": (97, 130, 200), "sinks": 0.5, "dtype": torch.float16}, 64),
+        ("int4", {"query_lens": (3, 16, 1), "seq_lens": (100, 130, 98), "lse": False}, 64),
+        ("int4", {"query_lens": (1, 1, 40), "seq_lens": (97, 100, 140)}, 64),
+        ("turboquant4:window=32", {"query_lens": (1, 1, 0), "seq_lens": (97, 130, 0)}, 32),
+        ("turboquant4:window=64", {"query_lens": (1, 1), "seq_lens": (97, 130)}, 0),
+        ("int4:first=32", {"query_lens": (1, 1), "seq_lens": (97, 130)}, 0),
+    ],
+)
+def test_a_prefix_of_a_cache_with_open_blocks(
+    kv_cache_dtype: str, options: dict[str, Any], length: int, always: None, calls: list[tuple[int, int, int]]
+) -> None:
+    """What is before the open blocks of all sequences is attended to once, and each adds what else it has."""
+    problem = make_problem(Case(**OPEN | options, kv_cache_dtype=kv_cache_dtype), DEVICE)
+    check(get_backend("TRITON"), problem, kv_cache_dtype)
+    count = problem.common.num_decodes if max(options["query_lens"]) > 16 else problem.common.num_seqs
+    assert ((1, length, 0) in calls) == (length > 0)
+    assert not length or calls.index((1, length, 0)) < calls.index((count, problem.common.max_seq_len, 1))
+
+
+def test_a_captured_step_over_open_blocks_shares_what_each_step_says(always: None) -> None:
+    common = step(3, 64, 20)
+    common = common.replace(recent_table=common.block_table.clone())
+    builder = RecentBuilder(
+        lambda spec: TritonMetadataBuilder(spec, torch.device("cpu")), OPEN_SPEC, torch.device("cpu")
+    )
+    metadata = builder.build(common.replace(shared_prefix_len=16), capture=True)
+    assert metadata.shares_prefix and isinstance(metadata, RecentMetadata) and metadata.calls is not None
+    sealed, recent = metadata.calls
+    assert read(sealed)[0] == [0, 3, 0] and not recent.shares_prefix, "nothing before a first block that may be open"
+    builder.build(common.replace(shared_prefix_len=64), metadata)
+    assert read(sealed) == ([0, 3, 32], [52, 52, 52], [[2, 3, 4, 5], [2, 3, 10, 11], [2, 3, 16, 17]])
+    assert not builder.build(common.replace(shared_prefix_len=0)).shares_prefix
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_prefix_that_is_not_shared_so(window: int | None, always: None, calls: list[tuple[int, int, int]]) -> None:
     check(get_backend("TRITON"), make_problem(Case(**ONE, sliding_window=window, alibi=window is None), DEVICE))
@@ -107,6 +150,7 @@ def test_a_prefix_that_is_not_shared_so(window: int | None, always: None, calls:
 
 
 SPEC = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.float16, block_size=16)
+OPEN_SPEC = SPEC.replace(kv_cache_dtype="turboquant4:window=16")
 
 
 def step(sequences: int, shared: int, own: int, tokens: int = 1) -> CommonAttentionMetadata:

@@ -69,6 +69,15 @@ def test_a_shared_prefix(kind: str, step: str, by_prompts: bool, executed: list[
     assert found == {"prefill_sm90" if by_prompts and (kind not in CODES or "e4m3" in kind) else of_codes}
 
 
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("kind", ["int4", "int4, fp16, 96", "turboquant4, the last 64 tokens in 16 bit"])
+def test_a_prefix_of_a_cache_with_open_blocks(kind: str, step: str, executed: list[LaunchPlan]) -> None:
+    queries, keys = STEPS[step]
+    case = OF_CODES[kind].but(query_lens=queries, seq_lens=keys, shared_prefix=256)
+    check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
+    assert {plan.prefix.launches[0].span.kernel for plan in executed if plan.prefix is not None} == {"decode_sm90"}
+
+
 @pytest.mark.parametrize("kind", ["plain", "int8", "k8v4"])
 def test_without_lse(kind: str, executed: list[LaunchPlan]) -> None:
     case = OF_CODES[kind] if kind in CODES else case_of_kind(kind)

@@ -71,7 +71,8 @@ class TritonMetadataBuilder(OpMetadataBuilder):
         length = self._shareable(common, shared_prefix_len) if shared_prefix_len else 0
         # Whether it pays in the steps that a captured one stands for, its caller knows.
         most = common.max_seq_len // size * size if capture and size else None
-        plan = plan_attention(shape, bounds, device, prefix_len=length, max_prefix_len=most)
+        asked = max(length, size or 0) if capture and shared_prefix_len else length
+        plan = plan_attention(shape, bounds, device, prefix_len=asked, max_prefix_len=most)
         plan.allocate(device, common.block_table, length)
         plan.workspace = self._workspace(plan.workspace_size, device, capture)
         return plan
@@ -90,7 +91,8 @@ class TritonMetadataBuilder(OpMetadataBuilder):
     def _shareable(self, common: CommonAttentionMetadata, shared_prefix_len: int) -> int:
         """Keys, whole blocks, that each new token of the decodes sees and that all of them share."""
         size = self.spec.block_size
-        return cascade.whole_blocks(shared_prefix_len, decode_query_len(common.max_query_len), size) if size else 0
+        longest, mask = decode_query_len(common.max_query_len), self.spec.mask
+        return cascade.whole_blocks(shared_prefix_len, longest, size, mask) if size and mask.sees_first_keys else 0
 
     def _workspace(self, size: int, device: torch.device, capture: bool) -> torch.Tensor | None:
         if not size:

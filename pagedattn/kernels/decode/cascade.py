@@ -9,7 +9,8 @@ What is read, for 64 decodes of 8k + 1k keys, 32 heads over 8 KV heads of 128, b
 alone 64 * 9k * 4 KB = 2.4 GB, 560 us; shared (8k + 64 * 1k) * 4 KB = 302 MB, 70 us, beside 2 * 1 MB of states. The
 prefix's keys pass from L2 to the cores once per 64 packed rows (16 decodes of 4 heads a group), here 4 * 34 MB.
 
-A prefix in a sliding window, or under ALiBi, is not shared: its keys' distances differ from row to row.
+A prefix in a sliding window, or under ALiBi, is not shared: its keys' distances differ from row to row. Of a cache
+whose open blocks lie elsewhere, what is before every query's open blocks is shared.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from .plan import DecodeConfig
 # where a launch, its uneven end and the states take about 6 (bench/results/h200/shared.json).
 SAVED_BYTES = 32 << 20
 _HEAD = 3  # elements before the sequences' lengths
+PLAIN = Mask(causal=False)  # of rows that see all of a prefix
 
 
-def whole_blocks(length: int, max_query_len: int, block_size: int) -> int:
+def whole_blocks(length: int, max_query_len: int, block_size: int, mask: Mask = PLAIN) -> int:
     """How many of `length` shared keys (no sequence is shorter) lie in whole blocks that all new tokens see."""
-    return max(length - max(max_query_len - 1, 0), 0) // block_size * block_size
+    first = length - max(max_query_len, 1)  # of the new tokens' positions
+    return 0 if first < 0 else mask.first_keys_seen(first) // block_size * block_size
 
 
 def pays(alone: DecodeConfig, prefix: DecodeConfig, rest: DecodeConfig, key_bytes: int) -> bool:
@@ -114,7 +117,7 @@ class CascadeMetadata:
             block_table=None if inputs.block_table is None else inputs.block_table[:1],
             query_start_loc=starts,
             seq_lens=length,
-            mask=Mask.of(inputs.mask).replace(causal=False).constants,
+            mask=PLAIN.constants,
             lse=lse,
             num_decodes=0,
             max_query_len=inputs.max_query_len * self.num_seqs,
