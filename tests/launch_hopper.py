@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8, D 256, long": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 256},
     "int4": {"query_lens": [300], "kv_cache_dtype": "int4", "block_size": 32},
     "int4, decodes": {"query_lens": [1, 1], "kv_cache_dtype": "int4", "block_size": 32},
+    "int4, prefix": {"query_lens": [1] * 64, "keys": 4000, "shared": 3000, "kv_cache_dtype": "int4", "block_size": 32},
     "k8v4, in turns": {"query_lens": [300] * 20, "keys": 3700, "kv_cache_dtype": "k8v4"},
     "k8v4, in passes": {"query_lens": [300], "keys": 3000, "kv_cache_dtype": "k8v4", "most_bytes": 1 << 20},
     "k8v4 and decodes": {"query_lens": [1, 1, 300], "kv_cache_dtype": "k8v4"},
@@ -62,6 +63,7 @@ def run(
     block_size: int | None = 16,
     keys: int = 500,
     most_bytes: int = copies.MOST_BYTES,
+    shared: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Launches of a step's plan, of a layer's call, of a captured plan and of its rewriting; and what is described."""
@@ -77,6 +79,7 @@ def run(
     cache = caches.layer(0)
     second = {"recent_table": table, "block_size": block_size} if recent and block_size else {}
     common = CommonAttentionMetadata.from_lengths(query_lens, lens, table, **second)  # type: ignore[arg-type]
+    common = common.replace(shared_prefix_len=shared)
     fused = torch.zeros(sum(query_lens), heads[0] + 2 * heads[1], dim, dtype=dtype)
     counts = [len(launched)]
     plan = plan_step([layer], common)

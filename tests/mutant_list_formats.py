@@ -128,7 +128,7 @@ FAULTS = (
     Fault("many rows: tiles of the first query block alone", "hopper_decode_config",
           "* -(-bounds.max_query_len // (rows // shape.group))", "", "test_decode_sm90_plan.py more_rows"),
     Fault("many rows: heads beyond 128", "decode_sm90:why_not",
-          "dims[0] == dims[1] <= MANY_DIM and", "dims[0] == dims[1] and", "test_decode_sm90_plan.py does_not_serve"),
+          "dims[0] == dims[1] <= _MANY_DIM and", "dims[0] == dims[1] and", "test_decode_sm90_plan.py does_not_serve"),
     Fault("many rows: prompts of more than a copy takes", "decode_sm90:why_not", "most_rows if many else most",
           "1 << 30 if many else most", "test_decode_sm90_plan.py without_a_copy"),
     Fault("a prefix's rows wait for another kernel", "plan_prefix", "most_rows=_ANY_ROWS", "", PREFIX),

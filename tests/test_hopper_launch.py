@@ -96,10 +96,11 @@ def test_one_copy_is_there_at_a_time() -> None:
     assert all(made["again"]["freed"] for made in calls().values())
 
 
-@pytest.mark.parametrize(("name", "launches"), [("int4", 3), ("int4, decodes", 2)])
+@pytest.mark.parametrize(("name", "launches"), [("int4", 3), ("int4, decodes", 2), ("int4, prefix", 3)])
 def test_calls_over_two_caches_are_repeated(name: str, launches: int) -> None:
     made = calls()[name]
     assert made["launches"][1] == launches and "open blocks: " in made["describe"]
+    assert ("shared prefix of 2976 keys attended once" in made["describe"]) == (name == "int4, prefix")
     assert made["again"] == {"kept": True, "freed": True, "careful": True, "triton": True}
 
 

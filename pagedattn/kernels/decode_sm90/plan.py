@@ -27,7 +27,7 @@ FEW_ROWS = 16  # of a query block, tokens times heads of a group, that products 
 MANY_ROWS = 64  # that products of a program's keys are made with
 MOST_ROWS = 256  # from which on copying keys takes less time than converting them for each query block
 GROUP = 16  # partial states that one program adds up
-MANY_DIM = 128  # of such products
+_MANY_DIM = 128  # of such products
 
 
 class HopperDecodeTuning(NamedTuple):
@@ -93,9 +93,11 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
         return f"masks with {', '.join(unserved)}"
     most = _NATIVE_ROWS if native else min(FEW_ROWS, _MOST_STATE // width(max(dims)))
     rows = max_query_len * shape.group
-    many = not native and dims[0] == dims[1] <= MANY_DIM and shape.group <= MANY_ROWS
+    many = not native and dims[0] == dims[1] <= _MANY_DIM and shape.group <= MANY_ROWS
     if rows > (most_rows if many else most):
-        return f"{rows} rows of tokens and heads of a group, served: {most}, with heads of up to {MANY_DIM} {most_rows}"
+        return (
+            f"{rows} rows of tokens and heads of a group, served: {most}, with heads of up to {_MANY_DIM} {most_rows}"
+        )
     return ""
 
 
