@@ -97,7 +97,7 @@ def plan_prefix(
     of a captured step would have to be as long as its longest prefix."""
     whole = shape._replace(mask=cascade.PLAIN.constants)
     params = sm90.params_of(whole, rows, target.num_sms)
-    # Which adds before it rounds, too.
+    # The kernel for codes adds before it rounds, too.
     by_codes = _reads_int8_as_fast(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
     by_prompts = not (by_codes or _why_not_sm90(whole, not_sm90)) and has_prompts_work(shape, rows, target)
     span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
