@@ -129,6 +129,7 @@ def main() -> None:
     prior = (*every, "prior")
     compile_one("e5m2-D64-G4-T2-window-all", torch.float8_e5m2, 64, 4, 1, 2, (1, 100), prior, accumulate=True)
     compile_one("k8v4-D128-G4-T16", torch.int8, 128, 4, 64, 16, values="rotated_int4")
+    compile_one("k8v4-D128-G4-T8", torch.int8, 128, 4, 64, 8, values="rotated_int4")
     compile_one("bf16-D128-G2", torch.bfloat16, 128, 2, 256)
     compile_one("turboquant4-D80-G4-T16", torch.uint8, 80, 4, 3, 16, **turboquant)
     if "--grid" in sys.argv:
@@ -159,6 +160,9 @@ def main() -> None:
         compile_one("turboquant_k3v4-D256-G8", torch.uint8, 256, 8, 300, **turboquant | {"keys": "turboquant3"})
         compile_one("e4m3-D96-G4", torch.float8_e4m3fn, 96, 4, 64)
         compile_one("int8-D80-G4-T5", torch.int8, 80, 4, 64, 5)
+        compile_one("e4m3-D128-G8-T4-all", torch.float8_e4m3fn, 128, 8, 1, 4, (1, 100), every)
+        compile_one("int4-D96-G4-T8", torch.uint8, 96, 4, 300, 8, given=prior, accumulate=True, **int4)
+        compile_one("int4-D128-G4-T4", torch.uint8, 128, 4, 64, 4, given=("lse_out",), accumulate=True, **int4)
         compile_one("k8v4-D72-G4", torch.int8, 72, 4, 64, values="rotated_int4")
         compile_one("k8v4-D192-G8", torch.int8, 192, 8, 300, values="rotated_int4")
         compile_one("int4-D96-G4", torch.uint8, 96, 4, 64, **int4)

@@ -180,7 +180,7 @@ def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_sm90_deco
     """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel: those that one
     block of the decode kernel has not, or whose states one program of it adds up slowly. int8 takes longer there than
     by the decode kernel for codes, where that has one block of rows."""
-    most, few = sm90_decode.MANY_ROWS, sm90_decode.FEW_ROWS
+    most, few = sm90_decode.MANY_ROWS, sm90_decode.WARP_ROWS
     if _reads_int8_as_fast(shape, max_query_len, not_sm90_decode, most):
         return most + 1
     return (few if max(shape.head_dim, shape.head_dim_v) <= _NARROW else few // 2) + 1
@@ -210,7 +210,7 @@ def should_fuse_decodes(params: sm90.TileSchedulerParams, bounds: BatchBounds) -
 
 
 def handles_short_queries(
-    params: sm90.TileSchedulerParams, bounds: BatchBounds, fewest: int = sm90_decode.FEW_ROWS + 1
+    params: sm90.TileSchedulerParams, bounds: BatchBounds, fewest: int = sm90_decode.WARP_ROWS + 1
 ) -> bool:
     """Whether sequences of a few new tokens each go to the Hopper prefill kernel, not to the one for decodes: where
     they have the `fewest` rows, and either keys are split, or no SM is left with much longer ones than others."""
@@ -230,7 +230,7 @@ def see_few_keys(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> bool:
     them add up their partial states."""
     tiles = bounds.num_seqs * params.heads
     keys = Mask.of(params.mask).max_visible_keys(bounds.max_query_len, bounds.max_seq_len)
-    many_rows = bounds.max_query_len * params.group > sm90_decode.FEW_ROWS
+    many_rows = bounds.max_query_len * params.group > sm90_decode.WARP_ROWS
     return bounds.max_query_len > 1 and many_rows and tiles <= params.num_sms and keys < MIN_SPLIT_KEYS
 
 
@@ -246,7 +246,7 @@ def prefers_split_kv(params: sm90.TileSchedulerParams, bounds: BatchBounds) -> b
 def has_prompts_work(shape: AttentionShape, rows: BatchBounds, target: Target) -> bool:
     """Whether the rows over a shared prefix are work for the Hopper prefill kernel: of less, what it takes before its
     first keys and after its last ones is more than what it gains."""
-    count, fewest = rows.max_query_len * shape.group, sm90_decode.FEW_ROWS if shape.codes[0] else DECODE_ROWS
+    count, fewest = rows.max_query_len * shape.group, sm90_decode.WARP_ROWS if shape.codes[0] else DECODE_ROWS
     work = shape.num_kv_heads * -(-count // DECODE_ROWS) * rows.max_seq_len
     return count > fewest and work >= _PREFIX_KEYS_PER_SM * target.num_sms
 

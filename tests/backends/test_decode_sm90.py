@@ -134,6 +134,12 @@ LENS = [
 ]
 
 
+def _block_rows(rows: int, case: Case) -> int:
+    """Of a query block for so many rows of a sequence."""
+    sizes = (8, 16, 32) if case.head_dim > 64 else (8, 16)
+    return next((size for size in sizes if rows <= size), 64)
+
+
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations it was launched with; 16-bit elements are served where another kernel would be faster too."""
@@ -189,7 +195,23 @@ def test_many_rows(kind: str, launches: list[Any], monkeypatch: pytest.MonkeyPat
         several = case.but(query_lens=queries, seq_lens=keys)
         check(get_backend("TRITON"), make_problem(several, DEVICE), f"{kind}, {several.id}")
         assert launches, f"{kind}, {queries}: another kernel served"
-        assert max(queries) * group > 16 and launches[-1].rows == 64
+        rows = max(queries) * group
+        assert rows > 16 and launches[-1].rows == _block_rows(rows, case)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["e4m3", "int8", "k8v4", "int4", "turboquant4"])
+def test_logits_that_outgrow_what_states_are_multiples_of(
+    kind: str, tokens: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several tiles of most sequences, some of whose programs have one warp."""
+    monkeypatch.setattr(attention_plan, "handles_short_queries", lambda *_: False)
+    for count in (2, 300):
+        lens = tuple(300 + 7 * i for i in range(count))
+        case = KINDS[kind].but(query_lens=(tokens,) * count, seq_lens=lens, magnitude=4.0)
+        launches.clear()
+        check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {tokens} tokens, {count} sequences")
+        assert launches
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1])
@@ -210,7 +232,7 @@ def test_blocks_outside_the_cache(
     want, _ = problem.run(get_backend("TORCH"))
     assert want.isfinite().all() and (want.double().cpu() - problem.expected.cpu()).abs().max() > 1e-2
     got, _ = problem.run(get_backend("TRITON"))
-    assert launches and launches[-1].rows == (64 if queries * case.heads[0] // case.heads[1] > 16 else 8)
+    assert launches and launches[-1].rows == _block_rows(queries * case.heads[0] // case.heads[1], case)
     assert (got - want).abs().max() <= 1e-2 * want.abs().max()
 
 

@@ -130,6 +130,9 @@ def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() 
     narrow = shape._replace(head_dim=64, head_dim_v=64)
     assert kernels(narrow, decodes(tokens=5)) == ["decode_sm90"]
     assert kernels(narrow._replace(codes=CODES), decodes(tokens=5)) == ["prefill_sm90"]
+    config = hopper_decode_config(shape, decodes(64, tokens=8), H200)
+    assert (config.rows, config.tuning.tile, config.programs, config.state) == (32, 64, 2 * 132, 32 * (128 + 2))
+    assert hopper_decode_config(narrow, decodes(64, tokens=8), H200).rows == 64, "a thread has two channels of them"
     config = hopper_decode_config(shape, decodes(64, tokens=16), H200)
     assert (config.rows, config.tuning.tile, config.programs) == (64, 64, 2 * 132)
     assert config.tiles == 64 * 8 * 4096 // 64 and config.state == 64 * (128 + 2)
@@ -138,6 +141,7 @@ def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() 
     alone = hopper_decode_config(shape, decodes(1, 1 << 17, 16), H200)
     assert alone.programs == 16 * 8, "no more states of an item than one program adds up"
     assert hopper_decode_config(shape._replace(group=3), decodes(tokens=16), H200).rows == 64
+    assert hopper_decode_config(shape._replace(group=7, head_dim=80, head_dim_v=80), decodes(tokens=4), H200).rows == 32
 
 
 def test_few_rows_of_wide_heads_whose_states_one_program_would_add_up() -> None:

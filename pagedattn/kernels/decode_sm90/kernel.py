@@ -2,9 +2,10 @@
 
 The work is split as by the decode kernel for every cache: a head's tiles of keys, in the order of the sequences, are
 cut into equal ranges, one per program; programs that share an item exchange partial states. Within a program each of W
-warps has KEYS keys of a tile, and a running maximum, sum and output of its own; warps wait for each other only where a
-tile has been copied. Products are transposed, keys by query rows and channels by query rows: they are padded to 8 rows
-of queries, not to 16. Source: stream-K (PPoPP 2023).
+warps has KEYS keys of a tile, and a running maximum, sum and output of its own (`key_loop.py`); warps wait for each
+other only where a tile has been copied. Of blocks of more rows a program has one state (`warpgroup_loop.py`). Products
+are transposed, keys by query rows and channels by query rows: they are padded to 8 rows of queries, not to 16. Source:
+stream-K (PPoPP 2023).
 
 Legend: as in `../decode/kernel.py`. R rows of queries (tokens x heads of a group), `s` [W, KEYS, R], `acc` [W, DV, R].
 D and DV are powers of two; what is beyond HEAD_DIM and HEAD_DIM_V elements is zeros, or of no use.
@@ -28,14 +29,37 @@ from ..gluon_names import reinterpret, thread_barrier
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..masking import sees_first_keys
 from ..shape import AttentionShape, shape_of
+from . import warpgroup_loop as warpgroup
 from .axes import along, in_3d
 from .key_loop import attend, begin_tiles
 from .many_rows_kernel import many_rows_kernel
-from .operands import in_order, sink_exponent
+from .operands import in_order, is_4_bit, sink_exponent
 from .outputs import write_item
 from .plan import FEW_ROWS, HopperDecodeConfig, width
 from .queries import first_of, load_queries, rows_of, used_rows
 from .staging import staging_of
+
+
+@gluon.jit
+def _begin_states(
+    sinks, head, exists, begins, W: gl.constexpr, R: gl.constexpr, SINK: gl.constexpr, WARPGROUP: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """Maxima [W, R] and sums [W, 16, R] of rows that have seen no key, but their sink if the item `begins` here: a sum
+    of the first warp, whose state it is, or all warps'."""
+    STATES: gl.constexpr = gl.SliceLayout(1, MMA)
+    NOTHING: gl.constexpr = warpgroup.LEAST if WARPGROUP else -float("inf")
+    m_i = gl.full([W, R], NOTHING, gl.float32, STATES)
+    l_i = gl.zeros([W, 16, R], gl.float32, MMA)
+    if sinks is not None:
+        if begins:
+            warp, key = gl.arange(0, W, along(0, MMA)), gl.arange(0, 16, along(1, MMA))
+            sink = gl.load(sinks + head, mask=exists, other=-float("inf")).to(gl.float32) * LOG2E
+            mine = (gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, STATES)), 1) == 0) | WARPGROUP
+            m_i = gl.where(mine, gl.maximum(gl.expand_dims(sink - SINK, 0), NOTHING), m_i)
+            first = in_3d(warp, 0) + in_3d(key, 1) == 0
+            l_i = gl.where(first & (in_3d(sink, 2) != -float("inf")), 2.0**SINK, l_i)
+    return m_i, l_i
 
 
 @gluon.jit
@@ -80,6 +104,7 @@ def _decode_kernel(
     STRIDES: gl.constexpr = (K_STRIDES, V_STRIDES)
     SLOTS: gl.constexpr = (K_SLOT, V_SLOT)
     TILE: gl.constexpr = W * KEYS
+    WARPGROUP: gl.constexpr = warpgroup.serves(R)
     BLOCK_Q: gl.constexpr = 1 if ONE_TOKEN else R // GROUP
     USED: gl.constexpr = used_rows(R, GROUP, ONE_TOKEN)
     kv_head = gl.program_id(0) % KV_HEADS
@@ -128,14 +153,16 @@ def _decode_kernel(
             key, value, k_scale_cache, v_scale_cache, kv_head, sk_b, sk_h, sv_b, sv_h, ALIGNED, D, DV,
             (HEAD_DIM, HEAD_DIM_V), W, KEYS, S, SLOTS, STRIDES, CODES,
         )  # fmt: skip
-        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, USED, [1, 0])
-        if K_CODES == "native":  # tiles leave no room beside them, and an item's are done with
-            exchange = reinterpret(staging.keys, gl.float32, [W * R, DV], EXCHANGE)
+        ROWS: gl.constexpr = R if WARPGROUP else W * R
+        EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8 if WARPGROUP else USED, [1, 0])
+        if K_CODES == "native" or (WARPGROUP and not is_4_bit(K_CODES)):  # the place of tiles that are done with
+            exchange = reinterpret(staging.keys, gl.float32, [ROWS, DV], EXCHANGE)
         else:
-            exchange = gl.allocate_shared_memory(gl.float32, [W * R, DV], EXCHANGE)
+            exchange = gl.allocate_shared_memory(gl.float32, [ROWS, DV], EXCHANGE)
+        rooms = ()
+        if WARPGROUP:
+            rooms = warpgroup.make_rooms(R, D, K_CODES)
         offs_m = gl.arange(0, R, along(2, MMA))
-        state = gl.arange(0, W, gl.SliceLayout(1, STATES))
-        first_key = in_3d(gl.arange(0, W, along(0, MMA)), 0) + in_3d(gl.arange(0, 16, along(1, MMA)), 1)
         while at < end:
             q_start = gl.load(query_start_loc + seq)
             q_len = gl.load(query_start_loc + seq + 1) - q_start
@@ -162,11 +189,18 @@ def _decode_kernel(
                 blocks = table + seq.to(gl.int64) * s_table
                 if from_key < to_key:  # before the queries are waited for
                     begin_tiles(staging, blocks, from_key, to_key, low, num_blocks, MMA)
-                q, q_rest, up = load_queries(
-                    query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, HEAD_DIM, R, USED, W,
-                    K_CODES, QUERY,
-                )  # fmt: skip
-                up = gl.convert_layout(up, STATES)
+                if WARPGROUP:
+                    up, q_sum = warpgroup.load_queries(
+                        query, sq_t, sq_h, q_start, q_len, q_block, kv_head, rooms, GROUP, BLOCK_Q, D, HEAD_DIM, R,
+                        K_CODES,
+                    )  # fmt: skip
+                    up = gl.expand_dims(gl.convert_layout(up, gl.SliceLayout(0, STATES)), 0)
+                else:
+                    q, q_rest, up = load_queries(
+                        query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, HEAD_DIM, R, USED, W,
+                        K_CODES, QUERY,
+                    )  # fmt: skip
+                    up = gl.convert_layout(up, STATES)
 
                 q_row, head, exists = rows_of(offs_m, q_len, q_block, kv_head, GROUP, BLOCK_Q)
                 slope = 0.0
@@ -175,21 +209,25 @@ def _decode_kernel(
                 logit_scale = qk_scale
                 if k_scale is not None:  # stored keys times their scale: the same as their logits times it
                     logit_scale *= gl.load(k_scale + kv_head * s_kscale)
-                m_i = gl.full([W, R], -float("inf"), gl.float32, STATES)
-                l_i = gl.zeros([W, 16, R], gl.float32, MMA)
-                if sinks is not None:
-                    if at == origin:
-                        sink = gl.load(sinks + head, mask=exists, other=-float("inf")).to(gl.float32) * LOG2E
-                        m_i = gl.where(gl.expand_dims(state, 1) == 0, gl.expand_dims(sink - SINK, 0), m_i)
-                        l_i = gl.where((first_key == 0) & (in_3d(sink, 2) != -float("inf")), 2.0**SINK, l_i)
-                acc = gl.zeros([W, DV, R], gl.float32, MMA)
-                if from_key < to_key:
-                    acc, m_i, l_i = attend(
-                        q, q_rest, up * logit_scale, acc, m_i, l_i, staging, blocks, from_key, to_key, low,
-                        seq_len - q_len + q_row, slope, softcap, num_blocks, K_CODES, V_CODES, R, MASK, SOFTCAP,
-                        alibi_slopes is not None, ONE_TOKEN, MMA,
-                    )  # fmt: skip
-                all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, USED, V_CODES, MINE)
+                m_i, l_i = _begin_states(sinks, head, exists, at == origin, W, R, SINK, WARPGROUP, MMA)
+                if WARPGROUP:
+                    acc = gl.zeros([DV, R], gl.float32, warpgroup.output_layout(R))
+                    if from_key < to_key:
+                        acc, m_i, l_i = warpgroup.attend(
+                            q_sum, up * logit_scale, acc, m_i, l_i, staging, rooms, blocks, from_key, to_key, low,
+                            seq_len - q_len + q_row, slope, softcap, num_blocks, K_CODES, V_CODES, R, MASK, SOFTCAP,
+                            alibi_slopes is not None, MMA,
+                        )  # fmt: skip
+                    all_acc, all_m, all_l = warpgroup.state_of(acc, m_i, l_i, exchange, V_CODES, MINE)
+                else:
+                    acc = gl.zeros([W, DV, R], gl.float32, MMA)
+                    if from_key < to_key:
+                        acc, m_i, l_i = attend(
+                            q, q_rest, up * logit_scale, acc, m_i, l_i, staging, blocks, from_key, to_key, low,
+                            seq_len - q_len + q_row, slope, softcap, num_blocks, K_CODES, V_CODES, R, MASK, SOFTCAP,
+                            alibi_slopes is not None, ONE_TOKEN, MMA,
+                        )  # fmt: skip
+                    all_acc, all_m, all_l = _together(acc, m_i, l_i, exchange, USED, V_CODES, MINE)
                 scale = out_scale
                 if v_scale is not None:
                     scale *= gl.load(v_scale + kv_head * s_vscale)

@@ -12,7 +12,9 @@ from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, tanh
 from ..gluon_even_split import visible
 from .axes import along, in_3d
 from .operands import is_turboquant, key_offset, key_operand, key_words, value_operand, value_words
-from .operands_4bit import level_tables, products, step_products
+from .operands_4bit import keys_of_steps, level_tables, products, step_products
+
+SLACK = gl.constexpr(8.0)  # by which a power of two may be larger than the one that states are multiples of
 
 
 @gluon.jit
@@ -39,11 +41,57 @@ def _of_16_keys(p):
 
 
 @gluon.jit
+def _finite(m):
+    """What logits are taken off from of rows with the maximum m: of rows that have seen no key it is -inf."""
+    return gl.where(m == -float("inf"), 0.0, m)
+
+
+@gluon.jit
+def _raise(acc, m_i, l_i, top):
+    """The states as multiples of 2**top."""
+    alpha = gl.expand_dims(gl.exp2(m_i - _finite(top)), 1)
+    return acc * alpha, top, l_i * alpha
+
+
+@gluon.jit
 def begin_tiles(staging, table, begin, end, low, num_blocks, MMA: gl.constexpr):
     """Begin to copy the first tile of keys begin..end, for `attend`."""
     at = first_key(begin, low, end, gl.arange(0, staging.W, along(0, MMA)), staging.KEYS)
     block, known = known_blocks(gl.load(table + at // staging.S), num_blocks)
     staging.copy(0, at, block, known, low, end)
+
+
+@gluon.jit
+def logits_of(
+    s, row_scale, n, seen, staging, stage, at, block, q_pos, slope, softcap, K_CODES: gl.constexpr, MASK: gl.constexpr,
+    SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, ONE_TOKEN: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Logits of a tile's keys `n`, as exponents of two, from products with them, -inf of keys that are not `seen` by a
+    row; and the scales of values with their log2, 1 and 0 where they have none."""
+    K_SCALED: gl.constexpr = staging.K_STRIDES is not None and K_CODES != "int4_per_channel"
+    exists = seen
+    scale = gl.expand_dims(row_scale, 1)
+    if K_SCALED:
+        s *= staging.load_key_scales(stage, at, block, MMA)
+    if SOFTCAP:
+        s = (softcap * LOG2E) * tanh(s * (scale / softcap))
+    else:
+        s = s * (scale * LOG2E)
+    if ALIBI:
+        distance = n - in_3d(q_pos, 2)
+        bias = distance if MASK[0] else -gl.abs(distance)
+        s += in_3d(slope * LOG2E, 2) * bias.to(gl.float32)
+    if not ONE_TOKEN:  # a sequence's only row sees all of low..end
+        seen = seen & visible(in_3d(q_pos, 2), n, MASK)
+    s = gl.where(seen, s, -float("inf"))
+    value_scale = 1.0
+    log = 0.0
+    if staging.V_STRIDES is not None:  # what is stored for keys outside may be any number
+        value_scale = staging.load_value_scales(stage, at, block, MMA)
+        value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
+        value_scale = gl.where(exists, value_scale, 1.0)
+        log = approximate("lg2", value_scale)
+    return s, log, value_scale
 
 
 @gluon.jit
@@ -66,8 +114,6 @@ def attend(
     S: gl.constexpr = staging.S
     PER_CHANNEL: gl.constexpr = K_CODES == "int4_per_channel"
     ROTATED: gl.constexpr = is_turboquant(K_CODES)
-    K_SCALED: gl.constexpr = staging.K_STRIDES is not None and not PER_CHANNEL
-    V_SCALED: gl.constexpr = staging.V_STRIDES is not None
     TILE: gl.constexpr = W * KEYS
     warp = gl.arange(0, W, along(0, MMA))
     row = gl.arange(0, KEYS, along(1, MMA))
@@ -88,7 +134,7 @@ def attend(
         nothing -= gl.expand_dims(q_sum, 1) * key_offset(K_CODES)
     for start in range(begin, end, TILE):
         n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
-        keep = in_3d(known, 0) & (n >= low) & (n < end)
+        seen = in_3d(known, 0) & (n >= low) & (n < end)
         this_at, this_block = at, block
         at = next_at
         block, known = known_blocks(next_block, num_blocks)
@@ -101,41 +147,30 @@ def attend(
         codes = key_operand(staging.load_keys(stage), k_tables, q.dtype, K_CODES, MMA)
         if PER_CHANNEL:
             steps, least = staging.load_channels(stage)
-            scaled, rest, s = step_products(q, steps, least, KEYS, MMA)
-            s = products(codes, scaled, rest, s, MMA)
+            if R > 8:  # of whose products there are too many to make each of two
+                s = mma_v2(keys_of_steps(codes, steps, least), q, nothing)
+            else:
+                scaled, rest, s = step_products(q, steps, least, KEYS, MMA)
+                s = products(codes, scaled, rest, s, MMA)
         elif ROTATED:
             s = products(codes, q, q_rest, nothing, MMA)
         else:
             s = mma_v2(codes, q, nothing)
-        scale = gl.expand_dims(row_scale, 1)
-        if K_SCALED:
-            s *= staging.load_key_scales(stage, this_at, this_block, MMA)
-        if SOFTCAP:
-            s = (softcap * LOG2E) * tanh(s * (scale / softcap))
-        else:
-            s = s * (scale * LOG2E)
-        if ALIBI:
-            distance = n - in_3d(q_pos, 2)
-            bias = distance if MASK[0] else -gl.abs(distance)
-            s += in_3d(slope * LOG2E, 2) * bias.to(gl.float32)
-        if not ONE_TOKEN:  # a sequence's only row sees all of low..end
-            keep = keep & visible(in_3d(q_pos, 2), n, MASK)
-        s = gl.where(keep, s, -float("inf"))
-        weight = s
-        if V_SCALED:
-            value_scale = staging.load_value_scales(stage, this_at, this_block, MMA)
-            value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
-            weight = gl.where(keep, s + approximate("lg2", value_scale), -float("inf"))
-        m_new = gl.maximum(m_i, gl.max(weight, 1))
-        shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s - gl.expand_dims(shift, 1))
-        alpha = gl.expand_dims(gl.exp2(m_i - shift), 1)
-        m_i = m_new
-        l_i = l_i * alpha + _of_16_keys(p)
-        if V_SCALED:
-            p = gl.exp2(weight - gl.expand_dims(shift, 1))
+        s, log, value_scale = logits_of(
+            s, row_scale, n, seen, staging, stage, this_at, this_block, q_pos, slope, softcap, K_CODES, MASK, SOFTCAP,
+            ALIBI, ONE_TOKEN, MMA,
+        )  # fmt: skip
+        top = gl.maximum(m_i, gl.max(s + log, 1))
+        if W > 1:  # a look at all warps' rows would take longer than it saves
+            acc, m_i, l_i = _raise(acc, m_i, l_i, top)
+        elif gl.max(gl.max((top > m_i + SLACK).to(gl.int32), 1), 0) > 0:
+            acc, m_i, l_i = _raise(acc, m_i, l_i, top)
+        shift = gl.expand_dims(_finite(m_i), 1)
+        p = gl.exp2(s - shift)
+        l_i += _of_16_keys(p)
+        p *= value_scale
         even, odd = staging.load_values(stage)
         v = value_operand(even, odd, v_tables, q.dtype, V_CODES, MMA)
-        acc = mma_v2(v, gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2)), acc * alpha)
+        acc = mma_v2(v, gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2)), acc)
         stage = stage ^ 1
     return acc, m_i, l_i

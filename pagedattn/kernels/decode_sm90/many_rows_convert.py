@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from ..gluon_device import SMALLEST_SCALE, approximate, bits
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS
 from .operands import codes_of_word, elements, key_offset
-from .operands_4bit import STEP_OFFSET, channels, level_tables
+from .operands_4bit import STEP_OFFSET, channels, level_tables, plus, times_plus
 from .spread_codes import is_spread
 from .staging import copy_channels, copy_codes, copy_scales, load_channels, load_scales, load_words
 
@@ -38,17 +38,6 @@ def _word_layout(words, codes):
 
 
 @gluon.jit
-def _plus(x, NUMBER: gl.constexpr):
-    y = gl.full_like(x, NUMBER)
-    return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, True, 2)
-
-
-@gluon.jit
-def _times_plus(x, factor, y):
-    return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, y], gl.float16, True, 2)
-
-
-@gluon.jit
 def _numbers(words, tables, CODES: gl.constexpr):
     """float16 [WARPS, KEYS_OF_WARP, D] of words of rows: what the codes stand for, of those in steps the codes."""
     PER_WORD: gl.constexpr = codes_of_word(CODES)
@@ -63,11 +52,11 @@ def _numbers(words, tables, CODES: gl.constexpr):
     LAYOUT: gl.constexpr = _number_layout(WORDS, CODES)
     x = gl.convert_layout(x.reshape([WARPS, KEYS_OF_WARP, PER_WORD * WORDS]), LAYOUT, assert_trivial=True)
     if CODES == "int4_per_channel":
-        x = _plus(x, -STEP_OFFSET)
+        x = plus(x, -STEP_OFFSET)
     elif CODES == "rotated_int4":  # 2 c - 15
-        x = _times_plus(x, gl.full_like(x, 2.0), gl.full_like(x, -2.0 * STEP_OFFSET - 15.0))
+        x = times_plus(x, gl.full_like(x, 2.0), gl.full_like(x, -2.0 * STEP_OFFSET - 15.0))
     elif key_offset(CODES) != 0:
-        x = _plus(x, -key_offset(CODES))
+        x = plus(x, -key_offset(CODES))
     return x
 
 
@@ -130,7 +119,7 @@ def store_keys(k, of_keys, of_values, tables, seen, stage, rooms, shape):
     multiplied by. seen: which keys; of others scales may be anything. tables: `tables_of` them."""
     x = _numbers(k, tables, shape.K_CODES)
     if shape.PER_CHANNEL:
-        x = _times_plus(x, _of_channels(of_keys[0], x), _of_channels(of_keys[1], x))
+        x = times_plus(x, _of_channels(of_keys[0], x), _of_channels(of_keys[1], x))
     rooms.keys().store(x.reshape([KEYS, shape.D]))
     log = gl.where(seen, 0.0, -float("inf"))
     if shape.K_SCALED:

@@ -80,6 +80,14 @@ def key_element(index, CODES: gl.constexpr):
     return element
 
 
+@gluon.jit
+def in_order_of_bytes(x):
+    """Rows [R, D] with their elements in the order of `key_element`, of codes of 8 bits."""
+    R: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    return x.reshape([R, D // 64, 4, 8, 2]).permute((0, 1, 3, 2, 4)).reshape([R, D])
+
+
 @gluon.constexpr_function
 def key_offset(codes):
     """What elements of `key_operand` are larger by than the codes stand for. It is taken off the products, where they
@@ -164,7 +172,8 @@ def value_operand(even, odd, tables, DTYPE: gl.constexpr, CODES: gl.constexpr, M
 
 
 @gluon.jit
-def _values_of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
+def pairs_of_8_bits(even, odd, CODES: gl.constexpr):
+    """Codes of a word each of two rows, as float16: both rows' first ones, then both rows' second ones, and so on."""
     if CODES == "e4m3":
         a, b, c, d, e, f, g, h = gluon_e4m3.pairs(even, odd)
     elif CODES == "e5m2":
@@ -195,6 +204,12 @@ def _values_of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
             True,
             1,
         )
+    return a, b, c, d, e, f, g, h
+
+
+@gluon.jit
+def _values_of_8_bits(even, odd, CODES: gl.constexpr, MMA: gl.constexpr):
+    a, b, c, d, e, f, g, h = pairs_of_8_bits(even, odd, CODES)
     W: gl.constexpr = even.shape[0]
     PAIRS: gl.constexpr = even.shape[1]
     WORDS: gl.constexpr = even.shape[2]

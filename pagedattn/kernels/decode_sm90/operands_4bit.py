@@ -31,7 +31,7 @@ def is_turboquant(codes):
 
 
 @gluon.constexpr_function
-def _bits_of(codes):
+def bits_of(codes):
     return int(codes[-1])
 
 
@@ -60,7 +60,7 @@ def _int32(word):
 @gluon.jit
 def level_tables(begin, LAYOUT: gl.constexpr, CODES: gl.constexpr):
     """Of 16 levels the first four below zero and the first four above, of fewer the first four and nothing, each a
-    tensor of one value in the LAYOUT of words [W, rows, words]: as `_look_up` takes them; of other codes nothing.
+    tensor of one value in the LAYOUT of words [W, rows, words]: as `look_up` takes them; of other codes nothing.
     begin: a number that is not negative. A byte permutation takes one constant; another one that is known to be the
     same for all threads would be copied for each permutation, so that it is made of what differs from thread to thread:
     a number and its sign, 0, which the compiler does not know. Of begin + row it does: begin is a multiple of more than
@@ -69,7 +69,7 @@ def level_tables(begin, LAYOUT: gl.constexpr, CODES: gl.constexpr):
     number = in_3d(begin + 65 * gl.arange(0, SHAPE[1], along(1, LAYOUT)), 1)
     nothing, _ = gl.broadcast(number >> 31, gl.zeros(SHAPE, gl.int32, LAYOUT))
     if is_turboquant(CODES):
-        BITS: gl.constexpr = _bits_of(CODES)
+        BITS: gl.constexpr = bits_of(CODES)
         tables = (nothing | _int32(_table(0, BITS)), nothing | _int32(_table(2, BITS)))
     else:
         tables = (nothing, nothing)
@@ -77,7 +77,7 @@ def level_tables(begin, LAYOUT: gl.constexpr, CODES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _look_up(word, below, above, count):
+def look_up(word, below, above, count):
     """Instructions that make levels of the codes, of `count` bits, of register `word`, as `_pair` takes them, bytes of
     registers a and b. They use u, x and y; `below` and `above` are the registers of `level_tables`."""
     if count < 4:
@@ -103,7 +103,7 @@ def _pair(at, count):
 
 @gluon.constexpr_function
 def _key_levels(count):
-    text = f"{{ .reg .b32 a, b, u, x, y; {_look_up('$8', '$9', '$10', count)}"
+    text = f"{{ .reg .b32 a, b, u, x, y; {look_up('$8', '$9', '$10', count)}"
     for at in range(4):
         text += f"{_pair(at, count)} mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
     return text + "}"
@@ -124,7 +124,7 @@ def elements(words, tables, CODES: gl.constexpr):
     `level_tables` of such words."""
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,"
     if is_turboquant(CODES):
-        TEXT: gl.constexpr = _key_levels(_bits_of(CODES))
+        TEXT: gl.constexpr = _key_levels(bits_of(CODES))
         given = [words, tables[0], tables[1]]
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(TEXT, OUT + "r,r,r", given, EIGHT, True, 1)
     else:
@@ -225,6 +225,28 @@ def products(codes, first, second, s, MMA: gl.constexpr):
 
 
 @gluon.jit
+def plus(x, NUMBER: gl.constexpr):
+    y = gl.full_like(x, NUMBER)
+    return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, True, 2)
+
+
+@gluon.jit
+def times_plus(x, factor, y):
+    return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, y], gl.float16, True, 2)
+
+
+@gluon.jit
+def keys_of_steps(codes, steps, least):
+    """Keys [W, keys, D] of codes as `key_operand` has them, which float16 has exactly."""
+    OF_CHANNELS: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
+    steps = gl.convert_layout(in_key_order(channels(steps)), OF_CHANNELS, assert_trivial=True)
+    least = gl.convert_layout(in_key_order(channels(least)), OF_CHANNELS, assert_trivial=True)
+    steps, _ = gl.broadcast(gl.expand_dims(steps, 1), codes)
+    least, _ = gl.broadcast(gl.expand_dims(least, 1), codes)
+    return times_plus(plus(codes, -STEP_OFFSET), steps, least)
+
+
+@gluon.jit
 def step_products(q, steps, least, KEYS: gl.constexpr, MMA: gl.constexpr):
     """Queries [W, D, R] times each channel's step as the sum of two operands, and what products of codes with them lack
     to be those of keys, for KEYS keys, float32 [W, KEYS, R]."""
@@ -263,7 +285,7 @@ def _value_levels(count):
             text += "shr.u32 c, $16, 4; lop3.b32 c, c, $17, 0x0F0F0F0F, 0xE4; "
         else:
             text += "shl.b32 c, $17, 4; lop3.b32 c, $16, c, 0x0F0F0F0F, 0xE4; "
-        text += _look_up("c", "$18", "$19", count)
+        text += look_up("c", "$18", "$19", count)
         for at in range(4):
             to = 2 * (2 * at + odd)
             text += _pair(at, count) + ("sub.f16x2 x, x, k; " if count > 2 else "")
@@ -277,7 +299,7 @@ def value_operand(even, odd, tables, RUN: gl.constexpr, CODES: gl.constexpr, MMA
     `level_tables` of the ones at even places."""
     LEVELS: gl.constexpr = is_turboquant(CODES)
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r"
-    TEXT: gl.constexpr = _value_levels(_bits_of(CODES)) if LEVELS else _value_steps()
+    TEXT: gl.constexpr = _value_levels(bits_of(CODES)) if LEVELS else _value_steps()
     GIVEN: gl.constexpr = OUT + ",r,r" if LEVELS else OUT
     given = [even, odd, tables[0], tables[1]] if LEVELS else [even, odd]
     a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, r = gl.inline_asm_elementwise(TEXT, GIVEN, given, SIXTEEN, True, 1)

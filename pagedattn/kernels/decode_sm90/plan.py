@@ -23,8 +23,9 @@ _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), ("int8", "rotate
 _NATIVE = (None, None)  # elements that are stored as they are
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 168 registers a thread have room for, and
 _MOST_STATE = 16 * 128  # 255
-FEW_ROWS = 16  # of a query block, tokens times heads of a group, that products of a warp's own keys are made with
-MANY_ROWS = 64  # that products of a program's keys are made with
+WARP_ROWS = 16  # of a query block, tokens times heads of a group, that products of a warp's own keys are made with
+FEW_ROWS = 32  # that a warpgroup multiplies codes in registers with
+MANY_ROWS = 64  # that it multiplies codes in shared memory with
 MOST_ROWS = 256  # from which on copying keys takes less time than converting them for each query block
 GROUP = 16  # partial states that one program adds up
 _MANY_DIM = 128  # of such products
@@ -50,7 +51,7 @@ class HopperDecodeTuning(NamedTuple):
 _MOST_WARPS = 4  # of a program
 _PROGRAMS_OF_ITEM = 4  # that share an item at most, if programs have fewer warps than that
 _FEW_KEYS = 1024  # of an SM
-_MANY = HopperDecodeTuning(4, 2, 255, 2)  # of query blocks of MANY_ROWS
+_OF_WARPGROUP = HopperDecodeTuning(4, 2, 255, 2)  # of query blocks of more than WARP_ROWS
 _NATIVE_TUNING = HopperDecodeTuning(4, 3, 168, 1)
 _NATIVE_ROWS = 8
 _NATIVE_DIM = 128
@@ -91,7 +92,7 @@ def why_not(shape: AttentionShape, max_query_len: int, here: str, most_rows: int
         return f"blocks of {shape.block_size} tokens, served: multiples of {KEYS_PER_WARP}"
     if unserved := Mask.of(shape.mask).unserved(_MASKS):
         return f"masks with {', '.join(unserved)}"
-    most = _NATIVE_ROWS if native else min(FEW_ROWS, _MOST_STATE // width(max(dims)))
+    most = _NATIVE_ROWS if native else min(WARP_ROWS, _MOST_STATE // width(max(dims)))
     rows = max_query_len * shape.group
     many = not native and dims[0] == dims[1] <= _MANY_DIM and shape.group <= MANY_ROWS
     if rows > (most_rows if many else most):
@@ -144,18 +145,25 @@ def hopper_decode_config(
 ) -> HopperDecodeConfig:
     """The configuration of a launch over sequences of these bounds; `tuning` is taken as it is."""
     needed = bounds.max_query_len * shape.group
-    rows = 8 if needed <= 8 else FEW_ROWS if needed <= FEW_ROWS else MANY_ROWS
+    rows = _block_rows(needed, width(shape.head_dim))
     items = bounds.num_seqs * shape.num_kv_heads * -(-bounds.max_query_len // (rows // shape.group))
     state, twice = rows * width(max(shape.head_dim, shape.head_dim_v)), _has_double_tiles(shape)
     if tuning is None:
-        several = _MANY if rows == MANY_ROWS else _tuning(items, bounds.max_seq_len, state, twice, target)
-        tuning = _NATIVE_TUNING if shape.codes == _NATIVE else several
+        of_codes = _OF_WARPGROUP if rows > WARP_ROWS else _tuning(items, bounds.max_seq_len, state, twice, target)
+        tuning = _NATIVE_TUNING if shape.codes == _NATIVE else of_codes
     tiles = items * max(1, -(-bounds.max_seq_len // tuning.tile))
     programs = min(target.num_sms * tuning.per_sm, tiles, COUNTERS)
-    if rows == MANY_ROWS:  # of whose states a second level takes longer than fewer programs
+    if rows > WARP_ROWS:  # of whose states a second level takes longer than fewer programs
         programs = min(programs, GROUP * items)
     programs = max(1, programs // shape.num_kv_heads) * shape.num_kv_heads  # each head has as many as every other
     return HopperDecodeConfig(rows, programs, tiles, rows * (width(shape.head_dim_v) + 2), tuning)
+
+
+def _block_rows(needed: int, dim: int) -> int:
+    """Rows of a query block, of `needed` at most. Blocks of FEW_ROWS are for heads of which each thread has four
+    channels, in operands `dim` wide."""
+    sizes = (8, WARP_ROWS, FEW_ROWS) if dim == _MANY_DIM else (8, WARP_ROWS)
+    return next((size for size in sizes if needed <= size), MANY_ROWS)
 
 
 def _has_double_tiles(shape: AttentionShape) -> bool:

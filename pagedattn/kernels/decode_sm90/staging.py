@@ -296,6 +296,12 @@ class Staging:
         return even, load_words(self.odd.index(stage), LAYOUT, self.V_CODES)
 
     @gluon.jit
+    def load_channel_values(self, stage, LAYOUT: gl.constexpr):
+        """The same in LAYOUT, as `warpgroup_values.value_operand` takes them."""
+        even = load_words(self.even.index(stage), LAYOUT, self.V_CODES)
+        return even, load_words(self.odd.index(stage), LAYOUT, self.V_CODES)
+
+    @gluon.jit
     def load_channels(self, stage):
         """As the function `load_channels`, for products of codes."""
         memory = self.k_scales[1].index(stage)
