@@ -133,7 +133,7 @@ FAULTS = (
     ),
     Fault(
         "large copies for a few rows",
-        "dequantise:pays",
+        "dequantise:_is_small",
         "_key_bytes(shape, bounds, shape.num_kv_heads) <= _SMALL_BYTES",
         "0 <= _SMALL_BYTES",
         "test_dequantise.py no_kernel_for_hopper",

@@ -127,6 +127,8 @@ FAULTS = (
           "if False:", "test_decode_sm90_plan.py more_rows"),
     Fault("many rows: tiles of the first query block alone", "hopper_decode_config",
           "* -(-bounds.max_query_len // (rows // shape.group))", "", "test_decode_sm90_plan.py more_rows"),
+    Fault("a small copy of codes that are converted once", "dequantise:beats_converting",
+          "bounds.max_query_len * shape.group > rows and ", "", "test_decode_sm90_plan.py copy_if_that_is_small"),
     Fault("blocks of 32 rows over heads of 64", "decode_sm90:_block_rows", "if dim == _MANY_DIM else (8, WARP_ROWS)",
           "", "test_decode_sm90_plan.py more_rows"),
     Fault("many rows: heads beyond 128", "decode_sm90:why_not",

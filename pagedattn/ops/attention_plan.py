@@ -61,9 +61,11 @@ def plan_attention(
     not_sm90_decode = here if has_words else "a cache that cannot be read four codes at a time"
     many = bounds.max_query_len > DECODE_TOKENS
     because = "" if only_decodes(shape, bounds) else _why_not_sm90(shape, here) or not_sm90
+    copied = many and not (_why_not_copied(shape, here) or not_copied)
     # Where prompts would need a copy of their keys, which takes longer than converting them for each query block.
     by_codes = many and bool(because) and not sm90_decode.why_not(shape, bounds.max_query_len, not_sm90_decode)
-    copied = many and not (by_codes or _why_not_copied(shape, here) or not_copied)
+    by_codes &= not (copied and dequantise.beats_converting(shape, bounds, sm90_decode.MANY_ROWS))
+    copied &= not by_codes
     turns = dequantise.copy_turns(shape, bounds, bool(because)) if copied else 0
     because = "" if turns else because
     passes = plan_passes(shape, bounds, device) if copied and because else ()

@@ -195,6 +195,22 @@ def test_prompts_of_few_rows_are_served_without_a_copy() -> None:
     assert "decode_sm90" not in kernels(shape, prompts(64), has_words=False)
 
 
+def test_prompts_over_4_bits_take_a_copy_if_that_is_small_and_tiles_would_be_converted_twice() -> None:
+    def copied(codes: tuple[str, str], tokens: int, count: int = 1, keys: int = 2000, group: int = 4) -> bool:
+        shape = SHAPE._replace(codes=codes, stored_dtype=torch.uint8, group=group)
+        plan = plan_attention(shape, BatchBounds(count * tokens, count, 0, tokens, keys, keys), CPU)
+        assert [one.span.kernel for one in plan.launches if one.span.last > one.span.first][-1] == (
+            "prefill_sm90" if plan.copy_turns else "decode_sm90"
+        )
+        return bool(plan.copy_turns)
+
+    for codes in (("turboquant4", "turboquant4"), ("int4_per_channel", "rotated_int4")):
+        assert copied(codes, 17) and copied(codes, 64) and copied(codes, 60, 4, 500)
+        assert not copied(codes, 30, 16, 1000), "67 MB"
+        assert not copied(codes, 60, group=1), "one block of rows"
+    assert not copied(K8V4, 64) and not copied(("turboquant4", "turboquant4"), 64, 4, 8000)
+
+
 @pytest.mark.parametrize("here", ["no Hopper GPU", "kernels are interpreted"])
 def test_elsewhere_it_is_not_used(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda device: here)

@@ -14,6 +14,7 @@ ROTATED_KEYS = ("turboquant4", "turboquant3", "turboquant2")
 # Codes of keys whose numbers float16 has: of int4 as they are, of int8, with the scales that `formats/int8` gives rows,
 # times a power of two of a tile.
 FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
+_SLOWLY_CONVERTED = ("int4_per_channel", *ROTATED_KEYS)
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
 # prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 512}
@@ -53,13 +54,20 @@ def pays(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> bo
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
     if not shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v):
         fewest = min(fewest, _FEWEST_PADDED_ROWS)
-    small = unread and most_keys(bounds) * _key_bytes(shape, bounds, shape.num_kv_heads) <= _SMALL_BYTES
+    small = unread and _is_small(shape, bounds)
     if not (small or shape.codes[0] in ROTATED_KEYS) and bounds.max_query_len * shape.group < fewest:
         return False
     # Of few keys that are seen, most of the copy would not be read.
     seen = Mask.of(shape.mask).max_visible_keys(bounds.max_query_len, bounds.prompt_keys)
     by_many = unread and bounds.max_query_len * shape.group * seen >= _ROWS_OF_A_KEY * bounds.prompt_keys
     return by_many or 2 * seen >= bounds.prompt_keys
+
+
+def beats_converting(shape: AttentionShape, bounds: BatchBounds, rows: int) -> bool:
+    """Whether a copy takes less time than the decode kernel for codes, which converts them for each block of `rows`
+    rows: one that is small, of codes of which converting takes long, and of more than one block."""
+    several = bounds.max_query_len * shape.group > rows and shape.codes[0] in _SLOWLY_CONVERTED
+    return several and _is_small(shape, bounds) and pays(shape, bounds, unread=True)
 
 
 def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> int:
@@ -82,6 +90,10 @@ def keys_per_pass(shape: AttentionShape, bounds: BatchBounds, tile: int) -> int:
     unit = math.lcm(size, tile)
     most = [MOST_BYTES // _key_bytes(shape, bounds, n) // unit * unit for n in _divisors(heads)]
     return next((keys for keys in most if keys >= _FEWEST_KEYS), most[-1])
+
+
+def _is_small(shape: AttentionShape, bounds: BatchBounds) -> bool:
+    return most_keys(bounds) * _key_bytes(shape, bounds, shape.num_kv_heads) <= _SMALL_BYTES
 
 
 def most_keys(bounds: BatchBounds) -> int:
