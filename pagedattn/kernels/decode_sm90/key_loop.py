@@ -62,6 +62,42 @@ def begin_tiles(staging, table, begin, end, low, num_blocks, MMA: gl.constexpr):
 
 
 @gluon.jit
+def first_tiles(table, begin, end, low, num_blocks, staging, MMA: gl.constexpr):
+    """Of the first tile of keys begin..end where each warp's are, their blocks, and which of those are in the cache; of
+    the second one where they are, and the ids of their blocks. All [W], as `next_tile` takes them."""
+    W: gl.constexpr = staging.W
+    KEYS: gl.constexpr = staging.KEYS
+    warp = gl.arange(0, W, along(0, MMA))
+    at = first_key(begin, low, end, warp, KEYS)
+    block, known = known_blocks(gl.load(table + at // staging.S), num_blocks)
+    next_at = first_key(begin + W * KEYS, low, end, warp, KEYS)
+    return at, block, known, next_at, gl.load(table + next_at // staging.S)
+
+
+@gluon.jit
+def next_tile(
+    start, end, low, at, block, known, next_at, next_block, stage, staging, table, num_blocks, MMA: gl.constexpr
+):
+    """Wait for the tile of keys from `start` on, begin to copy the next one, and load the ids of the blocks after that:
+    the tile's keys [W, KEYS, 1], which of them are seen, where each warp's are, and their blocks; then what
+    `first_tiles` returns, a tile later."""
+    W: gl.constexpr = staging.W
+    KEYS: gl.constexpr = staging.KEYS
+    TILE: gl.constexpr = W * KEYS
+    warp = gl.arange(0, W, along(0, MMA))
+    n = start + in_3d(warp, 0) * KEYS + in_3d(gl.arange(0, KEYS, along(1, MMA)), 1)
+    seen = in_3d(known, 0) & (n >= low) & (n < end)
+    this_at, this_block = at, block
+    at = next_at
+    block, known = known_blocks(next_block, num_blocks)
+    async_copy.wait_group(0)
+    if start + TILE < end:
+        staging.copy(stage ^ 1, at, block, known, low, end)
+    next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
+    return n, seen, this_at, this_block, at, block, known, next_at, gl.load(table + next_at // staging.S)
+
+
+@gluon.jit
 def logits_of(
     s, row_scale, n, seen, staging, stage, at, block, q_pos, slope, softcap, K_CODES: gl.constexpr, MASK: gl.constexpr,
     SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, ONE_TOKEN: gl.constexpr, MMA: gl.constexpr,
@@ -111,17 +147,10 @@ def attend(
     """
     W: gl.constexpr = staging.W
     KEYS: gl.constexpr = staging.KEYS
-    S: gl.constexpr = staging.S
     PER_CHANNEL: gl.constexpr = K_CODES == "int4_per_channel"
     ROTATED: gl.constexpr = is_turboquant(K_CODES)
     TILE: gl.constexpr = W * KEYS
-    warp = gl.arange(0, W, along(0, MMA))
-    row = gl.arange(0, KEYS, along(1, MMA))
-
-    at = first_key(begin, low, end, warp, KEYS)
-    block, known = known_blocks(gl.load(table + at // S), num_blocks)
-    next_at = first_key(begin + TILE, low, end, warp, KEYS)
-    next_block = gl.load(table + next_at // S)
+    at, block, known, next_at, next_block = first_tiles(table, begin, end, low, num_blocks, staging, MMA)
     stage = 0
     k_tables = level_tables(begin, key_words(W, KEYS, staging.K_WORDS), K_CODES)
     v_tables = level_tables(begin, value_words(W, KEYS, staging.V_WORDS), V_CODES)
@@ -133,17 +162,9 @@ def attend(
         q_sum = gl.convert_layout(q_sum, gl.SliceLayout(1, MMA))
         nothing -= gl.expand_dims(q_sum, 1) * key_offset(K_CODES)
     for start in range(begin, end, TILE):
-        n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
-        seen = in_3d(known, 0) & (n >= low) & (n < end)
-        this_at, this_block = at, block
-        at = next_at
-        block, known = known_blocks(next_block, num_blocks)
-        async_copy.wait_group(0)
-        if start + TILE < end:
-            staging.copy(stage ^ 1, at, block, known, low, end)
-        next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
-        next_block = gl.load(table + next_at // S)
-
+        n, seen, this_at, this_block, at, block, known, next_at, next_block = next_tile(
+            start, end, low, at, block, known, next_at, next_block, stage, staging, table, num_blocks, MMA
+        )
         codes = key_operand(staging.load_keys(stage), k_tables, q.dtype, K_CODES, MMA)
         if PER_CHANNEL:
             steps, least = staging.load_channels(stage)

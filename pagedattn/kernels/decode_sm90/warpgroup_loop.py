@@ -15,14 +15,12 @@ import struct
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import tile_layout
 from ..gluon_names import thread_barrier
-from .axes import along, in_3d
-from .key_loop import SLACK, first_key, known_blocks, logits_of
+from .key_loop import SLACK, first_tiles, logits_of, next_tile
 from .operands import in_order_of_bytes, is_4_bit, is_turboquant, key_offset, key_operand, key_words
 from .operands_4bit import in_key_order, keys_of_steps, level_tables
 from .plan import WARP_ROWS
@@ -129,20 +127,13 @@ def attend(
     """The state after keys begin..end, of which low..end are seen, as `key_loop.attend`: `acc` [CHANNELS, R] in
     `output_layout`, `m_i` [W, R], of all warps the same, `l_i` [W, 16, R]. total: sums of the queries."""
     W: gl.constexpr = staging.W
-    S: gl.constexpr = staging.S
     TILE: gl.constexpr = W * KEYS
     LOGITS: gl.constexpr = output_layout(R)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
     EVERY: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0], [0]], [], [4])
     V_WORDS: gl.constexpr = value_words(staging.V_WORDS)
     PER_CHANNEL: gl.constexpr = K_CODES == "int4_per_channel"
-    warp = gl.arange(0, W, along(0, MMA))
-    row = gl.arange(0, KEYS, along(1, MMA))
-
-    at = first_key(begin, low, end, warp, KEYS)
-    block, known = known_blocks(gl.load(table + at // S), num_blocks)
-    next_at = first_key(begin + TILE, low, end, warp, KEYS)
-    next_block = gl.load(table + next_at // S)
+    at, block, known, next_at, next_block = first_tiles(table, begin, end, low, num_blocks, staging, MMA)
     stage = 0
     k_tables = level_tables(begin, key_words(W, KEYS, staging.K_WORDS), K_CODES)
     v_tables = level_tables(begin, V_WORDS, V_CODES)
@@ -153,17 +144,9 @@ def attend(
     q = rooms.q.permute((1, 0))
     q_rest = rooms.q_rest.permute((1, 0))
     for start in range(begin, end, TILE):
-        n = start + in_3d(warp, 0) * KEYS + in_3d(row, 1)
-        seen = in_3d(known, 0) & (n >= low) & (n < end)
-        this_at, this_block = at, block
-        at = next_at
-        block, known = known_blocks(next_block, num_blocks)
-        async_copy.wait_group(0)
-        if start + TILE < end:
-            staging.copy(stage ^ 1, at, block, known, low, end)
-        next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
-        next_block = gl.load(table + next_at // S)
-
+        n, seen, this_at, this_block, at, block, known, next_at, next_block = next_tile(
+            start, end, low, at, block, known, next_at, next_block, stage, staging, table, num_blocks, MMA
+        )
         codes = key_operand(staging.load_keys(stage), k_tables, gl.float16, K_CODES, MMA)
         if PER_CHANNEL:
             steps, least = staging.load_channels(stage)
