@@ -1,7 +1,7 @@
 """Gluon: the loop over keys, in which each warp has a running maximum, sum and output of its own.
 
-Legend: R rows of queries, W warps, KEYS keys of each; `s` [W, KEYS, R], `l_i` [W, 16, R], `m_i` [W, R],
-`acc` [W, DV, R].
+Legend: R rows of queries, W warps, KEYS keys of each; `s` [W, KEYS, R]; of the state of each warp `l_i` [W, 16, R] and
+`acc` [W, DV, R] are multiples of 2**`m_i` [W, R], the rows' maximum, or up to SLACK less.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from .axes import along, in_3d
 from .operands import is_turboquant, key_offset, key_operand, key_words, value_operand, value_words
 from .operands_4bit import keys_of_steps, level_tables, products, step_products
 
-SLACK = gl.constexpr(8.0)  # by which a power of two may be larger than the one that states are multiples of
+SLACK = gl.constexpr(8.0)  # float16 has weights of up to 2**15
 
 
 @gluon.jit
@@ -143,7 +143,7 @@ def attend(
     block ids are loaded a tile before that.
 
     Where rows of V have scales, the running maximum is that of exp(logit) * scale: what codes are multiplied by is then
-    at most 1, in the range of float16, however small the scales are.
+    at most 2**SLACK, in the range of float16, however small the scales are.
     """
     W: gl.constexpr = staging.W
     KEYS: gl.constexpr = staging.KEYS
