@@ -74,6 +74,8 @@ LANGUAGE = SimpleNamespace(
     arange=lambda first, end, layout: torch.arange(first, end, dtype=torch.int32),
     zeros=lambda shape, dtype, layout: values(torch.zeros(shape, dtype=dtype)),
     full_like=torch.full_like,
+    where=torch.where,
+    exp2=torch.exp2,
     join=lambda a, b: torch.stack((a, b), -1),
     split=lambda x: x.unbind(-1),
     expand_dims=torch.unsqueeze,

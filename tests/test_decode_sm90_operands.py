@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,25 @@ def test_rows_become_numbers_in_their_order(codes: str, dim: int) -> None:
     given = loaded(words.reshape(WARPS, KEYS, -1), codes, layout)
     found = many_rows_convert._numbers(given, tables(codes, layout), codes)
     assert torch.equal(found.double(), want.reshape(WARPS, KEYS, dim))
+
+
+@pytest.mark.parametrize("scale", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_is_nothing_to_rows_that_do_not_see_it(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_loop = import_module(f"{FAMILY}.key_loop")
+    as_python(monkeypatch, [key_loop, import_module("pagedattn.kernels.gluon_even_split")])
+    monkeypatch.setattr(key_loop, "approximate", lambda name, x: x.log2())
+    scales = torch.ones(1, KEYS, 1)
+    scales[0, 14] = scale
+    staging = SimpleNamespace(K_STRIDES=None, V_STRIDES=(1,), load_value_scales=lambda *_: scales)
+    n = torch.arange(KEYS).reshape(1, KEYS, 1)
+    q_pos, ones = torch.tensor([13, 14]), torch.ones(1, 2)
+    given = (torch.zeros(1, KEYS, 2), ones, n, n < 15, staging, 0, 0, 0, q_pos, 0.0, 0.0)
+    s, log, of_values = key_loop.logits_of(*given, "int8", (1, 0), False, False, False, None)
+    weights = s.exp2() * of_values
+    assert weights[0, :, 0].tolist() == [1.0] * 14 + [0.0] * 2 and (s + log)[0, 14, 0] == -torch.inf
+    assert weights[0, 14, 1].isnan() and weights[0, :14, 1].eq(1).all() and weights[0, 15].eq(0).all()
 
 
 def test_threads_of_half_a_word_are_beside_each_other() -> None:

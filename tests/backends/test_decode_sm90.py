@@ -217,7 +217,8 @@ def test_logits_that_outgrow_what_states_are_multiples_of(
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1])
 @pytest.mark.parametrize(
     ("kind", "queries"),
-    [("bf16", 1), ("bf16, eight heads a group, HND", 1)] + [(kind, queries) for queries in (1, 9) for kind in OUTSIDE],
+    [("bf16", 1), ("bf16, eight heads a group, HND", 1)]
+    + [(kind, queries) for queries in (1, 8, 9) for kind in OUTSIDE],
 )
 def test_blocks_outside_the_cache(
     kind: str, queries: int, bad: int, launches: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -196,8 +196,8 @@ def test_prompts_of_few_rows_are_served_without_a_copy() -> None:
 
 
 def test_prompts_over_4_bits_take_a_copy_if_that_is_small_and_tiles_would_be_converted_twice() -> None:
-    def copied(codes: tuple[str, str], tokens: int, count: int = 1, keys: int = 2000, group: int = 4) -> bool:
-        shape = SHAPE._replace(codes=codes, stored_dtype=torch.uint8, group=group)
+    def copied(codes: tuple[str, str], tokens: int, count: int = 1, keys: int = 2000, **of: int) -> bool:
+        shape = SHAPE._replace(codes=codes, stored_dtype=torch.uint8, **of)
         plan = plan_attention(shape, BatchBounds(count * tokens, count, 0, tokens, keys, keys), CPU)
         assert [one.span.kernel for one in plan.launches if one.span.last > one.span.first][-1] == (
             "prefill_sm90" if plan.copy_turns else "decode_sm90"
@@ -209,6 +209,7 @@ def test_prompts_over_4_bits_take_a_copy_if_that_is_small_and_tiles_would_be_con
         assert not copied(codes, 30, 16, 1000), "67 MB"
         assert not copied(codes, 60, group=1), "one block of rows"
     assert not copied(K8V4, 64) and not copied(("turboquant4", "turboquant4"), 64, 4, 8000)
+    assert not copied(("turboquant4", "turboquant4"), 17, 240, 17, block_size=1024), "a copy of whole blocks is large"
 
 
 @pytest.mark.parametrize("here", ["no Hopper GPU", "kernels are interpreted"])

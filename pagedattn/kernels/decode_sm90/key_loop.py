@@ -1,7 +1,7 @@
 """Gluon: the loop over keys, in which each warp has a running maximum, sum and output of its own.
 
 Legend: R rows of queries, W warps, KEYS keys of each; `s` [W, KEYS, R]; of the state of each warp `l_i` [W, 16, R] and
-`acc` [W, DV, R] are multiples of 2**`m_i` [W, R], the rows' maximum, or up to SLACK less.
+`acc` [W, DV, R] are multiples of 2**`m_i` [W, R], the rows' maximum, or up to RESCALE_THRESHOLD less.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,9 @@ from .axes import along, in_3d
 from .operands import is_turboquant, key_offset, key_operand, key_words, value_operand, value_words
 from .operands_4bit import keys_of_steps, level_tables, products, step_products
 
-SLACK = gl.constexpr(8.0)  # float16 has weights of up to 2**15
+# Conditional rescaling (FlashAttention-4, 2026): states are rescaled only where a logit, as an exponent of two, is
+# further above what they are multiples of. float16 has weights of up to 2**15.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -47,7 +49,7 @@ def _finite(m):
 
 
 @gluon.jit
-def _raise(acc, m_i, l_i, top):
+def _rescale(acc, m_i, l_i, top):
     """The states as multiples of 2**top."""
     alpha = gl.expand_dims(gl.exp2(m_i - _finite(top)), 1)
     return acc * alpha, top, l_i * alpha
@@ -91,6 +93,8 @@ def next_tile(
     at = next_at
     block, known = known_blocks(next_block, num_blocks)
     async_copy.wait_group(0)
+    # The barrier that follows, which Triton puts where a copy that was waited for is read, is also the one behind which
+    # the other stage, and what `warpgroup_loop.py` has in shared memory of the tile before, may be written.
     if start + TILE < end:
         staging.copy(stage ^ 1, at, block, known, low, end)
     next_at = first_key(start + 2 * TILE, low, end, warp, KEYS)
@@ -113,6 +117,18 @@ def logits_of(
         s = (softcap * LOG2E) * tanh(s * (scale / softcap))
     else:
         s = s * (scale * LOG2E)
+    value_scale = 1.0
+    log = 0.0
+    if staging.V_STRIDES is not None:  # what is stored for keys outside may be any number
+        value_scale = staging.load_value_scales(stage, at, block, MMA)
+        value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
+        value_scale = gl.where(exists, value_scale, 1.0)
+        # A value that is not finite makes NaN of the rows that see it alone: 0 times its scale would be one, too.
+        if not ONE_TOKEN:
+            not_finite = value_scale - value_scale  # NaN, of others 0
+            s += not_finite
+            value_scale = gl.where(not_finite == 0.0, value_scale, 1.0)
+        log = approximate("lg2", value_scale)
     if ALIBI:
         distance = n - in_3d(q_pos, 2)
         bias = distance if MASK[0] else -gl.abs(distance)
@@ -120,13 +136,6 @@ def logits_of(
     if not ONE_TOKEN:  # a sequence's only row sees all of low..end
         seen = seen & visible(in_3d(q_pos, 2), n, MASK)
     s = gl.where(seen, s, -float("inf"))
-    value_scale = 1.0
-    log = 0.0
-    if staging.V_STRIDES is not None:  # what is stored for keys outside may be any number
-        value_scale = staging.load_value_scales(stage, at, block, MMA)
-        value_scale = gl.where(value_scale < SMALLEST_SCALE, SMALLEST_SCALE, value_scale)
-        value_scale = gl.where(exists, value_scale, 1.0)
-        log = approximate("lg2", value_scale)
     return s, log, value_scale
 
 
@@ -143,7 +152,7 @@ def attend(
     block ids are loaded a tile before that.
 
     Where rows of V have scales, the running maximum is that of exp(logit) * scale: what codes are multiplied by is then
-    at most 2**SLACK, in the range of float16, however small the scales are.
+    at most 2**RESCALE_THRESHOLD, in the range of float16, however small the scales are.
     """
     W: gl.constexpr = staging.W
     KEYS: gl.constexpr = staging.KEYS
@@ -183,9 +192,9 @@ def attend(
         )  # fmt: skip
         top = gl.maximum(m_i, gl.max(s + log, 1))
         if W > 1:  # a look at all warps' rows would take longer than it saves
-            acc, m_i, l_i = _raise(acc, m_i, l_i, top)
-        elif gl.max(gl.max((top > m_i + SLACK).to(gl.int32), 1), 0) > 0:
-            acc, m_i, l_i = _raise(acc, m_i, l_i, top)
+            acc, m_i, l_i = _rescale(acc, m_i, l_i, top)
+        elif gl.max(gl.max((top > m_i + RESCALE_THRESHOLD).to(gl.int32), 1), 0) > 0:
+            acc, m_i, l_i = _rescale(acc, m_i, l_i, top)
         shift = gl.expand_dims(_finite(m_i), 1)
         p = gl.exp2(s - shift)
         l_i += _of_16_keys(p)

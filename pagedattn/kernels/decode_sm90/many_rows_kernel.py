@@ -1,4 +1,5 @@
-"""Gluon: attention with more than 16 rows of queries (tokens x heads of a group) over a paged cache of codes.
+"""Gluon: attention with more rows of queries (tokens x heads of a group) than `kernel.py` serves, over a paged cache of
+codes.
 
 Query blocks have 64 rows. A tile's codes become float16 in shared memory, once for all rows (`many_rows_convert.py`),
 which are multiplied by `wgmma` (`many_rows_attend.py`). How the work is split is as in `kernel.py`, but that ranges of

@@ -1,10 +1,10 @@
 """Gluon: codes of 4 bits, turned into operands of `mma.sync` as `operands.py` does those of 8; a word has eight. Those
 of 2 or 3 bits are too, spread to places of 4 (`spread_codes.py`).
 
-Keys in steps of each channel of a block (int4) are 64 + c for codes c, bits of a float16's mantissa, and queries are
-multiplied by the steps. Levels (TurboQuant) are looked up by byte permutations, whose selectors are the codes. One has
-eight levels; of sixteen, one looks up those of the codes from 8 on and gives 0 for the others, which have the
-selector's sign bit, and one those below.
+Keys in steps of each channel of a block (int4) are 64 + c for codes c, bits of a float16's mantissa; queries of up to 8
+rows are multiplied by the steps, and for more rows the keys are. Levels (TurboQuant) are looked up by byte
+permutations, whose selectors are the codes. One has eight levels; of sixteen, one looks up those of the codes from 8 on
+and gives 0 for the others, which have the selector's sign bit, and one those below.
 """
 
 from triton.experimental import gluon

@@ -28,7 +28,7 @@ FEW_ROWS = 32  # that a warpgroup multiplies codes in registers with
 MANY_ROWS = 64  # that it multiplies codes in shared memory with
 MOST_ROWS = 256  # from which on copying keys takes less time than converting them for each query block
 GROUP = 16  # partial states that one program adds up
-_MANY_DIM = 128  # of such products
+_MANY_DIM = 128  # of heads at most whose blocks have more than WARP_ROWS rows
 
 
 class HopperDecodeTuning(NamedTuple):

@@ -3,8 +3,8 @@
 Products are transposed as in `key_loop.py`, S^T = K Q^T and O^T = V^T P^T, but made by `wgmma`: codes are its first
 operand, in registers, queries and weights its second one, in shared memory. A warp has the logits of its 16 keys of a
 tile and the outputs of its 32 channels, so that there is one state for all warps. Weights are multiples of one power of
-two for each row, which is raised only where a logit is beyond SLACK above it: rows' maxima are not looked for in every
-tile.
+two for each row, which is raised only where a logit is RESCALE_THRESHOLD above it (conditional rescaling): rows' maxima
+are not looked for in every tile.
 
 Legend: as in `key_loop.py`. `acc` [CHANNELS, R] in `output_layout`, `m_i` [W, R], of all warps the same.
 """
@@ -20,7 +20,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import tile_layout
 from ..gluon_names import thread_barrier
-from .key_loop import SLACK, first_tiles, logits_of, next_tile
+from .key_loop import RESCALE_THRESHOLD, first_tiles, logits_of, next_tile
 from .operands import in_order_of_bytes, is_4_bit, is_turboquant, key_offset, key_operand, key_words
 from .operands_4bit import in_key_order, keys_of_steps, level_tables
 from .plan import WARP_ROWS
@@ -30,7 +30,7 @@ from .warpgroup_values import WARPS, in_order, value_operand, value_words
 
 LEAST = gl.constexpr(-(2.0**127))  # `m_i` of rows that have seen no key: -inf less it is -inf
 KEYS = gl.constexpr(16)  # of a warp
-SLACK_BITS = gl.constexpr(struct.unpack("i", struct.pack("f", SLACK.value))[0])
+THRESHOLD_BITS = gl.constexpr(struct.unpack("i", struct.pack("f", RESCALE_THRESHOLD.value))[0])
 
 
 @gluon.constexpr_function
@@ -102,7 +102,7 @@ def load_queries(
 
 
 @gluon.jit
-def _raise(acc, m_i, l_i, weight):
+def _rescale(acc, m_i, l_i, weight):
     """States as multiples of a larger power of two: that of the rows' maximum after `weight`."""
     top = gl.maximum(gl.max(m_i, 0), gl.max(gl.max(weight, 1), 0))
     every = gl.expand_dims(top, 0) + gl.zeros_like(m_i)
@@ -169,8 +169,8 @@ def attend(
         most = (above + log).to(gl.int32, bitcast=True)  # where they are not negative in the same order as the numbers
         rooms.excess.store(gl.max(most.reshape([W, KEYS * R]), 1))
         thread_barrier()
-        if gl.max(rooms.excess.load(EVERY), 0) > SLACK_BITS:
-            acc, m_i, l_i = _raise(acc, m_i, l_i, s + log)
+        if gl.max(rooms.excess.load(EVERY), 0) > THRESHOLD_BITS:
+            acc, m_i, l_i = _rescale(acc, m_i, l_i, s + log)
             p = gl.exp2(s - gl.expand_dims(m_i, 1))
             _store_weights(p * value_scale, rooms, LOGITS)
             thread_barrier()

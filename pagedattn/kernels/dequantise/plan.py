@@ -67,7 +67,7 @@ def beats_converting(shape: AttentionShape, bounds: BatchBounds, rows: int) -> b
     """Whether a copy takes less time than the decode kernel for codes, which converts them for each block of `rows`
     rows: one that is small, of codes of which converting takes long, and of more than one block."""
     several = bounds.max_query_len * shape.group > rows and shape.codes[0] in _SLOWLY_CONVERTED
-    return several and _is_small(shape, bounds) and pays(shape, bounds, unread=True)
+    return several and _is_small(shape, bounds) and copy_turns(shape, bounds, unread=True) == 1
 
 
 def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> int:
