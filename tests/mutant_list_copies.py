@@ -132,6 +132,20 @@ FAULTS = (
         "test_dequantise.py no_kernel_for_hopper",
     ),
     Fault(
+        "a small copy of codes that are converted once",
+        "dequantise:beats_converting",
+        "bounds.max_query_len * shape.group > rows and ",
+        "",
+        "test_decode_sm90_plan.py copy_if_that_is_small",
+    ),
+    Fault(
+        "values that are not finite reach rows before them",
+        "logits_of",
+        "value_scale = gl.where(not_finite == 0.0, value_scale, 1.0)",
+        "pass",
+        "test_decode_sm90_operands.py not_finite",
+    ),
+    Fault(
         "large copies for a few rows",
         "dequantise:_is_small",
         "_key_bytes(shape, bounds, shape.num_kv_heads) <= _SMALL_BYTES",
