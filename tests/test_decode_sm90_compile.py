@@ -44,7 +44,7 @@ LOOPS = {
     "int4-D128-G4-T4": (64, 9, 985),
 }
 # Products of 64 keys by 32 rows, of which a wgmma takes 16 elements, or 16 keys of 64 channels; instructions at
-# most, with the fifth that raises states.
+# most, with the fifth that rescales states.
 FEW_ROWS = {
     "k8v4-D128-G4-T8": (16, 905),
     "int8-D128-G4-T8": (16, 910),

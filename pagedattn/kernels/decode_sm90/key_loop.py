@@ -158,11 +158,12 @@ def attend(
     KEYS: gl.constexpr = staging.KEYS
     PER_CHANNEL: gl.constexpr = K_CODES == "int4_per_channel"
     ROTATED: gl.constexpr = is_turboquant(K_CODES)
+    V_WORDS: gl.constexpr = value_words(W, KEYS, staging.V_WORDS)
     TILE: gl.constexpr = W * KEYS
     at, block, known, next_at, next_block = first_tiles(table, begin, end, low, num_blocks, staging, MMA)
     stage = 0
     k_tables = level_tables(begin, key_words(W, KEYS, staging.K_WORDS), K_CODES)
-    v_tables = level_tables(begin, value_words(W, KEYS, staging.V_WORDS), V_CODES)
+    v_tables = level_tables(begin, V_WORDS, V_CODES)
     nothing = gl.zeros([W, KEYS, R], gl.float32, MMA)
     if key_offset(K_CODES) != 0:
         q_sum = gl.sum(q.to(gl.float32), 1)
@@ -199,7 +200,7 @@ def attend(
         p = gl.exp2(s - shift)
         l_i += _of_16_keys(p)
         p *= value_scale
-        even, odd = staging.load_values(stage)
+        even, odd = staging.load_values(stage, V_WORDS)
         v = value_operand(even, odd, v_tables, q.dtype, V_CODES, MMA)
         acc = mma_v2(v, gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(1, MMA, 2)), acc)
         stage = stage ^ 1

@@ -14,7 +14,7 @@ from .key_loop import first_key, known_blocks
 from .many_rows_convert import copy_tile, load_tile, store_keys, store_values, tables_of
 from .many_rows_rooms import KEYS, KEYS_OF_WARP, WARPS, keys_of
 from .outputs import write_item
-from .queries import in_range, inside, rows_of
+from .queries import in_range, load_rows, rows_of
 
 
 @gluon.constexpr_function
@@ -36,14 +36,10 @@ def _sums(p):
 def _load_queries(query, sq_t, sq_h, item, kv_head, rooms, shape):
     """Rows into shared memory as float16, zeros where there are none; what their products are yet to be multiplied
     by."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, shape.MINE)
-    q_row, head, exists = rows_of(
-        gl.arange(0, shape.R, ROWS), item.q_len, item.q_block, kv_head, shape.G, shape.BLOCK_Q
-    )
-    start = query + gl.expand_dims((item.q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
-    dim = gl.expand_dims(gl.arange(0, shape.D, gl.SliceLayout(0, shape.MINE)), 0)
-    there = inside(gl.expand_dims(exists, 1), dim, shape.HEAD_DIM, shape.D)
-    x = gl.load(start + dim, mask=there, other=0.0).to(gl.float32)
+    x = load_rows(
+        query, sq_t, sq_h, item.q_start, item.q_len, item.q_block, kv_head, shape.G, shape.BLOCK_Q, shape.D,
+        shape.HEAD_DIM, shape.R, shape.MINE,
+    )  # fmt: skip
     q, rest, up = in_range(x, shape.ROTATED, 14, shape.HEAD_DIM)
     rooms.q.store(q)
     if shape.ROTATED:

@@ -93,19 +93,26 @@ def look_up(word, below, above, count):
 
 
 @gluon.constexpr_function
-def _pair(at, count):
-    """An instruction that makes register x of levels 2 * `at` and the next one, as float16: of 2 bits as they are, of
-    more 1152 larger."""
+def _pair(at, count, words):
+    """An instruction that makes register x of levels 2 * `at` and the next one in the bytes of two `words`, as float16:
+    of 2 bits as they are, of more 1152 larger."""
     if count == 2:
-        return f"prmt.b32 x, {'ab'[at // 2]}, 0, {(0x1404, 0x3424)[at % 2]:#x}; "
-    return f"prmt.b32 x, {'ab'[at // 2]}, 0x64646464, {(0x4140, 0x4342)[at % 2]:#x}; "
+        return f"prmt.b32 x, {words[at // 2]}, 0, {(0x1404, 0x3424)[at % 2]:#x}; "
+    return f"prmt.b32 x, {words[at // 2]}, 0x64646464, {(0x4140, 0x4342)[at % 2]:#x}; "
+
+
+@gluon.constexpr_function
+def level_pair(at, count, words, to):
+    """The same as levels, in registers $`to` and the next one; k is 1152, twice."""
+    text = _pair(at, count, words) + ("sub.f16x2 x, x, k; " if count > 2 else "")
+    return text + f"mov.b32 {{${to}, ${to + 1}}}, x; "
 
 
 @gluon.constexpr_function
 def _key_levels(count):
     text = f"{{ .reg .b32 a, b, u, x, y; {look_up('$8', '$9', '$10', count)}"
     for at in range(4):
-        text += f"{_pair(at, count)} mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
+        text += f"{_pair(at, count, 'ab')} mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
     return text + "}"
 
 
@@ -260,14 +267,15 @@ def step_products(q, steps, least, KEYS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _value_steps():
-    """Codes c of two rows as pairs of 2c - 15: bits of the mantissas of two numbers from 1024 on, four places or none
-    from their upper end."""
+def steps_of_halves(selectors):
+    """Codes c of two rows' words as pairs of 2c - 15, four for each of the `selectors` of halves: bits of the mantissas
+    of two numbers from 1024 on, four places or none from their upper end."""
+    n = 8 * len(selectors)
     text = """{ .reg .b32 u, s, x, half, low, small, high;
         mov.b32 half, 0x38003800; mov.b32 low, 0xE01EE01E; mov.b32 small, 0x28002800; mov.b32 high, 0xD1E0D1E0; """
-    for at in range(8):
+    for at in range(4 * len(selectors)):
         if at % 4 == 0:
-            text += f"prmt.b32 u, $16, $17, {(0x5410, 0x7632)[at // 4]:#x}; "
+            text += f"prmt.b32 u, ${n}, ${n + 1}, {selectors[at // 4]}; "
         if at % 2 == 0:
             text += ("shl.b32 s, u, 2; ", "shr.u32 s, u, 6; ")[at // 2 % 2]
         mask, numbers = ((0x003C003C, "half, low"), (0x03C003C0, "small, high"))[at % 2]
@@ -287,9 +295,7 @@ def _value_levels(count):
             text += "shl.b32 c, $17, 4; lop3.b32 c, $16, c, 0x0F0F0F0F, 0xE4; "
         text += look_up("c", "$18", "$19", count)
         for at in range(4):
-            to = 2 * (2 * at + odd)
-            text += _pair(at, count) + ("sub.f16x2 x, x, k; " if count > 2 else "")
-            text += f"mov.b32 {{${to}, ${to + 1}}}, x; "
+            text += level_pair(at, count, "ab", 2 * (2 * at + odd))
     return text + "}"
 
 
@@ -299,7 +305,7 @@ def value_operand(even, odd, tables, RUN: gl.constexpr, CODES: gl.constexpr, MMA
     `level_tables` of the ones at even places."""
     LEVELS: gl.constexpr = is_turboquant(CODES)
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r"
-    TEXT: gl.constexpr = _value_levels(bits_of(CODES)) if LEVELS else _value_steps()
+    TEXT: gl.constexpr = _value_levels(bits_of(CODES)) if LEVELS else steps_of_halves(("0x5410", "0x7632"))
     GIVEN: gl.constexpr = OUT + ",r,r" if LEVELS else OUT
     given = [even, odd, tables[0], tables[1]] if LEVELS else [even, odd]
     a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, r = gl.inline_asm_elementwise(TEXT, GIVEN, given, SIXTEEN, True, 1)

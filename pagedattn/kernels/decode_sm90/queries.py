@@ -32,6 +32,20 @@ def used_rows(rows, group, one_token):
 
 
 @gluon.jit
+def load_rows(
+    query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """An item's first COUNT rows, float32 [COUNT, D] in LAYOUT, zeros where there are none and from HEAD_DIM on."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    q_row, head, exists = rows_of(gl.arange(0, COUNT, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
+    row = query + gl.expand_dims((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
+    dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, LAYOUT)), 0)
+    there = inside(gl.expand_dims(exists, 1), dim, HEAD_DIM, D)
+    return gl.load(row + dim, mask=there, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def load_queries(
     query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
     HEAD_DIM: gl.constexpr, R: gl.constexpr, USED: gl.constexpr, W: gl.constexpr, K_CODES: gl.constexpr,
@@ -42,14 +56,9 @@ def load_queries(
     what their products are yet to be multiplied by, float32 [W, R]. `QUERY`: the layout of the operand."""
     if is_4_bit(K_CODES):
         MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [W, 1], [1, 0])
-        ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
-        q_row, head, exists = rows_of(gl.arange(0, USED, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
-        row = query + gl.expand_dims((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
-        dim = gl.arange(0, D, gl.SliceLayout(0, MINE))
-        there = inside(gl.expand_dims(exists, 1), gl.expand_dims(dim, 0), HEAD_DIM, D)
-        x = gl.load(row + gl.expand_dims(dim, 0), mask=there, other=0.0)
+        x = load_rows(query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, HEAD_DIM, USED, MINE)
         EXPONENT: gl.constexpr = 1 if K_CODES == "int4_per_channel" else 14
-        q, rest, up = in_range(x.to(gl.float32), is_turboquant(K_CODES), EXPONENT, HEAD_DIM)
+        q, rest, up = in_range(x, is_turboquant(K_CODES), EXPONENT, HEAD_DIM)
         q, rest = in_spread_order(q, K_CODES), in_spread_order(rest, K_CODES)
         q, rest = _for_each_warp(_repeated(q, R), W, QUERY), _for_each_warp(_repeated(rest, R), W, QUERY)
         up = gl.expand_dims(gl.convert_layout(_repeated(up, R), along(2, QUERY)), 0)

@@ -14,7 +14,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import bits
 from .axes import along, in_3d
-from .operands import codes_of_word, key_words, may_be_nan, value_words
+from .operands import codes_of_word, key_words, may_be_nan
 from .operands_4bit import channel_words
 from .spread_codes import has_upper_bits, is_spread, load_spread, memory_words, stored_words
 
@@ -289,15 +289,9 @@ class Staging:
         return load_words(self.keys.index(stage), key_words(self.W, self.KEYS, self.K_WORDS), self.K_CODES)
 
     @gluon.jit
-    def load_values(self, stage):
-        """Words of values at even and at odd places, as `operands.value_operand` takes them."""
-        LAYOUT: gl.constexpr = value_words(self.W, self.KEYS, self.V_WORDS)
-        even = load_words(self.even.index(stage), LAYOUT, self.V_CODES)
-        return even, load_words(self.odd.index(stage), LAYOUT, self.V_CODES)
-
-    @gluon.jit
-    def load_channel_values(self, stage, LAYOUT: gl.constexpr):
-        """The same in LAYOUT, as `warpgroup_values.value_operand` takes them."""
+    def load_values(self, stage, LAYOUT: gl.constexpr):
+        """Words of values at even and at odd places in LAYOUT, as `operands.value_operand` takes them, or that of
+        `warpgroup_values`."""
         even = load_words(self.even.index(stage), LAYOUT, self.V_CODES)
         return even, load_words(self.odd.index(stage), LAYOUT, self.V_CODES)
 

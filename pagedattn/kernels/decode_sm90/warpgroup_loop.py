@@ -24,7 +24,7 @@ from .key_loop import RESCALE_THRESHOLD, first_tiles, logits_of, next_tile
 from .operands import in_order_of_bytes, is_4_bit, is_turboquant, key_offset, key_operand, key_words
 from .operands_4bit import in_key_order, keys_of_steps, level_tables
 from .plan import WARP_ROWS
-from .queries import in_range, inside, rows_of
+from .queries import in_range, load_rows
 from .spread_codes import in_spread_order
 from .warpgroup_values import WARPS, in_order, value_operand, value_words
 
@@ -81,12 +81,7 @@ def load_queries(
     """An item's rows into shared memory, in the order of the keys' codes, zeros where there are none. What their
     products are yet to be multiplied by, and their sums, both [R]."""
     MINE: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, MINE)
-    q_row, head, exists = rows_of(gl.arange(0, R, ROWS), q_len, q_block, kv_head, GROUP, BLOCK_Q)
-    row = query + gl.expand_dims((q_start + q_row).to(gl.int64) * sq_t + head * sq_h, 1)
-    dim = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, MINE)), 0)
-    there = inside(gl.expand_dims(exists, 1), dim, HEAD_DIM, D)
-    x = gl.load(row + dim, mask=there, other=0.0).to(gl.float32)
+    x = load_rows(query, sq_t, sq_h, q_start, q_len, q_block, kv_head, GROUP, BLOCK_Q, D, HEAD_DIM, R, MINE)
     q, rest, up = in_range(x, is_turboquant(K_CODES), 14, HEAD_DIM)
     total = gl.sum(q.to(gl.float32), 1)
     if is_turboquant(K_CODES):
@@ -155,7 +150,7 @@ def attend(
         s = warpgroup_mma(codes, q, nothing, is_async=True)
         if is_turboquant(K_CODES):
             s = warpgroup_mma(codes, q_rest, s, is_async=True)
-        even, odd = staging.load_channel_values(stage, V_WORDS)
+        even, odd = staging.load_values(stage, V_WORDS)
         values = value_operand(even, odd, v_tables, V_CODES, LOGITS)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.convert_layout(s.reshape([W, KEYS, R]), MMA, assert_trivial=True)

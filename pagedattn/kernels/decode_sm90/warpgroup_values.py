@@ -37,33 +37,13 @@ def _halves(words):
 
 
 @gluon.constexpr_function
-def _pairs_of_steps():
-    """Four codes c each of two rows, in the halves of words that $10 selects, as pairs of 2c - 15: bits of two numbers'
-    mantissas from 1024 on, two places or six from their lower end."""
-    text = """{ .reg .b32 u, s, x, half, low, small, high; prmt.b32 u, $8, $9, $10;
-        mov.b32 half, 0x38003800; mov.b32 low, 0xE01EE01E; mov.b32 small, 0x28002800; mov.b32 high, 0xD1E0D1E0; """
-    for at in range(4):
-        if at % 2 == 0:
-            text += ("shl.b32 s, u, 2; ", "shr.u32 s, u, 6; ")[at // 2]
-        mask, numbers = ((0x003C003C, "half, low"), (0x03C003C0, "small, high"))[at % 2]
-        text += f"lop3.b32 x, s, {mask:#x}, 0x64006400, 0xEA; fma.rn.f16x2 x, x, {numbers}; "
-        text += f"mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
-    return text + "}"
-
-
-@gluon.constexpr_function
 def _pairs_of_levels(count):
-    """The same as pairs of levels."""
+    """Four codes each of two rows, in the halves of words that $10 selects, as pairs of levels."""
     text = "{ .reg .b32 a, b, p, q, u, x, y, c, k; mov.b32 k, 0x64806480; prmt.b32 c, $8, $9, $10; "
     text += operands_4bit.look_up("c", "$11", "$12", count)
     text += "prmt.b32 p, a, b, 0x5140; prmt.b32 q, a, b, 0x7362; "
     for at in range(4):
-        word, pair = "pq"[at // 2], at % 2
-        if count == 2:
-            text += f"prmt.b32 x, {word}, 0, {(0x1404, 0x3424)[pair]:#x}; "
-        else:
-            text += f"prmt.b32 x, {word}, 0x64646464, {(0x4140, 0x4342)[pair]:#x}; sub.f16x2 x, x, k; "
-        text += f"mov.b32 {{${2 * at}, ${2 * at + 1}}}, x; "
+        text += operands_4bit.level_pair(at, count, "pq", 2 * at)
     return text + "}"
 
 
@@ -77,7 +57,9 @@ def _pairs_of_4_bits(even, odd, tables, CODES: gl.constexpr):
     HALVES: gl.constexpr = _halves(even.shape[2])
     LEVELS: gl.constexpr = is_turboquant(CODES)
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r"
-    TEXT: gl.constexpr = _pairs_of_levels(operands_4bit.bits_of(CODES)) if LEVELS else _pairs_of_steps()
+    TEXT: gl.constexpr = (
+        _pairs_of_levels(operands_4bit.bits_of(CODES)) if LEVELS else operands_4bit.steps_of_halves(("$10",))
+    )
     GIVEN: gl.constexpr = OUT + ",r,r" if LEVELS else OUT
     which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, HALVES))))
     selector = 0x5410 + 0x2222 * gl.expand_dims(gl.expand_dims(gl.expand_dims(which, 0), 0), 0)
