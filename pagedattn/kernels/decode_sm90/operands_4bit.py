@@ -268,8 +268,10 @@ def step_products(q, steps, least, KEYS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.constexpr_function
 def steps_of_halves(selectors):
-    """Codes c of two rows' words as pairs of 2c - 15, four for each of the `selectors` of halves: bits of the mantissas
-    of two numbers from 1024 on, four places or none from their upper end."""
+    """Codes c of two rows' words as pairs of 2c - 15, four for each of the `selectors` of halves, which spaces divide
+    (Triton 3.6 takes no tuple of texts): bits of the mantissas of two numbers from 1024 on, four places or none from
+    their upper end."""
+    selectors = selectors.split()
     n = 8 * len(selectors)
     text = """{ .reg .b32 u, s, x, half, low, small, high;
         mov.b32 half, 0x38003800; mov.b32 low, 0xE01EE01E; mov.b32 small, 0x28002800; mov.b32 high, 0xD1E0D1E0; """
@@ -305,7 +307,7 @@ def value_operand(even, odd, tables, RUN: gl.constexpr, CODES: gl.constexpr, MMA
     `level_tables` of the ones at even places."""
     LEVELS: gl.constexpr = is_turboquant(CODES)
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r"
-    TEXT: gl.constexpr = _value_levels(bits_of(CODES)) if LEVELS else steps_of_halves(("0x5410", "0x7632"))
+    TEXT: gl.constexpr = _value_levels(bits_of(CODES)) if LEVELS else steps_of_halves("0x5410 0x7632")
     GIVEN: gl.constexpr = OUT + ",r,r" if LEVELS else OUT
     given = [even, odd, tables[0], tables[1]] if LEVELS else [even, odd]
     a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, r = gl.inline_asm_elementwise(TEXT, GIVEN, given, SIXTEEN, True, 1)

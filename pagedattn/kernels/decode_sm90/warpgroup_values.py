@@ -58,7 +58,7 @@ def _pairs_of_4_bits(even, odd, tables, CODES: gl.constexpr):
     LEVELS: gl.constexpr = is_turboquant(CODES)
     OUT: gl.constexpr = "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r"
     TEXT: gl.constexpr = (
-        _pairs_of_levels(operands_4bit.bits_of(CODES)) if LEVELS else operands_4bit.steps_of_halves(("$10",))
+        _pairs_of_levels(operands_4bit.bits_of(CODES)) if LEVELS else operands_4bit.steps_of_halves("$10")
     )
     GIVEN: gl.constexpr = OUT + ",r,r" if LEVELS else OUT
     which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, HALVES))))
