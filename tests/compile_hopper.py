@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+import torch
 from assembler import Compiled
 from softmax_overlap import softmax_beside_products
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -18,7 +19,7 @@ from uniform_registers import unwritten_reads
 from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
-from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, head_parts, heads_per_tile
+from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, converts_keys, head_parts, heads_per_tile
 from pagedattn.kernels.prefill_sm90.producer import FACTORS
 
 POINTERS = {  # and numbers that are no int32
@@ -34,7 +35,6 @@ POINTERS = {  # and numbers that are no int32
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
 CODES = {"fp8e4nv": "e4m3", "fp8e5": "e5m2", "i8": "int8"}
-REGISTERS = {None: 240, "copy": 240, **dict.fromkeys(CODES, 232)}  # of a consumer's thread
 KERNELS = {
     None: _prefill_kernel,
     "copy": copy_kernel._prefill_kernel,
@@ -70,10 +70,13 @@ def compile_one(
     fixed = constants_of(dim, group, page, pack=pack, dim_v=dim_v, **flags)
     fixed |= {"MORE": more, "MORE_V": more_v, "DIM_V": dim_v} if more else {}
     constants = {**fixed, **({} if sinks else {"sinks": None})}
+    converted, registers = False, 240  # of a consumer's thread
     if fixed["FIELDS"] == FIELDS:
         constants["workspace"] = None
     if stored in CODES:
-        constants["CODES"] = CODES[stored]
+        converted = converts_keys(CODES[stored], torch.float16 if kind == "fp16" else torch.bfloat16)
+        registers = codes_kernel.registers_of(converted, dim)[0]
+        constants |= codes_kernel.code_constants(CODES[stored], converted, dim)
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
     if stored == "copy":
@@ -92,7 +95,7 @@ def compile_one(
         "query": descriptor(kind, 64 // pack, pack, first),
     }
     types |= {
-        "key": descriptor(codes or ("fp16" if stored == "copy" else kind), part, dim),
+        "key": descriptor("u8" if converted else codes or ("fp16" if stored == "copy" else kind), part, dim),
         "value": descriptor("u8" if codes else kind, part, dim),
     }
     if factors == "key":
@@ -122,7 +125,7 @@ def compile_one(
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
         "beside": softmax_beside_products(made.sass),
-        "unwritten": unwritten_reads(made.sass, f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {REGISTERS[stored]:#x}"),
+        "unwritten": unwritten_reads(made.sass, f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {registers:#x}"),
     }
     print(json.dumps(facts))
 
@@ -150,6 +153,8 @@ def main() -> None:
         compile_one("e4m3-D256-G8-S256-window-sinks", "bf16", 256, 8, 256, True, "fp8e4nv", **window)
         compile_one("int8-D64-G8-S256-window-sinks", "bf16", 64, 8, 256, True, "i8", **window)
         compile_one("int8-D64-G4-S16-parts-fp16", "fp16", 64, 4, 16, False, "i8", **plain, **splits_kv)
+        compile_one("int8-D256-G4-S32-parts", "bf16", 256, 4, 32, False, "i8", **plain, **splits_kv)
+        compile_one("e4m3-D128-G4-S16-parts-fp16", "fp16", 128, 4, 16, False, "fp8e4nv", **plain, **splits_kv)
         compile_one("bf16-D128-G4-S16", "bf16", 128, 4, 16, False, **plain)
         compile_one(
             "bf16-D128-G5-S32-window", "bf16", 128, 5, 32, False, longest=5, mask=Mask(True, 4096), softcap=False

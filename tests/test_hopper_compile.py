@@ -33,6 +33,12 @@ SPILLS = {
     "bf16-D240-G4-S16-softcap": (110, 1500),
     "e5m2-D64-G4-S16-parts": (16, 320),
     "e4m3-D256-G8-S256-window-sinks": (520, 1320),
+    # Keys are converted too: tiles in order, one loop a consumer.
+    "int8-D128-G4-S16": (32, 200),
+    "int8-D64-G8-S256-window-sinks": (40, 200),
+    "int8-D64-G4-S16-parts-fp16": (40, 200),
+    "int8-D256-G4-S32-parts": (120, 800),
+    "e4m3-D128-G4-S16-parts-fp16": (32, 200),
 }
 
 
@@ -47,6 +53,8 @@ def compiled() -> dict[str, dict[str, Any]]:
 MORE = {"bf16-D128-G4-S16", "bf16-D128-G5-S32-window", "bf16-D256-G8-S256-window-sinks", "bf16-D256-G8-S16-parts-sinks"}
 MORE |= {"fp16-D64-G1-S64-softcap", "bf16-D128-G4-packed", "e4m3-D128-G4-S16", "copy-int8-D128-G4-S16"}
 MORE |= {"e5m2-D64-G4-S16-parts", "e4m3-D256-G8-S256-window-sinks"}
+MORE |= {"int8-D64-G8-S256-window-sinks", "int8-D64-G4-S16-parts-fp16", "int8-D256-G4-S32-parts"}
+MORE |= {"e4m3-D128-G4-S16-parts-fp16"}
 MORE |= {"bf16-D192-128-G1-S16", "fp16-D72-G8-S64-window-sinks", "bf16-D240-G4-S16-softcap"}
 
 
@@ -58,6 +66,9 @@ def test_it_compiles_as_it_was_measured(name: str) -> None:
     assert found["wgmma"] and found["tma"]
     assert not found["serialized"], "ptxas waits for each product, which costs half of the speed"
     assert not found["unwritten"], "ptxas sets up an address on a path that may be skipped (uniform_registers.py)"
-    assert len(found["beside"]) >= 4 and min(found["beside"]) > 0.9, "a softmax waits for products it should run beside"
+    in_order = name.startswith("int8") or (name.startswith("e4m3") and name.endswith("fp16"))
+    assert len(found["beside"]) >= (2 if in_order else 4) and min(found["beside"]) > 0.9, (
+        "a softmax waits for products it should run beside"
+    )
     # What is spilled are addresses; a tile would be thousands of bytes.
     assert found["spills"] and max(found["spills"]) <= SPILLS[name][series(version("triton")) >= (3, 9)]

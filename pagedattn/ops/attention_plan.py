@@ -181,8 +181,8 @@ def plan_spans(
 def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_sm90_decode: str) -> int:
     """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel: those that a
     warp of the decode kernel has no registers for, or whose states one program of it adds up slowly. int8 takes longer
-    there than by the decode kernel for codes, where that has one block of rows."""
-    most, few = sm90_decode.MANY_ROWS, sm90_decode.WARP_ROWS
+    there than by the decode kernel for codes, where that does not convert it in shared memory."""
+    most, few = sm90_decode.FEW_ROWS, sm90_decode.WARP_ROWS
     if _reads_int8_as_fast(shape, max_query_len, not_sm90_decode, most):
         return most + 1
     return (few if max(shape.head_dim, shape.head_dim_v) <= _NARROW else few // 2) + 1

@@ -190,7 +190,7 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     def pays(shape: AttentionShape, max_query_len: int) -> bool:
         return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len)) > 0
 
-    assert pays(SHAPE, 128) and not pays(SHAPE, 127)
+    assert pays(SHAPE, 192) and not pays(SHAPE, 191)
     fp8 = SHAPE._replace(stored_dtype=torch.float8_e4m3fn, codes=("e4m3", "e4m3"))
     assert pays(fp8, 256) and not pays(fp8, 255)
     for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):

@@ -207,7 +207,7 @@ REFUSED = {
     "no keys": {"block_table": torch.zeros(2, 0, dtype=torch.int32)},
     "a scale that is not positive": {"scale": -0.1},
     "queries of torch.float32": {"dtype": torch.float32},
-    "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn, "dtype": torch.float16},
+    "over a cache of torch.float8_e4m3fn": {"stored": torch.float8_e4m3fn, "dtype": torch.float32},
     "head dims 128 and 64": {
         "value": torch.zeros(BLOCKS, SIZE, KV_HEADS, 64, dtype=torch.bfloat16),
         "out": torch.zeros(40, HEADS, 64, dtype=torch.bfloat16),
@@ -223,6 +223,14 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_others_are_refused_with_a_reason(reason: str) -> None:
     assert reason in refused(call(**REFUSED[reason]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_keys_are_multiplied_as_they_are_stored_with_bfloat16_queries_alone(dtype: torch.dtype) -> None:
+    """float16 has more significant bits than two e4m3."""
+    assert not refused(call(stored=torch.float8_e4m3fn, dtype=dtype))
+    assert sm90.converts_keys("e4m3", dtype) == sm90.converts_keys("e5m2", dtype) == (dtype == torch.float16)
+    assert sm90.converts_keys("int8", dtype)
 
 
 def strided(*stride: int) -> torch.Tensor:

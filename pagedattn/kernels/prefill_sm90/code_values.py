@@ -1,18 +1,25 @@
-"""Gluon: the warps that convert values of 8 bits for prefill on Hopper; another has loaded them to a staging tile.
+"""Gluon: the warps that convert codes of 8 bits for prefill on Hopper; others have loaded them to staging tiles.
 
-They become float16, which has every code and probabilities. Keys need no conversion (`queries`).
+They become float16, which has every code and probabilities. Keys that queries are split for need no conversion
+(`queries`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..gluon_device import bits
 from ..gluon_names import reinterpret
 from .work_item import take, tiles_of
 
-# One copy of their code: a copy for each warp was slow to fetch, 18 cycles an instruction.
-CONVERTERS = gl.constexpr(2)
 _ROWS = gl.constexpr(8)  # that a warp converts at a time
+
+
+# One copy of their code: a copy for each warp was slow to fetch, 18 cycles an instruction.
+@gluon.constexpr_function
+def converters(shape):
+    """How many warps."""
+    return 4 if shape.CONVERT_KEYS else 2
 
 
 @gluon.constexpr_function
@@ -20,8 +27,8 @@ def word_layout(words, warps):
     """Layout of words [8 * warps, D / 4] of four codes. Eight threads, which access shared memory together, have four
     chunks of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice (D 128),
     neither to read codes nor to write elements, both of them swizzled."""
-    registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range((words // 16).bit_length() - 1))]
-    lanes, apart = [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]], [[8 << i, 0] for i in range(warps.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range(bits(words // 16)))]
+    lanes, apart = [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]], [[8 << i, 0] for i in range(bits(warps))]
     return gl.DistributedLinearLayout(registers, lanes, apart, [], [8 * warps, words])
 
 
@@ -38,15 +45,23 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
-    elif CODES == "int8":  # 1024 + (code + 128), less 1152
-        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
-        pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
+    elif CODES == "int8":  # 1024 + (code + 128), less 1152, by one product: 1152 times four significant bits is exact
+        times, less = gl.inline_asm_elementwise(
+            "{ .reg .f32 x; cvt.rn.f16x2.f32 $0, $2, $2; mul.rn.f32 x, $2, 0fc4900000; cvt.rn.f16x2.f32 $1, x, x; }",
+            "=&r,=r,r",
+            [factors],
+            (gl.int32, gl.int32),
+            True,
+            1,
+        )
+        times, _ = gl.broadcast(gl.expand_dims(times, 1), words)
+        less, _ = gl.broadcast(gl.expand_dims(less, 1), words)
         low, high = gl.inline_asm_elementwise(
-            """{ .reg .b32 x, h, k, o; mov.b32 k, 0x64646464; mov.b32 o, 0x64806480; xor.b32 x, $2, 0x80808080;
-            prmt.b32 h, x, k, 0x4140; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $0, h, $3;
-            prmt.b32 h, x, k, 0x4342; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $1, h, $3; }""",
-            "=&r,=r,r,r",
-            [words, pairs],
+            """{ .reg .b32 x, h, k; mov.b32 k, 0x64646464; xor.b32 x, $2, 0x80808080;
+            prmt.b32 h, x, k, 0x4140; fma.rn.f16x2 $0, h, $3, $4;
+            prmt.b32 h, x, k, 0x4342; fma.rn.f16x2 $1, h, $3, $4; }""",
+            "=&r,=r,r,r,r",
+            [words, times, less],
             (gl.int32, gl.int32),
             True,
             1,
@@ -65,30 +80,41 @@ def _elements(words, factors, CODES: gl.constexpr):
 
 @gluon.jit
 def _convert(source, target, factors, begin, end, shape):
-    """Codes [BLOCK_N, D] as elements, int8 times factors [BLOCK_N] in shared memory; rows outside begin..end become 0:
-    their weights are 0, but 0 * NaN would reach the output."""
-    WORDS: gl.constexpr = word_layout(shape.D // 4, CONVERTERS)
+    """Codes [BLOCK_N, D] as elements, int8 times factors [BLOCK_N] in shared memory, which are 0 of rows outside
+    begin..end; others become 0 there: their weights are 0, but 0 * NaN would reach the output."""
+    WORDS: gl.constexpr = word_layout(shape.D // 4, converters(shape))
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(shape.CODE_LAYOUT.swizzle_byte_width, element_bitwidth=32, rank=2)
-    ROWS: gl.constexpr = CONVERTERS * _ROWS
+    ROWS: gl.constexpr = converters(shape) * _ROWS
     source = reinterpret(source, gl.int32, [shape.BLOCK_N, shape.D // 4], CODE_WORDS)
     target = reinterpret(target, gl.int32, [shape.BLOCK_N, shape.D // 2], PAIRS)
     index = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))
     for i in gl.static_range(shape.BLOCK_N // ROWS):
         words = source.slice(i * ROWS, ROWS).load(WORDS)
-        live = (index >= begin - i * ROWS) & (index < end - i * ROWS)
-        words = gl.where(gl.expand_dims(live, 1), words, 0)
+        if not shape.TOKEN_SCALES:
+            live = (index >= begin - i * ROWS) & (index < end - i * ROWS)
+            words = gl.where(gl.expand_dims(live, 1), words, 0)
         of_rows = factors.slice(i * ROWS, ROWS).load(gl.SliceLayout(1, WORDS)) if shape.TOKEN_SCALES else None
         target.slice(i * ROWS, ROWS).store(_elements(words, of_rows, shape.CODES))
     fence_async_shared()
 
 
 @gluon.jit
-def convert_values(staging, rooms, channels, shape):
-    """Converts the values of every item handed out. rooms: `scale_planes.ScaleRooms`, where tokens have scales."""
+def _convert_staged(n, staging, target, rooms, begin, end, shape):
+    """Codes of the n-th use of the staging ring."""
+    staging.wait_full(n)
+    factors = rooms.factors.index(n % staging.STAGES) if shape.TOKEN_SCALES else None
+    _convert(staging.tile(n), target, factors, begin, end, shape)
+    staging.release(n)
+
+
+@gluon.jit
+def convert_codes(staging, rooms, channels, shape):
+    """Converts the values of every item handed out, and the keys where shape says so. rooms: `scale_planes.ScaleRooms`,
+    where tokens have scales."""
     n = 0
     c = 0
-    item = take(channels.items, n, CONVERTERS, shape)
+    item = take(channels.items, n, converters(shape), shape)
     while item.live > 0:
         low, _, _, high = tiles_of(item, shape)
         for back in range(0, high - low):
@@ -96,12 +122,14 @@ def convert_values(staging, rooms, channels, shape):
             begin = 0
             if shape.WINDOW > 0:  # rows whose blocks the window may have left to others
                 begin = item.first - shape.WINDOW + 1 - key
-            staging.wait_full(c)
+            if shape.CONVERT_KEYS:
+                channels.k.wait_empty(c)
+                _convert_staged(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape)
+                mbarrier.arrive(channels.k.barrier(c), count=1)
             channels.wait_empty_values(c)
-            factors = rooms.of_values.index(c % staging.STAGES) if shape.TOKEN_SCALES else None
-            _convert(staging.tile(c), channels.v.tile(c), factors, begin, item.keys - key, shape)
+            at = c * shape.STAGED + shape.STAGED - 1
+            _convert_staged(at, staging, channels.v.tile(c), rooms, begin, item.keys - key, shape)
             mbarrier.arrive(channels.v.barrier(c), count=1)
-            staging.release(c)
             c += 1
         n += 1
-        item = take(channels.items, n, CONVERTERS, shape)
+        item = take(channels.items, n, converters(shape), shape)

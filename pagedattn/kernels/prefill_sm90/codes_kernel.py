@@ -1,6 +1,9 @@
-"""Gluon: prefill on Hopper over a paged cache of 8 bits: the warps of `kernel`, but for those that bring the values."""
+"""Gluon: prefill on Hopper over a paged cache of 8 bits: the warps of `kernel`, but for those that bring what is
+converted."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -11,13 +14,22 @@ from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
-from .code_values import convert_values
+from .code_values import convert_codes, converters
 from .consumer import Output, consume
 from .kernel import cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
+from .plan import converts_keys
 from .producer import produce_items, produce_tiles
-from .scale_planes import ScalePlane, make_scale_rooms, produce_scaled_values
+from .scale_planes import ScalePlane, make_scale_rooms, produce_scales
 from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
+
+
+@gluon.constexpr_function
+def registers_of(convert, dim):
+    """Of a thread of the second consumer, of either loader and of the converters, where keys are converted or not; the
+    first consumer has what is left."""
+    consumer = (208 if dim <= 128 else 216) if convert else 232
+    return [consumer, 40, 40, 40]
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
@@ -35,30 +47,40 @@ def _prefill_kernel(
     v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
+    CONVERT_KEYS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = Shape(BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES)
+    shape = Shape(
+        BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES, CONVERT_KEYS=CONVERT_KEYS
+    )
+    FILLS: gl.constexpr = 2 if shape.TOKEN_SCALES else 1
+    K_DTYPE: gl.constexpr = gl.float16 if CONVERT_KEYS else key.dtype
+    K_TILE: gl.constexpr = TILE if CONVERT_KEYS else shape.CODE_LAYOUT
+    # Three tiles of codes where there is room, or one of keys and one of values.
+    STAGED: gl.constexpr = STAGES + 1 if CONVERT_KEYS and D <= 128 else STAGES
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(key.dtype, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, CONSUMERS, 2 if shape.TOKEN_SCALES else 1),
+        make_ring(K_DTYPE, [BLOCK_N, D], K_TILE, STAGES, CONSUMERS),
         make_ring(shape.V_DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
-    staging = make_ring(gl.uint8, [BLOCK_N, D], shape.CODE_LAYOUT, STAGES, 1, 2 if shape.TOKEN_SCALES else 1)
+    staging = make_ring(gl.uint8, [BLOCK_N, D], shape.CODE_LAYOUT, STAGED, 1, FILLS)
+    keys = staging if CONVERT_KEYS else channels.k
     fence_async_shared()
     items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
     k_place = (k_rows, k_head_rows, k_head_columns)
     v_place = (v_rows, v_head_rows, v_head_columns)
     logit_scale = qk_scale * LOG2E
-    of_keys, of_values, rooms = (k_scale, s_kscale), (v_scale, s_vscale, out_scale), None
+    of_keys, of_values, rooms, values = (k_scale, s_kscale), (v_scale, s_vscale, out_scale), None, None
     if shape.TOKEN_SCALES:
-        rooms = make_scale_rooms(STAGES, shape)
+        values = ((value,), v_place)
+        rooms = make_scale_rooms(STAGED, shape)
         of_keys = (rooms, 0)
         of_tokens = (
             ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_slot, k_per_head),
@@ -74,18 +96,27 @@ def _prefill_kernel(
                 consume,
                 (1, logit_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape),
             ),
-            (produce_items, ((query,), (key,), table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_scaled_values, ((value,), table, s_table, v_place, staging, of_tokens, rooms, channels, shape))
+            (produce_items, ((query,), (key,), table, s_table, k_place, keys, items, channels, shape, values)),
+            (produce_scales, (table, s_table, staging, of_tokens, rooms, channels, shape))
             if shape.TOKEN_SCALES
-            else (produce_tiles, (0, (value,), table, s_table, v_place, staging, channels, shape)),
-            (convert_values, (staging, rooms, channels, shape)),
+            else (
+                produce_tiles,
+                (0, (value,), table, s_table, v_place, staging, channels, shape, None, shape.STAGED - 1),
+            ),
+            (convert_codes, (staging, rooms, channels, shape)),
         ],
-        [4, 1, 1, 2],
-        [232, 40, 40, 40],
+        [4, 1, 1, converters(shape)],
+        registers_of(CONVERT_KEYS, D),
     )
 
 
 _launch = Launcher(_prefill_kernel, VARYING)
+
+
+def code_constants(codes: str | None, convert: bool, dim: int) -> dict[str, Any]:
+    """What the kernel is compiled for besides what others are, where keys are converted or not: beside those of heads
+    of 128 there is room for one tile of queries."""
+    return {"CODES": codes, "CONVERT_KEYS": convert} | ({"Q_STAGES": 1} if convert and dim > 64 else {})
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace: torch.Tensor | None = None) -> None:
@@ -94,12 +125,14 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
     if table is None:
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries, pack)
-    constants |= {"CODES": inputs.format.value.codes}
+    codes = inputs.format.value.codes
+    convert = converts_keys(codes, query.dtype)
+    constants |= code_constants(codes, convert, query.shape[2])
     k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
     layout = code_layout(query.shape[2])
     size = key.shape[1]
     part = min(size, constants["BLOCK_N"])
-    keys, k_place = cache_rows(key, part, layout)
+    keys, k_place = cache_rows(key.view(torch.uint8) if convert else key, part, layout)
     values, v_place = cache_rows(value.view(torch.uint8), part, layout)
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),

@@ -2,13 +2,14 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_device import LN2, LOG2E, tanh
+from ..gluon_device import LN2, LOG2E
 from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
 from .split_kv import publish
+from .tile_steps import begin_outputs, end_outputs, rescale, steps_in_order, steps_overlapped
 from .work_item import ROWS, last_seen, output_layout, take, tiles_of
 
 
@@ -24,167 +25,6 @@ class Output:
     @gluon.constexpr_function
     def __init__(self, out, so_t, so_h, sl_t):
         self.out, self.so_t, self.so_h, self.sl_t = out, so_t, so_h, sl_t
-
-
-@gluon.jit
-def _logits(q, k, shape):
-    """Begin a tile's logits [64, BLOCK_N]: of queries that are a sum of two, or of the parts of a head; of int8, whole
-    numbers."""
-    if shape.CODES == "int8":
-        keys = k[0].permute((1, 0))
-        s = gl.zeros([ROWS, shape.BLOCK_N], gl.int32, shape.S_LAYOUT)
-        s = warpgroup_mma(q[0], keys, s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s]) << 8
-        return warpgroup_mma(q[1], keys, s, is_async=True)
-    else:
-        s = gl.zeros([ROWS, shape.BLOCK_N], gl.float32, shape.S_LAYOUT)
-        for i in gl.static_range(len(q)):
-            part = k[i % len(k)].permute((1, 0))
-            s = warpgroup_mma(q[i], part, s, use_acc=i > 0, is_async=True)
-        return s
-
-
-@gluon.jit
-def _begin_outputs(p, v, acc, shape):
-    """Begin weights [64, BLOCK_N] times the parts of a tile of values."""
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.O_LAYOUT, k_width=2)
-    weights = gl.convert_layout(p.to(shape.V_DTYPE), P_LAYOUT)
-    outputs = (warpgroup_mma(weights, v[0], acc[0], is_async=True),)
-    if shape.MORE_V > 0:
-        parent: gl.constexpr = acc[1].type.layout
-        weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2), True)
-        outputs = outputs + (warpgroup_mma(weights, v[1], acc[1], is_async=True),)  # noqa: RUF005
-    return outputs
-
-
-@gluon.jit
-def _end_outputs(outputs, shape):
-    """Wait for what `_begin_outputs` began."""
-    if shape.MORE_V > 0:
-        return warpgroup_mma_wait(0, deps=[outputs[0], outputs[1]])
-    else:
-        return (warpgroup_mma_wait(0, deps=[outputs[0]]),)
-
-
-@gluon.jit
-def _rescale(acc, alpha):
-    """Outputs times a factor of each row."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, acc[i].type.layout))
-        scaled = scaled + (acc[i] * gl.expand_dims(factor, 1),)  # noqa: RUF005
-    return scaled
-
-
-@gluon.jit
-def _times_scales(s, c, of_keys, shape):
-    """Logits [64, BLOCK_N] of keys that have a scale or factor each, times those; and the unit of the tile's values, an
-    exponent of two."""
-    if shape.TOKEN_SCALES:
-        stage = c % of_keys.of_keys.shape[0]
-        scales = of_keys.of_keys.index(stage).load(gl.SliceLayout(0, shape.S_LAYOUT))
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        unit = gl.max(of_keys.units.index(stage).slice(0, 1).load(one), 0)
-        return s.to(gl.float32) * gl.expand_dims(scales, 0), unit
-    elif shape.KEY_SCALES:
-        scales = of_keys.index(c % of_keys.shape[0]).load(gl.SliceLayout(0, shape.S_LAYOUT))
-        return s * gl.expand_dims(scales, 0), 0.0
-    else:
-        return s, 0.0
-
-
-@gluon.jit
-def _tile_factor(tile_scales, tile, shape):
-    """A factor of a tile's logits; asked for while products run, so that nothing waits for it."""
-    if shape.TILE_SCALES:
-        return gl.load(tile_scales + tile)
-    else:
-        return 1.0
-
-
-@gluon.jit
-def _scale_of(qk_scale, factor, shape):
-    """What a tile's logits are multiplied with: a number, or one of each row."""
-    if shape.TILE_SCALES:
-        return gl.maximum(qk_scale * factor, 2.0**-126)  # 0 times a masked logit would be NaN
-    else:
-        return qk_scale
-
-
-@gluon.jit
-def _softmax(s, m_i, q_pos, tile, keys, qk_scale, softcap, MASKED: gl.constexpr, shape):
-    """Weights of a tile's logits [64, BLOCK_N], the factor for what was summed before, the new maximum. q_pos: as
-    `_begin` has it."""
-    scale = qk_scale
-    if shape.ROW_SCALES:
-        scale = gl.expand_dims(qk_scale, 1)
-    if shape.SOFTCAP:
-        # The cap is a factor of what is masked, as the scale is: else the compiler would fuse it into the subtraction
-        # below where nothing is masked, and a row's bits would depend on which tiles its neighbours see whole.
-        s = tanh(s * (scale / (softcap * LOG2E)))
-        qk_scale = softcap * LOG2E
-        scale = qk_scale
-    if MASKED:
-        key = gl.expand_dims(gl.arange(0, shape.BLOCK_N, gl.SliceLayout(0, s.type.layout)), 0)
-        start = tile * shape.BLOCK_N
-        last = q_pos  # the last key that a row sees
-        if not shape.CAUSAL:
-            last = q_pos * 0 + keys - 1
-            if shape.WINDOW > 0:
-                last = gl.minimum(q_pos + (shape.WINDOW - 1), keys - 1)
-        visible = key <= gl.expand_dims(last - start, 1)
-        if shape.WINDOW > 0:
-            visible = visible & (key > gl.expand_dims(q_pos - start - shape.WINDOW, 1))
-        if shape.FIRST > 0:
-            visible = visible & (key >= shape.FIRST - start)
-        s = gl.where(visible, s, -float("inf"))
-    top = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
-    shift = top
-    if MASKED:
-        shift = gl.where(top == -float("inf"), 0.0, top)
-    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
-    alpha = gl.exp2(m_i - shift)
-    return p, alpha, top
-
-
-@gluon.jit
-def _sums(p, shape):
-    """Of each row, [64, 4]: what each of the four threads that share a row holds, so that none waits for another."""
-    return gl.sum(gl.sum(p.reshape([ROWS, shape.BLOCK_N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _grow(l_i, alpha, p, shape):
-    """The running sums after a tile's weights p."""
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))
-    return l_i * gl.expand_dims(factor, 1) + _sums(p, shape)
-
-
-@gluon.jit
-def _steps(p, acc, m_i, l_i, unit, c, high, low, rows, of_keys, softcap, pin, channels, MASKED: gl.constexpr, shape):
-    """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
-    q, q_pos, keys, qk_scale = rows
-    for back in range(0, high - low):
-        channels.k.wait_full(c)
-        qk = _logits(q, channels.k.parts(c), shape)
-        channels.v.wait_full(c - 1)
-        pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
-        factor = _tile_factor(of_keys, high - 1 - back, shape)
-        s, next_unit = _times_scales(warpgroup_mma_wait(len(pv), deps=[qk]), c, of_keys, shape)
-        scale = _scale_of(qk_scale, factor, shape)
-        p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, scale, softcap, MASKED, shape)
-        l_i = _grow(l_i, alpha, p, shape)
-        # It is not read. But the release's barrier stays behind a store, and the store behind the softmax; without it
-        # ptxas moves the wait for P V and the release ahead of the softmax that should run beside P V.
-        pin.store(l_i.to(pin.dtype))
-        acc = _end_outputs(pv, shape)
-        channels.release(c)
-        if shape.TOKEN_SCALES:
-            alpha *= gl.exp2(unit - next_unit)
-        unit = next_unit
-        acc = _rescale(acc, alpha)
-        c += 1
-    return p, acc, m_i, l_i, unit, c
 
 
 @gluon.jit
@@ -228,7 +68,7 @@ def _finish(acc, m_i, l_i, item, w: gl.constexpr, rooms, of_values, output, lse_
     v_scale, s_vscale, factor = of_values
     if v_scale is not None:
         factor = factor * gl.load(v_scale + item.head // shape.PACKS * s_vscale)
-    acc = _rescale(acc, factor / gl.where(l_i == 0, 1.0, l_i))
+    acc = rescale(acc, factor / gl.where(l_i == 0, 1.0, l_i))
     for i in gl.static_range(len(acc)):
         _store(acc[i], i * shape.D, item, w, rooms[i], output, shape)
     fence_async_shared()
@@ -299,7 +139,6 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 # Keys times their scale: as their logits times it.
                 logit_scale = qk_scale * gl.load(k_scale + item.head // shape.PACKS * s_kscale)
             low, whole_low, whole_high, high = tiles_of(item, shape)
-            factor = _tile_factor(k_scale, high - 1, shape)
             q_pos, m_i, sink = _begin(item, w, sinks, shape)
             acc = (gl.zeros([ROWS, shape.D], gl.float32, shape.O_LAYOUT),)
             if shape.MORE_V > 0:
@@ -311,49 +150,35 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
             if shape.MORE > 0:
                 rooms = rooms + (queries.more[0].index(n % queries.STAGES).reshape([ROWS, shape.MORE]),)  # noqa: RUF005
             q = rooms
-            if shape.CODES is not None:
+            if shape.SPLIT_Q:
                 q, up = split_queries(rooms[0], shape)
                 logit_scale *= up
             if shape.CAST_Q:
                 cast, up = cast_queries(rooms[0], shape)
                 q = (cast,)
                 logit_scale *= up
-            if shape.ROW_SCALES and not shape.TILE_SCALES:  # of which `_scale_of` makes others
+            if shape.ROW_SCALES and not (shape.TILE_SCALES or shape.TOKEN_SCALES):  # of which `_scale_of` makes others
                 # 0 times a masked logit would be NaN; a row that is NaN stays so.
                 logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
-            qk = _logits(q, channels.k.parts(c), shape)
-            s, unit = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, k_scale, shape)
-            channels.release(c)
-            c += 1
-            scale = _scale_of(logit_scale, factor, shape)
-            p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, scale, softcap, True, shape)
-            l_i = _sums(p, shape)
-            if sinks is not None:  # one of four parts
-                lane = gl.arange(0, 4, gl.SliceLayout(0, l_i.type.layout))
-                own = gl.convert_layout(sink * alpha, gl.SliceLayout(1, l_i.type.layout))
-                l_i += gl.where(gl.expand_dims(lane, 0) == 0, gl.expand_dims(own, 1), 0.0)
-            end = gl.minimum(whole_high, high - 1)
-            begin = gl.minimum(whole_low, end)
             rows = (q, q_pos, keys, logit_scale)
-            # Tiles that are seen in part are on both sides of those that are seen whole, but of one code: that of each
-            # would be read from memory for each item.
-            SIDES: gl.constexpr = 2 if shape.WINDOW > 0 or shape.FIRST % shape.BLOCK_N > 0 else 1
-            upper, lower = high - 1, end
-            for _ in range(0, SIDES):
-                p, acc, m_i, l_i, unit, c = _steps(
-                    p, acc, m_i, l_i, unit, c, upper, lower, rows, k_scale, softcap, pin, channels, True, shape
+            tiles = (low, whole_low, whole_high, high)
+            if shape.IN_ORDER:
+                state = steps_in_order(
+                    acc, m_i, sink, c, tiles, rows, k_scale, sinks is not None, softcap, channels, shape
                 )
-                p, acc, m_i, l_i, unit, c = _steps(
-                    p, acc, m_i, l_i, unit, c, lower, begin, rows, k_scale, softcap, pin, channels, False, shape
+                acc, m_i, l_i, unit, c = state
+                following = take(channels.items, n + 1, 4, shape)
+            else:
+                p, acc, m_i, l_i, unit, c = steps_overlapped(
+                    acc, m_i, sink, c, tiles, rows, k_scale, sinks is not None, softcap, pin, channels, shape
                 )
-                upper, lower = begin, low  # no more are seen whole
-            channels.v.wait_full(c - 1)
-            pv = _begin_outputs(p, channels.v.parts(c - 1), acc, shape)
-            following = take(channels.items, n + 1, 4, shape)
-            acc = _end_outputs(pv, shape)
+                channels.v.wait_full(c - 1)
+                pv = begin_outputs(p, channels.v.parts(c - 1), acc, shape)
+                following = take(channels.items, n + 1, 4, shape)
+                acc = end_outputs(pv, shape)
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
             if shape.TOKEN_SCALES:
-                acc = _rescale(acc, gl.full_like(m_i, 1.0) * gl.exp2(unit))
+                acc = rescale(acc, gl.full_like(m_i, 1.0) * gl.exp2(unit))
             if shape.SPLIT_KV:
                 if item.parts > 1:
                     publish(acc, m_i, l_i, workspace, item, w, shape)

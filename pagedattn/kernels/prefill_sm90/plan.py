@@ -153,9 +153,9 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
-    fp8 = {*shape.codes} <= {*FP8} and shape.dtype == torch.bfloat16
-    int8 = {*shape.codes} == {"int8"} and shape.dtype in (torch.bfloat16, torch.float16)
-    if not (native or (shape.paged and (fp8 or int8))):
+    int8 = {*shape.codes} == {"int8"}
+    codes = (int8 or {*shape.codes} <= {*FP8}) and shape.dtype in (torch.bfloat16, torch.float16)
+    if not (native or (shape.paged and codes)):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
     if reason := _why_not_dims(shape, native):
         return reason
@@ -211,6 +211,11 @@ def module_of(shape: AttentionShape) -> str:
     if code is None:
         return "kernel" if _is_whole(shape.head_dim, shape.head_dim_v) else "parts_kernel"
     return "codes_kernel"
+
+
+def converts_keys(codes: str | None, dtype: torch.dtype) -> bool:
+    """Whether keys of 8 bits become float16 as values do: int8, and fp8 under queries that no two e4m3 stand for."""
+    return codes == "int8" or dtype != torch.bfloat16
 
 
 def why_not_tensors(inputs: AttentionInputs) -> str:

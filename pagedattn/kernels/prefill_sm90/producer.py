@@ -122,13 +122,18 @@ def _load_scales(scales, item, start, c, ring, shape):
 
 
 @gluon.jit
-def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, shape, scales=None):
-    """A loading warp's part of all tiles of an item. The number of tiles loaded, after it."""
+def _load_tiles(
+    w: gl.constexpr, descs, table, s_table, place, item, c, ring, shape, scales=None, values=None, NTH: gl.constexpr = 0
+):
+    """A loading warp's part of all tiles of an item. The number of tiles loaded, after it. NTH: which of a tile's
+    places in a ring that has several; values: descriptors and place of those that follow keys there, or None."""
     low, _, _, high = tiles_of(item, shape)
     row = table + item.seq.to(gl.int64) * s_table
     for back in range(0, high - low):
         start = (high - 1 - back) * shape.BLOCK_N
-        load_tile(w, descs, row, place, item, start, c, ring, shape)
+        load_tile(w, descs, row, place, item, start, c * shape.STAGED + NTH, ring, shape)
+        if values is not None:
+            load_tile(w, values[0], row, values[1], item, start, c * shape.STAGED + 1, ring, shape)
         if scales is not None:
             _load_scales(scales, item, start, c, ring, shape)
         c += 1
@@ -136,9 +141,9 @@ def _load_tiles(w: gl.constexpr, descs, table, s_table, place, item, c, ring, sh
 
 
 @gluon.jit
-def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, shape):
+def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, shape, values=None):
     """Takes items from the step's counter, hands them to the other warps, and loads their queries and the first
-    warp's part of their keys, by a descriptor for each part of a tile."""
+    warp's part of their keys, by a descriptor for each part of a tile. values: as `_load_tiles` takes them."""
     # Nothing of what came before is read, and nothing is written, before an item is handed out.
     gdc_wait()
     if shape.SPLIT_KV:
@@ -150,7 +155,7 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
         following = items.draw()
         hand_out(channels.items, n, item, shape)
         _load_queries(descs_q, item, n, channels, shape)
-        c = _load_tiles(0, descs, table, s_table, place, item, c, ring, shape)
+        c = _load_tiles(0, descs, table, s_table, place, item, c, ring, shape, None, values)
         n += 1
         item = items.look_up(following, shape, False)
     hand_out(channels.items, n, item, shape)
@@ -158,7 +163,9 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
 
 
 @gluon.jit
-def produce_tiles(w: gl.constexpr, descs, table, s_table, place, ring, channels, shape, scales=None):
+def produce_tiles(
+    w: gl.constexpr, descs, table, s_table, place, ring, channels, shape, scales=None, NTH: gl.constexpr = 0
+):
     """Loads a warp's part of the keys, or of the codes of values, of every item handed out. scales: factors of keys, as
     `_load_scales` takes them, or None. Warps share the keys of 16 bits, for small blocks take many copies to issue: one
     warp alone was what the computing ones waited for."""
@@ -166,7 +173,7 @@ def produce_tiles(w: gl.constexpr, descs, table, s_table, place, ring, channels,
     c = 0
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
-        c = _load_tiles(w, descs, table, s_table, place, item, c, ring, shape, scales)
+        c = _load_tiles(w, descs, table, s_table, place, item, c, ring, shape, scales, None, NTH)
         n += 1
         item = take(channels.items, n, 1, shape)
 

@@ -2,10 +2,8 @@
 
 A power of two puts each row's largest element between 128 and 256, below the largest e4m3 and float16. As e4m3, so that
 fp8 keys are multiplied as they are stored, a query is the sum of two: the eight significant bits of a bfloat16 are four
-and four, and of an element only what is below 2**-17 of the row's largest is lost. As int8, a query is 256 times one of
-them plus another, after 128 times that power: a bfloat16 from 2**-7 of the row's largest on is exact, of others what is
-below 2**-15 of it is lost. Two parts take as long to multiply with as a bfloat16 would. float16 has all eight bits, and
-loses what is below 2**-32 of the row's largest.
+and four, and of an element only what is below 2**-17 of the row's largest is lost. Two parts take as long to multiply
+with as a bfloat16 would. float16 has all eight bits, and loses what is below 2**-32 of the row's largest.
 """
 
 from triton.experimental import gluon
@@ -18,16 +16,11 @@ from .work_item import ROWS
 
 @gluon.jit
 def split_queries(room, shape):
-    """Queries [64, D] as two of the keys' dtype in their place, in the order of their products, and what the logits of
-    each row are to be multiplied with."""
+    """Queries [64, D] as two e4m3 in their place, in the order of their products, and what the logits of each row are
+    to be multiplied with."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
-    q = room.load(WIDE).to(gl.float32)
-    if shape.CODES == "int8":
-        high, low, up = _two_int8(q, shape)
-        return _parts(room, high, low, shape), up
-    else:
-        low, high, up = _two_e4m3(q, shape)
-        return _parts(room, low, high, shape), up
+    low, high, up = _two_e4m3(room.load(WIDE).to(gl.float32), shape)
+    return _parts(room, low, high, shape), up
 
 
 @gluon.jit
@@ -43,29 +36,9 @@ def _parts(room, first, second, shape):
 
 
 @gluon.jit
-def _two_int8(q, shape):
-    """Two int8 [64, D] of queries, the one to be multiplied by 256 first, and the unit of each row."""
-    down, up = _powers(q, 1.004, shape)  # 128 * 255 and more would be too large
-    # 1.5 * 2**23 + 128 + x has x + 128 in its lowest bits; of a whole number in two int8 the lower one is its lowest
-    # byte, and 128 more than it have the upper one in their second byte.
-    high, low = gl.inline_asm_elementwise(
-        """{ .reg .f32 k, f; .reg .b32 a, b, c, d; mov.b32 k, 0x4b400080; mul.rn.f32 f, $6, 0f43000000;
-        fma.rn.f32 a, $2, f, k; fma.rn.f32 b, $3, f, k; fma.rn.f32 c, $4, f, k; fma.rn.f32 d, $5, f, k;
-        prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140; prmt.b32 $0, a, c, 0x7632;
-        prmt.b32 $1, a, c, 0x5410; xor.b32 $1, $1, 0x80808080; }""",
-        "=&r,=r,r,r,r,r,r,r,r,r",
-        [q, down],
-        (gl.int8, gl.int8),
-        True,
-        4,
-    )
-    return high, low, up * (1.0 / 128)
-
-
-@gluon.jit
 def _two_e4m3(q, shape):
     """Two e4m3 [64, D] whose sum is the queries, the smaller first, and the unit of each row."""
-    down, up = _powers(q, 1.0, shape)
+    down, up = _powers(q, shape)
     # Two at a time: x * 129 - (x * 129 - x) are the upper four bits of a float16. They are not had by a conversion to
     # e4m3 and back, for which ptxas 12.8 takes wrong registers.
     high, low = gl.inline_asm_elementwise(
@@ -92,7 +65,7 @@ def cast_queries(room, shape):
     """Queries [64, D] as float16, in their place, and what the logits of each row are to be multiplied with."""
     ROW: gl.constexpr = gl.BlockedLayout([1, shape.D // 2], [16, 2], [4, 1], [1, 0])  # a row to two threads
     q = room.load(ROW).to(gl.float32)
-    down, up = _powers(q, 1.0, shape)
+    down, up = _powers(q, shape)
     LAYOUT: gl.constexpr = room.layout
     cast = reinterpret(room, gl.float16, [ROWS, shape.D], LAYOUT)
     thread_barrier()  # every thread has read what is replaced
@@ -103,12 +76,11 @@ def cast_queries(room, shape):
 
 
 @gluon.jit
-def _powers(q, MARGIN: gl.constexpr, shape):
-    """Powers of two that put the largest of each row of q [64, D], times MARGIN, below 256: by element; and their
-    inverses by row, NaN of one with an element that is not finite, which no int8 stands for."""
+def _powers(q, shape):
+    """Powers of two that put the largest of each row of q [64, D] below 256: by element; and their inverses by row, NaN
+    of one with an element that is not finite."""
     # The largest of bits, in which NaN is larger than all numbers.
-    largest = gl.max(q.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(gl.float32, bitcast=True)
-    exponent = ((largest * MARGIN).to(gl.int32, bitcast=True) >> 23) & 255
+    exponent = gl.max(q.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
     exponent = gl.maximum(exponent, 32)  # what follows are normal numbers
     down = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
     down, _ = gl.broadcast(gl.expand_dims(down, 1), q)

@@ -1,20 +1,26 @@
 """Gluon: scales that each token and head has, for prefill on Hopper.
 
-Those of keys are factors of logits' columns. Those of values go into the values as they are converted, but for a power
-of two, the unit of their tile, which goes into the outputs."""
+They go into keys and values as these are converted, but for a power of two, the unit of a tile's keys, which goes into
+its logits, and that of its values, which goes into the outputs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from .producer import load_tile
 from .work_item import take, tiles_of
 
 _LEAST = gl.constexpr(-100)  # exponent of a unit
 # By which one may be below the largest of an item, so that outputs in it are float32: what of smaller values is lost is
 # 2**-60 of the largest.
 _RANGE = gl.constexpr(40)
+# Of tiles: when codes can be staged, values of two tiles before have been converted, for which consumers were done with
+# the tile three before.
+_UNITS = gl.constexpr(4)
+# Tiles whose scales are on their way. In registers they would be waited for where those of the next tile take the place
+# of the last one's.
+_AHEAD = gl.constexpr(2)
 
 
 @aggregate
@@ -33,35 +39,36 @@ class ScalePlane:
         self.per_slot, self.per_head = per_slot, per_head
 
     @gluon.jit
-    def load(self, block, slot, head, live):
-        """Of slots of blocks, 0 where they are not live, as whatever lies there could be NaN, or not in the cache."""
+    def copy(self, memory, block, slot, head, live):
+        """Begin to copy those of slots of blocks to shared memory, but where they are not live, or not in the cache."""
         live = live & (block >= 0) & (block < self.blocks)
         at = block.to(gl.int64) * self.per_block + slot * self.per_slot + head * self.per_head
-        return gl.load(self.scales + at, mask=live, other=0.0)
+        async_copy.async_copy_global_to_shared(memory, self.scales + at, mask=live)
 
 
 @aggregate
 class ScaleRooms:
-    """In shared memory, of each stage: what columns of a tile's logits are multiplied by, [STAGES, BLOCK_N], and the
-    exponent of its values' unit, [STAGES, 32], all the same; and what rows of a tile of values are multiplied by, in
-    that unit, [STAGES, BLOCK_N]."""
+    """In shared memory: what rows of a staged tile of codes are multiplied by, in its unit, [stages, BLOCK_N]; of the
+    last tiles the unit of keys and the exponent of two of that of values, [_UNITS, 2]; and scales on their way, of
+    keys and of values by turns, [2 * _AHEAD, 32, BLOCK_N / 32]."""
 
-    of_keys: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
     units: gl.shared_memory_descriptor
-    of_values: gl.shared_memory_descriptor
+    coming: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, of_keys, units, of_values):
-        self.of_keys, self.units, self.of_values = of_keys, units, of_values
+    def __init__(self, factors, units, coming):
+        self.factors, self.units, self.coming = factors, units, coming
 
 
 @gluon.jit
 def make_scale_rooms(STAGES: gl.constexpr, shape):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LANES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return ScaleRooms(
         gl.allocate_shared_memory(gl.float32, [STAGES, shape.BLOCK_N], FLAT),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 32], FLAT),
-        gl.allocate_shared_memory(gl.float32, [STAGES, shape.BLOCK_N], FLAT),
+        gl.allocate_shared_memory(gl.float32, [_UNITS, 2], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2 * _AHEAD, 32, shape.BLOCK_N // 32], LANES),
     )
 
 
@@ -101,19 +108,31 @@ def _blocks_of(row, start, item, shape):
 
 
 @gluon.jit
-def _scales_of(of_tokens, blocks, head, start, item, shape):
-    """Of keys and of values from `start` on, in `blocks`."""
-    key = _keys(start, shape)
+def _copy_scales(of_tokens, blocks, start, nth, item, rooms, shape):
+    """Begin to copy those of keys and of values from `start` on, the nth tile of an item, in `blocks`."""
+    key, head = _keys(start, shape), item.head // shape.PACKS
     slot, live = key % shape.PAGE, _live(key, item, shape)
-    blocks = gl.expand_dims(blocks, 1)
-    return of_tokens[0].load(blocks, slot, head, live), of_tokens[1].load(blocks, slot, head, live)
+    for plane in gl.static_range(2):
+        memory = rooms.coming.index(2 * (nth % _AHEAD) + plane)
+        of_tokens[plane].copy(memory, gl.expand_dims(blocks, 1), slot, head, live)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _copied(start, nth, item, rooms, shape):
+    """What was copied, 0 where it is not live: whatever lies there could be NaN."""
+    live = _live(_keys(start, shape), item, shape)
+    of_key = rooms.coming.index(2 * (nth % _AHEAD)).load(_each(shape.BLOCK_N))
+    of_value = rooms.coming.index(2 * (nth % _AHEAD) + 1).load(_each(shape.BLOCK_N))
+    return gl.where(live, of_key, 0.0), gl.where(live, of_value, 0.0)
 
 
 @gluon.jit
 def _unit(scales):
-    """Exponent of a unit in which scales [32, n] are at most 256, so that float16 has 127 times them."""
-    largest = gl.max(gl.max(scales, 1), 0)
-    return gl.maximum(((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 134, _LEAST)
+    """Exponent of a unit in which scales [32, n], but those that are not finite, are at most 32, so that float16 has
+    1152 times them."""
+    largest = gl.max(gl.max(gl.where(scales < float("inf"), scales, 0.0), 1), 0)
+    return gl.maximum(((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 131, _LEAST)
 
 
 @gluon.jit
@@ -122,39 +141,45 @@ def _power_of_two(exponent):
 
 
 @gluon.jit
-def produce_scaled_values(descs, table, s_table, place, ring, of_tokens, rooms, channels, shape):
-    """Loads the codes of values of every item handed out with their scales, and brings the scales of keys. of_tokens:
-    the scales of K and V; rooms: `ScaleRooms`.
+def _store_factors(scales, unit, n, ring, rooms, shape):
+    """Scales in a unit, for the codes of the n-th use of a ring."""
+    rooms.factors.index(n % ring.STAGES).store((scales * _power_of_two(-unit)).reshape([shape.BLOCK_N]))
+    mbarrier.arrive(ring.barrier(n), count=1)
 
-    A tile's scales are asked for a tile earlier, and the blocks that they are in two: else every tile would take as
-    long as two loads, one after the other."""
+
+@gluon.jit
+def produce_scales(table, s_table, ring, of_tokens, rooms, channels, shape):
+    """Brings the scales of every item handed out to the codes in `ring`. of_tokens: those of K and V; rooms:
+    `ScaleRooms`."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = 0
     c = 0
     item = take(channels.items, n, 1, shape)
     while item.live > 0:
         low, _, _, high = tiles_of(item, shape)
         row = table + item.seq.to(gl.int64) * s_table
-        head = item.head // shape.PACKS
         start = (high - 1) * shape.BLOCK_N
-        of_key, of_value = _scales_of(of_tokens, _blocks_of(row, start, item, shape), head, start, item, shape)
-        blocks = _blocks_of(row, start - shape.BLOCK_N, item, shape)
-        largest = _unit(of_value)
-        for _ in range(0, high - low):
-            next_key, next_value = _scales_of(of_tokens, blocks, head, start - shape.BLOCK_N, item, shape)
-            blocks = _blocks_of(row, start - 2 * shape.BLOCK_N, item, shape)
-            load_tile(0, descs, row, place, item, start, c, ring, shape)
-            unit = _unit(of_value)
+        for ahead in gl.static_range(_AHEAD):
+            at = start - ahead * shape.BLOCK_N
+            _copy_scales(of_tokens, _blocks_of(row, at, item, shape), at, ahead, item, rooms, shape)
+        largest = low * 0 + _LEAST
+        for back in range(0, high - low):
+            blocks = _blocks_of(row, start - _AHEAD * shape.BLOCK_N, item, shape)
+            async_copy.wait_group(_AHEAD - 1)
+            of_key, of_value = _copied(start, back, item, rooms, shape)
+            key_unit, unit = _unit(of_key), _unit(of_value)
             largest = gl.maximum(largest, unit)
             unit = gl.maximum(unit, largest - _RANGE)
-            rooms.of_values.index(c % ring.STAGES).store((of_value * _power_of_two(-unit)).reshape([shape.BLOCK_N]))
-            mbarrier.arrive(ring.barrier(c), count=1)
-            channels.k.wait_empty(c)
-            rooms.of_keys.index(c % channels.k.STAGES).store(of_key.reshape([shape.BLOCK_N]))
-            lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-            rooms.units.index(c % channels.k.STAGES).store((lane * 0 + unit).to(gl.float32))
-            mbarrier.arrive(channels.k.barrier(c), count=1)
-            of_key, of_value = next_key, next_value
+            units = rooms.units.index(c % _UNITS)
+            ring.wait_empty(2 * c)
+            units.slice(0, 1).store(gl.full([1], 1.0, gl.float32, ONE) * _power_of_two(key_unit))
+            units.slice(1, 1).store(gl.full([1], 1.0, gl.float32, ONE) * unit.to(gl.float32))
+            _store_factors(of_key, key_unit, 2 * c, ring, rooms, shape)
+            ring.wait_empty(2 * c + 1)
+            _store_factors(of_value, unit, 2 * c + 1, ring, rooms, shape)
+            _copy_scales(of_tokens, blocks, start - _AHEAD * shape.BLOCK_N, back, item, rooms, shape)
             start -= shape.BLOCK_N
             c += 1
+        async_copy.wait_group(0)  # of tiles that are another item's, or nobody's
         n += 1
         item = take(channels.items, n, 1, shape)

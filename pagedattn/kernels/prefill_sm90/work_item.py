@@ -33,11 +33,12 @@ class Shape:
     MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
     block of rows, HEADS of which are of its group, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed
     keys, LOAD keys of a tile that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be
-    parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None, with which queries are multiplied as two of as many
-    bits; TOKEN_SCALES: they are int8, whose scales are factors of columns. TILE_SCALES: a tile's logits have a factor,
-    KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries, the logits of
-    whose rows have a factor. EARLIER: rows see blocks of so many keys before their own and RECENT others, from key
-    FIRST on; 0: all before."""
+    parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None; TOKEN_SCALES: they are int8, whose scales go into
+    what they become. SPLIT_Q: queries become two of as many bits as keys, which are multiplied as they are stored;
+    CONVERT_KEYS: keys become float16 as values do, a tile of either in a ring of STAGED. TILE_SCALES: a tile's logits
+    have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries,
+    the logits of whose rows have a factor. IN_ORDER: products and softmax of a tile follow each other. EARLIER: rows
+    see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -59,6 +60,10 @@ class Shape:
     V_DTYPE: gl.constexpr
     CODES: gl.constexpr
     TOKEN_SCALES: gl.constexpr
+    SPLIT_Q: gl.constexpr
+    CONVERT_KEYS: gl.constexpr
+    STAGED: gl.constexpr
+    IN_ORDER: gl.constexpr
     TILE_SCALES: gl.constexpr
     KEY_SCALES: gl.constexpr
     CAST_Q: gl.constexpr
@@ -73,7 +78,8 @@ class Shape:
     @gluon.constexpr_function
     def __init__(
         self, BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
-        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, KEY_SCALES=False
+        TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, KEY_SCALES=False,
+        CONVERT_KEYS=False,
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
@@ -85,14 +91,17 @@ class Shape:
         codes = CODES is not None
         self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
         self.TILE_SCALES, self.KEY_SCALES = gl.constexpr(TILE_SCALES), gl.constexpr(KEY_SCALES)
-        self.CAST_Q = gl.constexpr(CAST_Q)
-        self.ROW_SCALES = gl.constexpr(codes or CAST_Q)
+        self.SPLIT_Q, self.CONVERT_KEYS = gl.constexpr(codes and not CONVERT_KEYS), gl.constexpr(CONVERT_KEYS)
+        self.STAGED, self.IN_ORDER = gl.constexpr(2 if CONVERT_KEYS else 1), gl.constexpr(CONVERT_KEYS)
+        self.CAST_Q = gl.constexpr(CAST_Q or (CONVERT_KEYS and DTYPE != gl.float16))
+        self.ROW_SCALES = gl.constexpr(self.SPLIT_Q.value or self.CAST_Q.value)
         self.EARLIER, self.RECENT, self.FIRST = gl.constexpr(EARLIER), gl.constexpr(RECENT), gl.constexpr(FIRST)
         self.V_DTYPE = gl.constexpr(gl.float16 if codes else DTYPE)  # it has every code, and probabilities
-        depth = 32 if codes else 16
+        depth = 32 if self.SPLIT_Q.value else 16
         self.MORE, self.MORE_V, self.DIM_V = gl.constexpr(MORE), gl.constexpr(MORE_V), gl.constexpr(DIM_V or D)
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth]))
-        self.O_LAYOUT = gl.constexpr(output_layout(D))
+        # Of 256 columns ptxas has no product for so many warps as convert keys.
+        self.O_LAYOUT = gl.constexpr(output_layout(min(D, 128) if CONVERT_KEYS else D))
         self.CODE_LAYOUT = gl.constexpr(code_layout(D))
 
 
