@@ -35,7 +35,6 @@ SPILLS = {
     "e4m3-D256-G8-S256-window-sinks": (520, 1320),
     # Keys are converted too: tiles in order, one loop a consumer.
     "int8-D128-G4-S16": (32, 200),
-    "k8v4-D128-G4-S16-parts": (40, 200),
     "int8-D64-G8-S256-window-sinks": (40, 200),
     "int8-D64-G4-S16-parts-fp16": (40, 200),
     "int8-D256-G4-S32-parts": (120, 800),
@@ -67,7 +66,7 @@ def test_it_compiles_as_it_was_measured(name: str) -> None:
     assert found["wgmma"] and found["tma"]
     assert not found["serialized"], "ptxas waits for each product, which costs half of the speed"
     assert not found["unwritten"], "ptxas sets up an address on a path that may be skipped (uniform_registers.py)"
-    in_order = name.startswith(("int8", "k8v4")) or (name.startswith("e4m3") and name.endswith("fp16"))
+    in_order = name.startswith("int8") or (name.startswith("e4m3") and name.endswith("fp16"))
     assert len(found["beside"]) >= (2 if in_order else 4) and min(found["beside"]) > 0.9, (
         "a softmax waits for products it should run beside"
     )

@@ -37,9 +37,8 @@ class Shape:
     what they become. SPLIT_Q: queries become two of as many bits as keys, which are multiplied as they are stored;
     CONVERT_KEYS: keys become float16 as values do, a tile of either in a ring of STAGED. TILE_SCALES: a tile's logits
     have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries,
-    the logits of whose rows have a factor. IN_ORDER: products and softmax of a tile follow each other. V_CODES: of
-    values, whose rotation outputs lose in the end where they are of 4 bits. EARLIER: rows see blocks of so many keys
-    before their own and RECENT others, from key FIRST on; 0: all before."""
+    the logits of whose rows have a factor. IN_ORDER: products and softmax of a tile follow each other. EARLIER: rows
+    see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -60,7 +59,6 @@ class Shape:
     DTYPE: gl.constexpr
     V_DTYPE: gl.constexpr
     CODES: gl.constexpr
-    V_CODES: gl.constexpr
     TOKEN_SCALES: gl.constexpr
     SPLIT_Q: gl.constexpr
     CONVERT_KEYS: gl.constexpr
@@ -81,7 +79,7 @@ class Shape:
     def __init__(
         self, BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
         TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, KEY_SCALES=False,
-        CONVERT_KEYS=False, V_CODES=None,
+        CONVERT_KEYS=False,
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
@@ -91,7 +89,6 @@ class Shape:
         self.PAGE, self.CAUSAL = gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
         codes = CODES is not None
-        self.V_CODES = gl.constexpr(V_CODES)
         self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
         self.TILE_SCALES, self.KEY_SCALES = gl.constexpr(TILE_SCALES), gl.constexpr(KEY_SCALES)
         self.SPLIT_Q, self.CONVERT_KEYS = gl.constexpr(codes and not CONVERT_KEYS), gl.constexpr(CONVERT_KEYS)
