@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP = $(BIN)/python -m pip install -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo chat csrc peers test test-all test-oldest test-newest test-portable test-mutants vllm-test resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
+.PHONY: demo chat csrc peers test test-all test-oldest test-newest test-portable test-oldest-kernels test-mutants vllm-test resolve gpu-csrc gpu-test gpu-random gpu-bench gpu-sanitize lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -54,6 +54,17 @@ test-newest:
 test-portable: $(VENV)/.installed csrc
 	OPENBLAS_CORETYPE=$(or $(CORETYPE),Prescott) $(BIN)/python -m pytest -q tests/test_interpreter.py \
 	  tests/test_deterministic.py tests/test_huge_logits.py tests/backends/test_conformance.py -k 'interpreter or deterministic or huge'
+
+# The kernels for Hopper by the oldest triton's compiler, which is put beside the environment: what the newest one's takes
+# may be more.
+OLDEST_TRITON := $(VENV)/triton-oldest
+test-oldest-kernels: $(OLDEST_TRITON)/.installed
+	@for family in decode_sm90 hopper mla; do echo "compile_$$family.py, triton 3.6"; TRITON_CACHE_DIR=$(OLDEST_TRITON)/cache \
+	  PYTHONPATH=$(abspath $(OLDEST_TRITON)) $(BIN)/python tests/compile_$$family.py > /dev/null || exit 1; done
+
+$(OLDEST_TRITON)/.installed: | $(VENV)/.installed
+	$(PIP) --no-deps --target $(OLDEST_TRITON) 'triton==3.6.*'
+	touch $@
 
 # Whether the constraints can be installed from the package index alone, by each Python that is here (or RESOLVE=--ends).
 resolve:
