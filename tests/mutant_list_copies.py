@@ -173,4 +173,25 @@ FAULTS = (
         "small",
         "test_dequantise.py many_queries_see_most",
     ),
+    Fault(
+        "int8 without all of its offset",
+        "code_values:_elements",
+        "0fc4900000",
+        "0fc4800000",
+        "test_prefill_sm90_codes.py stand_for_in_order",
+    ),
+    Fault(
+        "the second pair of codes first",
+        "code_values:_elements",
+        "prmt.b32 h, x, k, 0x4140",
+        "prmt.b32 h, x, k, 0x4342",
+        "test_prefill_sm90_codes.py stand_for_in_order",
+    ),
+    Fault(
+        "int8 of several warps' rows where they convert alone",
+        "_fewest_prompt_rows",
+        "sm90_decode.FEW_ROWS, sm90_decode.WARP_ROWS",
+        "sm90_decode.MANY_ROWS, sm90_decode.WARP_ROWS",
+        "test_decode_sm90_plan.py more_rows_are_served",
+    ),
 )
