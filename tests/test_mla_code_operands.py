@@ -1,104 +1,64 @@
-"""Operands of the Hopper kernel over latent codes: the orders of channels and keys, by torch in the place of Gluon."""
+"""Operands of the Hopper kernel over latent codes: numbers and the orders of channels and keys, without a GPU."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from device_functions import as_python, values
 
 operands = pytest.importorskip("pagedattn.kernels.mla_decode.hopper_fp8_operands")
+e4m3 = import_module("pagedattn.kernels.gluon_e4m3")
 KEYS, LATENT, PANEL, PANELS, SOME = 128, 512, 128, 4, 32
 
 
-def of_words(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The four codes of each word: here a word is four numbers in a last dimension."""
-    return words.unbind(-1)
-
-
-def pairs(even: torch.Tensor, odd: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(one for both in zip(even.unbind(-1), odd.unbind(-1), strict=True) for one in both)
-
-
-class Words(torch.Tensor):
-    """Words [.., n, 4] that are reshaped and permuted as if they were [.., n]."""
-
-    @property
-    def shape(self) -> Any:
-        return super().shape[:-1]
-
-    def reshape(self, sizes: list[int]) -> Words:
-        return torch.Tensor.reshape(self.as_subclass(torch.Tensor), [*sizes, 4]).as_subclass(Words)
-
-    def permute(self, order: tuple[int, ...]) -> Words:
-        return torch.Tensor.permute(self.as_subclass(torch.Tensor), [*order, len(order)]).as_subclass(Words)
-
-
-def split(x: Words) -> tuple[torch.Tensor, ...]:
-    return tuple(part.as_subclass(Words) for part in x.as_subclass(torch.Tensor).unbind(-2))
-
-
 @pytest.fixture
-def functions(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The device functions as Python's, of torch tensors."""
-    language = SimpleNamespace(
-        join=lambda a, b: torch.stack((a, b), -1),
-        split=split,
-        convert_layout=lambda x, *_, **__: x,
-        DotOperandLayout=lambda *_: None,
-        constexpr=int,
-    )
-    names = ("key_operand", "halves_of", "in_key_order", "value_operand", "in_order")
-    found = SimpleNamespace(**{name: getattr(operands, name).fn for name in names})
-    given = {
-        "gl": language,
-        "KEYS": KEYS,
-        "LATENT": LATENT,
-        "PANEL": PANEL,
-        "PANELS": PANELS,
-        "SOME_KEYS": SOME,
-        "output_layout": lambda rows: None,
-    }
-    for name, value in (given | {"elements": lambda x: of_words(plain(x)), "pairs": pairs_of}).items():
-        monkeypatch.setattr(operands, name, value)
-    return found
+def python(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_python(monkeypatch, [operands, e4m3])
+    for layout in ("factor_words", "output_layout"):
+        monkeypatch.setattr(operands, layout, lambda *_: None)
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
-    return x.as_subclass(torch.Tensor)
+def codes(*shape: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(*shape).to(torch.float8_e4m3fn)
 
 
-def pairs_of(even: torch.Tensor, odd: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return pairs(plain(even), plain(odd))
+def words_of(rows: torch.Tensor) -> torch.Tensor:
+    return values(rows.contiguous().view(torch.int32))
 
 
-def words_of(rows: torch.Tensor) -> Words:
-    return rows.unflatten(-1, (-1, 4)).as_subclass(Words)
-
-
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize(("channels", "width"), [(LATENT, PANEL), (64, 64)], ids=["latent", "rotated"])
-def test_keys_and_queries_have_their_channels_in_one_order(
-    functions: SimpleNamespace, channels: int, width: int
-) -> None:
-    torch.manual_seed(0)
-    rows, queries = torch.randn(KEYS, channels).double(), torch.randn(8, channels).double()
-    ordered = functions.in_key_order(queries, width)
-    parts = [functions.key_operand(words_of(part), None) for part in rows.split(width, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1) @ ordered.T, rows @ queries.T)
+def test_keys_and_queries_have_their_channels_in_one_order(channels: int, width: int) -> None:
+    rows, queries = codes(KEYS, channels), torch.randn(8, channels).double()
+    ordered = operands.in_key_order(queries, width)
+    parts = [operands.key_operand(words_of(part), None) for part in rows.split(width, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1).double() @ ordered.T, rows.double() @ queries.T)
 
 
-def test_halves_of_a_group_follow_each_other(functions: SimpleNamespace) -> None:
-    words = words_of(torch.randn(KEYS, PANEL))
-    halves = [functions.key_operand(half, None) for half in functions.halves_of(words)]
-    assert torch.equal(torch.cat(halves, 1), functions.key_operand(words, None))
+@pytest.mark.usefixtures("python")
+def test_halves_of_a_group_follow_each_other() -> None:
+    words = words_of(codes(KEYS, PANEL))
+    halves = [operands.key_operand(half, None) for half in operands.halves_of(words)]
+    assert torch.equal(torch.cat(halves, 1), operands.key_operand(words, None))
 
 
-def test_values_are_put_in_order(functions: SimpleNamespace) -> None:
-    torch.manual_seed(0)
-    rows, weights = torch.randn(SOME, LATENT).double(), torch.randn(SOME, 16).double()
-    products = functions.value_operand(words_of(rows), None, None) @ weights
-    torch.testing.assert_close(functions.in_order(products), rows.T @ weights)
+@pytest.mark.usefixtures("python")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_values_are_put_in_order(scaled: bool) -> None:
+    """scaled: times a factor of each key and group of channels, a float16."""
+    rows, weights = codes(SOME, LATENT), torch.randn(SOME, 16).double()
+    factors = 2.0 ** torch.randint(-3, 4, (SOME, PANELS)) if scaled else torch.ones(SOME, PANELS)
+    words = None
+    if scaled:
+        both = factors.half().unflatten(0, (-1, 2)).transpose(1, 2).contiguous().view(torch.int32)
+        words = values(both.expand(-1, -1, PANEL // 4).contiguous())
+    products = operands.value_operand(words_of(rows), words, None).double() @ weights
+    expected = rows.double() * factors.double().repeat_interleave(PANEL, 1)
+    torch.testing.assert_close(operands.in_order(products), expected.T @ weights)
 
 
 def bank_of(row: int, byte: int, width: int) -> int:
