@@ -176,8 +176,8 @@ FAULTS = (
     Fault(
         "int8 without all of its offset",
         "code_values:_elements",
-        "0fc4900000",
-        "0fc4800000",
+        "mov.b32 o, 0x64806480;",
+        "mov.b32 o, 0x64006400;",
         "test_prefill_sm90_codes.py stand_for_in_order",
     ),
     Fault(

@@ -116,7 +116,7 @@ FAULTS = (
           "rows * (shape.head_dim_v + 2)", "test_decode_sm90_plan.py whole_words"),
     Fault("few rows of heads that padding makes too wide", "decode_sm90:why_not", "_MOST_STATE // width(max(dims))",
           "_MOST_STATE // max(dims)", "test_decode_sm90_plan.py what_it_does_not_serve"),
-    Fault("several tokens over int8 with heads of 64 by the kernel for codes", "_reads_int8_as_fast",
+    Fault("several tokens over int8 with heads of 64 by the kernel for codes", "_converts_as_fast",
           "shape.head_dim > _NARROW // 2 and ", "", "test_decode_sm90_plan.py more_rows"),
     Fault("4 bits: a warp alone with states that spill", "decode_sm90:_tuning", "2 if twice and not small else 1",
           "1", "test_decode_sm90_plan.py twice_the_keys"),

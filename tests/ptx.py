@@ -96,12 +96,10 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "add.u32": lambda a, b: a + b,
     "sub.u32": lambda a, b: a - b,
     "add.rn.f16x2": _of_halves(lambda a, b: a + b),
-    "sub.f16x2": _of_halves(lambda a, b: a - b),
+    **dict.fromkeys(("sub.f16x2", "sub.rn.f16x2"), _of_halves(lambda a, b: a - b)),
     "mul.rn.f16x2": _of_halves(lambda a, b: a * b),
     "fma.rn.f16x2": _of_halves(lambda a, b, c: a * b + c),
     "mul.rn.f32": lambda a, b: (_floats(a) * _floats(b)).view(np.uint32),
-    "cvt.rn.f16x2.f32": lambda high, low: np.stack((_floats(low), _floats(high)), -1)
-    .astype(np.float16)
-    .view(np.uint32)[..., 0],
+    "cvt.rn.f16x2.f32": _halves_of,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
 }

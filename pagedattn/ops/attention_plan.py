@@ -100,7 +100,7 @@ def plan_prefix(
     whole = shape._replace(mask=cascade.PLAIN.constants)
     params = sm90.params_of(whole, rows, target.num_sms)
     # The kernel for codes adds before it rounds, too.
-    by_codes = _reads_int8_as_fast(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
+    by_codes = _converts_as_fast(whole, rows.max_query_len, not_sm90_decode, _ANY_ROWS)
     by_prompts = not (by_codes or _why_not_sm90(whole, not_sm90)) and has_prompts_work(shape, rows, target)
     span = Span("prefill_sm90" if by_prompts else "decode", 0, 1, rows.max_query_len)
     launch = _launch(span, whole, rows, target, params, not_sm90_decode, most_rows=_ANY_ROWS)
@@ -180,19 +180,20 @@ def plan_spans(
 
 def _fewest_prompt_rows(shape: AttentionShape, max_query_len: int, not_sm90_decode: str) -> int:
     """Of sequences of a few new tokens, the rows from which on they may go to the Hopper prefill kernel: those that a
-    warp of the decode kernel has no registers for, or whose states one program of it adds up slowly. int8 takes longer
-    there than by the decode kernel for codes, where that does not convert it in shared memory."""
+    warp of the decode kernel has no registers for, or whose states one program of it adds up slowly. Keys that it would
+    convert take longer there than by the decode kernel for codes, where that does so in registers."""
     most, few = sm90_decode.FEW_ROWS, sm90_decode.WARP_ROWS
-    if _reads_int8_as_fast(shape, max_query_len, not_sm90_decode, most):
+    if _converts_as_fast(shape, max_query_len, not_sm90_decode, most):
         return most + 1
     return (few if max(shape.head_dim, shape.head_dim_v) <= _NARROW else few // 2) + 1
 
 
-def _reads_int8_as_fast(shape: AttentionShape, max_query_len: int, not_sm90_decode: str, most_rows: int) -> bool:
-    """Whether the decode kernel for codes takes no longer over int8 than the Hopper prefill kernel: not with heads of
-    64, whose tiles are half the work and as many barriers."""
+def _converts_as_fast(shape: AttentionShape, max_query_len: int, not_sm90_decode: str, most_rows: int) -> bool:
+    """Whether the decode kernel for codes takes no longer over keys that the Hopper prefill kernel converts than that:
+    not with heads of 64, whose tiles are half the work and as many barriers."""
     served = not sm90_decode.why_not(shape, max_query_len, not_sm90_decode, most_rows)
-    return "int8" in shape.codes and shape.head_dim > _NARROW // 2 and served
+    converted = shape.codes[0] is not None and sm90.converts_keys(shape.codes[0], shape.dtype)
+    return converted and shape.head_dim > _NARROW // 2 and served
 
 
 def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:

@@ -126,6 +126,10 @@ def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() 
         assert kernels(fp8, decodes(tokens=tokens)) == ["prefill_sm90"]
     assert kernels(SHAPE._replace(group=8), decodes(tokens=4)) == ["decode_sm90"]
     assert kernels(SHAPE._replace(group=8), decodes(tokens=5)) == ["prefill_sm90"], "other warps convert"
+    exact = fp8._replace(dtype=torch.float16)  # whose keys are converted too
+    assert kernels(exact, decodes(tokens=8)) == ["decode_sm90"] and kernels(exact, decodes(tokens=9)) == [
+        "prefill_sm90"
+    ]
     assert kernels(SHAPE, decodes(tokens=5), has_words=False) == ["prefill_sm90"]
     narrow = shape._replace(head_dim=64, head_dim_v=64)
     assert kernels(narrow, decodes(tokens=5)) == ["decode_sm90"]

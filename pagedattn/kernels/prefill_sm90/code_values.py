@@ -45,23 +45,15 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
-    elif CODES == "int8":  # 1024 + (code + 128), less 1152, by one product: 1152 times four significant bits is exact
-        times, less = gl.inline_asm_elementwise(
-            "{ .reg .f32 x; cvt.rn.f16x2.f32 $0, $2, $2; mul.rn.f32 x, $2, 0fc4900000; cvt.rn.f16x2.f32 $1, x, x; }",
-            "=&r,=r,r",
-            [factors],
-            (gl.int32, gl.int32),
-            True,
-            1,
-        )
-        times, _ = gl.broadcast(gl.expand_dims(times, 1), words)
-        less, _ = gl.broadcast(gl.expand_dims(less, 1), words)
+    elif CODES == "int8":  # 1024 + (code + 128), less 1152
+        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
+        pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
         low, high = gl.inline_asm_elementwise(
-            """{ .reg .b32 x, h, k; mov.b32 k, 0x64646464; xor.b32 x, $2, 0x80808080;
-            prmt.b32 h, x, k, 0x4140; fma.rn.f16x2 $0, h, $3, $4;
-            prmt.b32 h, x, k, 0x4342; fma.rn.f16x2 $1, h, $3, $4; }""",
-            "=&r,=r,r,r,r",
-            [words, times, less],
+            """{ .reg .b32 x, h, k, o; mov.b32 k, 0x64646464; mov.b32 o, 0x64806480; xor.b32 x, $2, 0x80808080;
+            prmt.b32 h, x, k, 0x4140; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $0, h, $3;
+            prmt.b32 h, x, k, 0x4342; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $1, h, $3; }""",
+            "=&r,=r,r,r",
+            [words, pairs],
             (gl.int32, gl.int32),
             True,
             1,
@@ -127,7 +119,7 @@ def convert_codes(staging, rooms, channels, shape):
                 _convert_staged(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape)
                 mbarrier.arrive(channels.k.barrier(c), count=1)
             channels.wait_empty_values(c)
-            at = c * shape.STAGED + shape.STAGED - 1
+            at = c * shape.PER_TILE + shape.PER_TILE - 1
             _convert_staged(at, staging, channels.v.tile(c), rooms, begin, item.keys - key, shape)
             mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1

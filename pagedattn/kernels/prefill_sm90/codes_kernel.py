@@ -101,7 +101,7 @@ def _prefill_kernel(
             if shape.TOKEN_SCALES
             else (
                 produce_tiles,
-                (0, (value,), table, s_table, v_place, staging, channels, shape, None, shape.STAGED - 1),
+                (0, (value,), table, s_table, v_place, staging, channels, shape, None, shape.PER_TILE - 1),
             ),
             (convert_codes, (staging, rooms, channels, shape)),
         ],

@@ -9,7 +9,7 @@ from ..gluon_device import LN2, LOG2E
 from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
 from .split_kv import publish
-from .tile_steps import begin_outputs, end_outputs, rescale, steps_in_order, steps_overlapped
+from .tile_steps import above_zero, begin_outputs, end_outputs, rescale, steps_in_order, steps_overlapped
 from .work_item import ROWS, last_seen, output_layout, take, tiles_of
 
 
@@ -157,19 +157,18 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 cast, up = cast_queries(rooms[0], shape)
                 q = (cast,)
                 logit_scale *= up
-            if shape.ROW_SCALES and not (shape.TILE_SCALES or shape.TOKEN_SCALES):  # of which `_scale_of` makes others
-                # 0 times a masked logit would be NaN; a row that is NaN stays so.
-                logit_scale = gl.where(logit_scale < 2.0**-126, 2.0**-126, logit_scale)
+            CONVERTED: gl.constexpr = shape.ROW_SCALES or shape.CONVERT_KEYS
+            if CONVERTED and not (shape.TILE_SCALES or shape.TOKEN_SCALES):  # of which steps make others
+                logit_scale = above_zero(logit_scale)
             rows = (q, q_pos, keys, logit_scale)
             tiles = (low, whole_low, whole_high, high)
-            if shape.IN_ORDER:
-                state = steps_in_order(
+            if shape.CONVERT_KEYS:
+                acc, m_i, l_i, c = steps_in_order(
                     acc, m_i, sink, c, tiles, rows, k_scale, sinks is not None, softcap, channels, shape
                 )
-                acc, m_i, l_i, unit, c = state
                 following = take(channels.items, n + 1, 4, shape)
             else:
-                p, acc, m_i, l_i, unit, c = steps_overlapped(
+                p, acc, m_i, l_i, c = steps_overlapped(
                     acc, m_i, sink, c, tiles, rows, k_scale, sinks is not None, softcap, pin, channels, shape
                 )
                 channels.v.wait_full(c - 1)
@@ -177,8 +176,6 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 following = take(channels.items, n + 1, 4, shape)
                 acc = end_outputs(pv, shape)
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-            if shape.TOKEN_SCALES:
-                acc = rescale(acc, gl.full_like(m_i, 1.0) * gl.exp2(unit))
             if shape.SPLIT_KV:
                 if item.parts > 1:
                     publish(acc, m_i, l_i, workspace, item, w, shape)

@@ -131,9 +131,9 @@ def _load_tiles(
     row = table + item.seq.to(gl.int64) * s_table
     for back in range(0, high - low):
         start = (high - 1 - back) * shape.BLOCK_N
-        load_tile(w, descs, row, place, item, start, c * shape.STAGED + NTH, ring, shape)
+        load_tile(w, descs, row, place, item, start, c * shape.PER_TILE + NTH, ring, shape)
         if values is not None:
-            load_tile(w, values[0], row, values[1], item, start, c * shape.STAGED + 1, ring, shape)
+            load_tile(w, values[0], row, values[1], item, start, c * shape.PER_TILE + 1, ring, shape)
         if scales is not None:
             _load_scales(scales, item, start, c, ring, shape)
         c += 1

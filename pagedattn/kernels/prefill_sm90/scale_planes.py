@@ -120,7 +120,7 @@ def _copy_scales(of_tokens, blocks, start, nth, item, rooms, shape):
 
 @gluon.jit
 def _copied(start, nth, item, rooms, shape):
-    """What was copied, 0 where it is not live: whatever lies there could be NaN."""
+    """What was copied, 0 where it is not live, whatever a copy leaves there."""
     live = _live(_keys(start, shape), item, shape)
     of_key = rooms.coming.index(2 * (nth % _AHEAD)).load(_each(shape.BLOCK_N))
     of_value = rooms.coming.index(2 * (nth % _AHEAD) + 1).load(_each(shape.BLOCK_N))
@@ -129,10 +129,10 @@ def _copied(start, nth, item, rooms, shape):
 
 @gluon.jit
 def _unit(scales):
-    """Exponent of a unit in which scales [32, n], but those that are not finite, are at most 32, so that float16 has
-    1152 times them."""
+    """Exponent of a unit in which scales [32, n], but those that are not finite, are at most 256, so that float16 has
+    127 times them."""
     largest = gl.max(gl.max(gl.where(scales < float("inf"), scales, 0.0), 1), 0)
-    return gl.maximum(((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 131, _LEAST)
+    return gl.maximum(((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 134, _LEAST)
 
 
 @gluon.jit

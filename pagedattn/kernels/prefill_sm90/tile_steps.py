@@ -60,24 +60,34 @@ def _times_scales(s, c, of_keys, shape):
 
 
 @gluon.jit
-def _units(of_keys, tile, c, shape):
-    """A factor of a tile's logits, and the unit of its values, an exponent of two; asked for while products run, so
-    that nothing waits for it."""
+def _tile_factor(of_keys, tile, c, shape):
+    """A factor of a tile's logits; asked for while products run, so that nothing waits for it."""
     if shape.TILE_SCALES:
-        return gl.load(of_keys + tile), 0.0
+        return gl.load(of_keys + tile)
     elif shape.TOKEN_SCALES:
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        units = of_keys.units.index(c % of_keys.units.shape[0])
-        return gl.max(units.slice(0, 1).load(one), 0), gl.max(units.slice(1, 1).load(one), 0)
+        return _unit(of_keys, c, 0)
     else:
-        return 1.0, 0.0
+        return 1.0
+
+
+@gluon.jit
+def _unit(rooms, c, WHICH: gl.constexpr):
+    """Of keys the unit of a tile, of values, 1, the exponent of theirs."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(rooms.units.index(c % rooms.units.shape[0]).slice(WHICH, 1).load(ONE), 0)
+
+
+@gluon.jit
+def above_zero(scale):
+    """A factor of logits, for 0 times a masked one would be NaN; NaN stays so."""
+    return gl.where(scale < 2.0**-126, 2.0**-126, scale)
 
 
 @gluon.jit
 def _scale_of(qk_scale, factor, shape):
     """What a tile's logits are multiplied with: a number, or one of each row."""
     if shape.TILE_SCALES or shape.TOKEN_SCALES:
-        return gl.maximum(qk_scale * factor, 2.0**-126)  # 0 times a masked logit would be NaN
+        return above_zero(qk_scale * factor)
     else:
         return qk_scale
 
@@ -132,7 +142,7 @@ def _grow(l_i, alpha, p, shape):
 
 
 @gluon.jit
-def _steps(p, acc, m_i, l_i, unit, c, high, low, rows, of_keys, softcap, pin, channels, MASKED: gl.constexpr, shape):
+def _steps(p, acc, m_i, l_i, c, high, low, rows, of_keys, softcap, pin, channels, MASKED: gl.constexpr, shape):
     """Tiles high - 1 down to low. Q K of each runs beside P V of the one before, whose weights `p` come in."""
     q, q_pos, keys, qk_scale = rows
     for back in range(0, high - low):
@@ -140,7 +150,7 @@ def _steps(p, acc, m_i, l_i, unit, c, high, low, rows, of_keys, softcap, pin, ch
         qk = _logits(q, channels.k.parts(c), shape)
         channels.v.wait_full(c - 1)
         pv = begin_outputs(p, channels.v.parts(c - 1), acc, shape)
-        factor, next_unit = _units(of_keys, high - 1 - back, c, shape)
+        factor = _tile_factor(of_keys, high - 1 - back, c, shape)
         s = _times_scales(warpgroup_mma_wait(len(pv), deps=[qk]), c, of_keys, shape)
         scale = _scale_of(qk_scale, factor, shape)
         p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1 - back, keys, scale, softcap, MASKED, shape)
@@ -150,12 +160,9 @@ def _steps(p, acc, m_i, l_i, unit, c, high, low, rows, of_keys, softcap, pin, ch
         pin.store(l_i.to(pin.dtype))
         acc = end_outputs(pv, shape)
         channels.release(c)
-        if shape.TOKEN_SCALES:
-            alpha *= gl.exp2(unit - next_unit)
-        unit = next_unit
         acc = rescale(acc, alpha)
         c += 1
-    return p, acc, m_i, l_i, unit, c
+    return p, acc, m_i, l_i, c
 
 
 @gluon.jit
@@ -173,7 +180,7 @@ def steps_overlapped(acc, m_i, sink, c, tiles, rows, of_keys, SINKS: gl.constexp
     q, q_pos, keys, logit_scale = rows
     low, whole_low, whole_high, high = tiles
     qk = _logits(q, channels.k.parts(c), shape)
-    factor, unit = _units(of_keys, high - 1, c, shape)
+    factor = _tile_factor(of_keys, high - 1, c, shape)
     s = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, of_keys, shape)
     channels.release(c)
     c += 1
@@ -189,14 +196,14 @@ def steps_overlapped(acc, m_i, sink, c, tiles, rows, of_keys, SINKS: gl.constexp
     SIDES: gl.constexpr = 2 if shape.WINDOW > 0 or shape.FIRST % shape.BLOCK_N > 0 else 1
     upper, lower = high - 1, end
     for _ in range(0, SIDES):
-        p, acc, m_i, l_i, unit, c = _steps(
-            p, acc, m_i, l_i, unit, c, upper, lower, rows, of_keys, softcap, pin, channels, True, shape
+        p, acc, m_i, l_i, c = _steps(
+            p, acc, m_i, l_i, c, upper, lower, rows, of_keys, softcap, pin, channels, True, shape
         )
-        p, acc, m_i, l_i, unit, c = _steps(
-            p, acc, m_i, l_i, unit, c, lower, begin, rows, of_keys, softcap, pin, channels, False, shape
+        p, acc, m_i, l_i, c = _steps(
+            p, acc, m_i, l_i, c, lower, begin, rows, of_keys, softcap, pin, channels, False, shape
         )
         upper, lower = begin, low  # no more are seen whole
-    return p, acc, m_i, l_i, unit, c
+    return p, acc, m_i, l_i, c
 
 
 @gluon.jit
@@ -213,7 +220,8 @@ def steps_in_order(acc, m_i, sink, c, tiles, rows, of_keys, SINKS: gl.constexpr,
         tile = high - 1 - back
         channels.k.wait_full(c)
         qk = _logits(q, channels.k.parts(c), shape)
-        factor, next_unit = _units(of_keys, tile, c, shape)
+        factor = _tile_factor(of_keys, tile, c, shape)
+        next_unit = _unit(of_keys, c, 1) if shape.TOKEN_SCALES else 0.0
         s = warpgroup_mma_wait(0, deps=[qk])
         channels.release(c)
         scale = _scale_of(logit_scale, factor, shape)
@@ -222,9 +230,11 @@ def steps_in_order(acc, m_i, sink, c, tiles, rows, of_keys, SINKS: gl.constexpr,
         l_i = _grow(l_i, alpha, p, shape)
         if shape.TOKEN_SCALES:
             alpha *= gl.exp2(unit - next_unit)
-        unit = next_unit
+            unit = next_unit
         acc = rescale(acc, alpha)
         channels.v.wait_full(c)
         acc = end_outputs(begin_outputs(p, channels.v.parts(c), acc, shape), shape)
         c += 1
-    return acc, m_i, l_i, unit, c
+    if shape.TOKEN_SCALES:
+        acc = rescale(acc, gl.full_like(m_i, 1.0) * gl.exp2(unit))
+    return acc, m_i, l_i, c

@@ -35,10 +35,10 @@ class Shape:
     keys, LOAD keys of a tile that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be
     parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None; TOKEN_SCALES: they are int8, whose scales go into
     what they become. SPLIT_Q: queries become two of as many bits as keys, which are multiplied as they are stored;
-    CONVERT_KEYS: keys become float16 as values do, a tile of either in a ring of STAGED. TILE_SCALES: a tile's logits
-    have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries,
-    the logits of whose rows have a factor. IN_ORDER: products and softmax of a tile follow each other. EARLIER: rows
-    see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
+    CONVERT_KEYS: keys become float16 as values do, codes of both are staged in one ring, PER_TILE times a tile, and a
+    tile's products and softmax follow each other. TILE_SCALES: a tile's logits have a factor, KEY_SCALES: each key's;
+    CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor.
+    EARLIER: rows see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -62,8 +62,7 @@ class Shape:
     TOKEN_SCALES: gl.constexpr
     SPLIT_Q: gl.constexpr
     CONVERT_KEYS: gl.constexpr
-    STAGED: gl.constexpr
-    IN_ORDER: gl.constexpr
+    PER_TILE: gl.constexpr
     TILE_SCALES: gl.constexpr
     KEY_SCALES: gl.constexpr
     CAST_Q: gl.constexpr
@@ -92,7 +91,7 @@ class Shape:
         self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
         self.TILE_SCALES, self.KEY_SCALES = gl.constexpr(TILE_SCALES), gl.constexpr(KEY_SCALES)
         self.SPLIT_Q, self.CONVERT_KEYS = gl.constexpr(codes and not CONVERT_KEYS), gl.constexpr(CONVERT_KEYS)
-        self.STAGED, self.IN_ORDER = gl.constexpr(2 if CONVERT_KEYS else 1), gl.constexpr(CONVERT_KEYS)
+        self.PER_TILE = gl.constexpr(2 if CONVERT_KEYS else 1)
         self.CAST_Q = gl.constexpr(CAST_Q or (CONVERT_KEYS and DTYPE != gl.float16))
         self.ROW_SCALES = gl.constexpr(self.SPLIT_Q.value or self.CAST_Q.value)
         self.EARLIER, self.RECENT, self.FIRST = gl.constexpr(EARLIER), gl.constexpr(RECENT), gl.constexpr(FIRST)
