@@ -21,6 +21,9 @@ class Values(torch.Tensor):
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def values(x: torch.Tensor) -> Values:
     return x.as_subclass(Values)
@@ -75,6 +78,8 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, layout: values(torch.zeros(shape, dtype=dtype)),
     full_like=torch.full_like,
     where=torch.where,
+    max=torch.amax,
+    maximum=lambda a, b: torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)),
     exp2=torch.exp2,
     join=lambda a, b: torch.stack((a, b), -1),
     split=lambda x: x.unbind(-1),

@@ -188,6 +188,20 @@ FAULTS = (
         "test_prefill_sm90_codes.py stand_for_in_order",
     ),
     Fault(
+        "a scale that is not finite as a tile's largest",
+        "scale_planes:_unit",
+        'gl.where(scales < float("inf"), scales, 0.0)',
+        "scales",
+        "test_prefill_sm90_codes.py has_a_unit",
+    ),
+    Fault(
+        "a unit in which scales overflow",
+        "scale_planes:_unit",
+        "- 134",
+        "- 140",
+        "test_prefill_sm90_codes.py has_a_unit",
+    ),
+    Fault(
         "int8 of several warps' rows where they convert alone",
         "_fewest_prompt_rows",
         "sm90_decode.FEW_ROWS, sm90_decode.WARP_ROWS",
