@@ -11,6 +11,7 @@ HAS_CXX := $(if $(shell command -v c++ g++ clang++ 2>/dev/null),1)
 HAS_NVIDIA := $(if $(shell command -v nvidia-smi 2>/dev/null),1)
 PIP_INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+OLDEST := triton==3.6.*
 # Bytecode is made of what is imported, when it is: of all of torch it takes a minute.
 PIP = $(BIN)/python -m pip install -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,7 +42,7 @@ test: $(VENV)/.installed lint csrc peers
 # pip says, that torch requires another triton, does not matter.
 test-oldest:
 	$(MAKE) VENV=.venv-oldest .venv-oldest/.installed
-	.venv-oldest/bin/python -m pip install -q 'triton==3.6.*'
+	.venv-oldest/bin/python -m pip install -q '$(OLDEST)'
 	.venv-oldest/bin/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
 
 test-newest:
@@ -59,11 +60,11 @@ test-portable: $(VENV)/.installed csrc
 # may be more.
 OLDEST_TRITON := $(VENV)/triton-oldest
 test-oldest-kernels: $(OLDEST_TRITON)/.installed
-	@for family in decode_sm90 hopper mla; do echo "compile_$$family.py, triton 3.6"; TRITON_CACHE_DIR=$(OLDEST_TRITON)/cache \
+	@for family in decode_sm90 hopper mla; do echo "compile_$$family.py, $(OLDEST)"; TRITON_CACHE_DIR=$(OLDEST_TRITON)/cache \
 	  PYTHONPATH=$(abspath $(OLDEST_TRITON)) $(BIN)/python tests/compile_$$family.py > /dev/null || exit 1; done
 
 $(OLDEST_TRITON)/.installed: | $(VENV)/.installed
-	$(PIP) --no-deps --target $(OLDEST_TRITON) 'triton==3.6.*'
+	$(PIP) --no-deps --target $(OLDEST_TRITON) '$(OLDEST)'
 	touch $@
 
 # Whether the constraints can be installed from the package index alone, by each Python that is here (or RESOLVE=--ends).

@@ -120,6 +120,7 @@ def compile_one(
         "name": name,
         "shared": made.shared,
         "spills": made.spills,
+        "in_order": converted,
         "serialized": "wgmma.mma_async instructions are serialized" in made.said,
         "warp_groups": made.ptx.count("setmaxnreg.dec"),
         "wgmma": made.ptx.count("wgmma.mma_async"),

@@ -35,8 +35,6 @@ def _carry_out(name: str, rest: str, registers: Registers) -> None:
 
 def _value(operand: str, registers: Registers) -> np.ndarray[Any, Any]:
     operand = operand.strip()
-    if operand.startswith("0f"):  # the bits of a float32
-        return np.array(int(operand[2:], 16), np.uint32)
     return registers[operand] if operand in registers else np.array(int(operand, 0), np.uint32)
 
 
@@ -71,12 +69,9 @@ def _of_halves(operation: Callable[..., Any]) -> Callable[..., Any]:
     return carried_out
 
 
-def _floats(words: Any) -> Any:
-    return np.ascontiguousarray(words).view(np.float32)
-
-
 def _halves_of(high: Any, low: Any) -> Any:
-    return np.stack((_floats(low), _floats(high)), -1).astype(np.float16).view(np.uint32)[..., 0]
+    both = np.stack((low, high), -1).view(np.float32)
+    return both.astype(np.float16).view(np.uint32)[..., 0]
 
 
 def _from_e4m3(codes: Any) -> Any:
@@ -99,7 +94,6 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sub.f16x2", "sub.rn.f16x2"), _of_halves(lambda a, b: a - b)),
     "mul.rn.f16x2": _of_halves(lambda a, b: a * b),
     "fma.rn.f16x2": _of_halves(lambda a, b, c: a * b + c),
-    "mul.rn.f32": lambda a, b: (_floats(a) * _floats(b)).view(np.uint32),
     "cvt.rn.f16x2.f32": _halves_of,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
 }

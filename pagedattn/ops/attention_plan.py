@@ -192,8 +192,7 @@ def _converts_as_fast(shape: AttentionShape, max_query_len: int, not_sm90_decode
     """Whether the decode kernel for codes takes no longer over keys that the Hopper prefill kernel converts than that:
     not with heads of 64, whose tiles are half the work and as many barriers."""
     served = not sm90_decode.why_not(shape, max_query_len, not_sm90_decode, most_rows)
-    converted = shape.codes[0] is not None and sm90.converts_keys(shape.codes[0], shape.dtype)
-    return converted and shape.head_dim > _NARROW // 2 and served
+    return sm90.converts_keys(shape.codes[0], shape.dtype) and shape.head_dim > _NARROW // 2 and served
 
 
 def only_decodes(shape: AttentionShape, bounds: BatchBounds) -> bool:

@@ -214,8 +214,8 @@ def module_of(shape: AttentionShape) -> str:
 
 
 def converts_keys(codes: str | None, dtype: torch.dtype) -> bool:
-    """Whether keys of 8 bits become float16 as values do: int8, and fp8 under queries that no two e4m3 stand for."""
-    return codes == "int8" or dtype != torch.bfloat16
+    """Whether keys become float16 as values do: int8, and fp8 under queries that no two e4m3 stand for."""
+    return codes == "int8" or (codes in FP8 and dtype != torch.bfloat16)
 
 
 def why_not_tensors(inputs: AttentionInputs) -> str:
