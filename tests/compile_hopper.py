@@ -60,6 +60,7 @@ def compile_one(
     factors: str = "",
     out: str = "",
     longest: int = 0,
+    v_codes: str = "",
     **flags: Any,
 ) -> None:
     dim_v = dim_v or dim
@@ -75,8 +76,8 @@ def compile_one(
         constants["workspace"] = None
     if stored in CODES:
         converted = converts_keys(CODES[stored], torch.float16 if kind == "fp16" else torch.bfloat16)
-        registers = codes_kernel.registers_of(converted, dim)[0]
-        constants |= codes_kernel.code_constants(CODES[stored], converted, dim)
+        registers = codes_kernel.registers_of(converted, dim, bool(v_codes))[0]
+        constants |= codes_kernel.code_constants((CODES[stored], v_codes or CODES[stored]), converted, dim)
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
     if stored == "copy":
@@ -96,7 +97,7 @@ def compile_one(
     }
     types |= {
         "key": descriptor("u8" if converted else codes or ("fp16" if stored == "copy" else kind), part, dim),
-        "value": descriptor("u8" if codes else kind, part, dim),
+        "value": descriptor("u8" if codes else kind, part, dim // 2 if v_codes else dim),
     }
     if factors == "key":
         types["factors"] = f"tensordesc<fp32[1, 1, {fixed['BLOCK_N']}],{FACTORS.value!r}>"
@@ -136,6 +137,8 @@ def main() -> None:
     splits_kv: dict[str, Any] = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "i8", **plain)
+    four: dict[str, Any] = {"v_codes": "rotated_int4", **plain, **splits_kv}
+    compile_one("k8v4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "i8", **four)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
     of_keys: dict[str, Any] = {"factors": "key", **plain, **splits_kv}
     compile_one("copy-turboquant4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "copy", **of_keys)

@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int4, decodes": {"query_lens": [1, 1], "kv_cache_dtype": "int4", "block_size": 32},
     "int4, prefix": {"query_lens": [1] * 64, "keys": 4000, "shared": 3000, "kv_cache_dtype": "int4", "block_size": 32},
     "k8v4, in turns": {"query_lens": [300] * 20, "keys": 3700, "kv_cache_dtype": "k8v4"},
-    "k8v4, in passes": {"query_lens": [300], "keys": 3000, "kv_cache_dtype": "k8v4", "most_bytes": 1 << 20},
+    "k8v4, in passes": {"query_lens": [300], "keys": 3000, "dim": 64, "kv_cache_dtype": "k8v4", "most_bytes": 1 << 19},
     "k8v4 and decodes": {"query_lens": [1, 1, 300], "kv_cache_dtype": "k8v4"},
 }
 

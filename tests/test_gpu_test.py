@@ -106,7 +106,7 @@ def test_random_problems_go_to_both_kernels() -> None:
     copied = set()
     ran: dict[str, set[str]] = {shape: set() for shape in SHAPES}
     queries, keys = set(), set()
-    for kind, _, indices in shares(6000):
+    for kind, _, indices in shares(12000):
         for index in indices if kind in FIXED else ():
             case = case_of(kind, index)
             shape = shape_of_spec(case.spec(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Codes that the Hopper prefill kernel converts: numbers and orders, without a GPU."""
+"""Codes that the Hopper prefill kernel converts, and outputs of rotated values: numbers and orders, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ import torch
 from device_functions import as_python, values
 from test_decode_sm90_operands import stored
 
+from pagedattn.formats.hadamard import rotation as hadamard
+
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-code_values, scale_planes = (
-    import_module(f"pagedattn.kernels.prefill_sm90.{name}") for name in ("code_values", "scale_planes")
+FAMILY = "pagedattn.kernels.prefill_sm90"
+code_values, rotation, scale_planes = (
+    import_module(f"{FAMILY}.{name}") for name in ("code_values", "rotation", "scale_planes")
 )
 
 
 @pytest.fixture(autouse=True)
 def python(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_python(monkeypatch, [code_values, scale_planes])
+    as_python(monkeypatch, [code_values, rotation, scale_planes])
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("codes", ["e4m3", "e5m2", "int8"])
+@pytest.mark.parametrize("codes", ["e4m3", "e5m2", "int8", "rotated_int4"])
 def test_words_become_what_they_stand_for_in_order(codes: str, dim: int) -> None:
-    """All exactly, int8 times scales of four significant bits from 2**-20 to 240, which a tile's largest is below."""
+    """int8 exactly, times scales of four significant bits from 2**-20 to 240, which a tile's largest is below; those of
+    values of 4 bits have more, and are rounded."""
     torch.manual_seed(0)
     words, numbers = stored(codes, 16, dim)
-    scales = torch.randint(8, 16, (16,)) * 2.0 ** torch.arange(-23, 5)[torch.linspace(0, 27, 16).long()]
+    exponents = torch.arange(-23, 5)[torch.linspace(0, 27, 16).long()]
+    scales = torch.rand(16) * 32 if codes == "rotated_int4" else torch.randint(8, 16, (16,)) * 2.0**exponents
     found = code_values._elements(values(words), values(scales), codes).contiguous().view(torch.float16).double()
-    expected = numbers * scales.double()[:, None] if codes == "int8" else numbers
-    assert torch.equal(found.nan_to_num(7.0, 8.0, 9.0), expected.nan_to_num(7.0, 8.0, 9.0))
+    scaled = codes in ("int8", "rotated_int4")
+    expected = numbers * scales.double()[:, None] if scaled else numbers
+    if codes == "rotated_int4":
+        assert float(((found - expected).abs() / expected.abs()).max()) < 2**-10
+    else:
+        assert torch.equal(found.nan_to_num(7.0, 8.0, 9.0), expected.nan_to_num(7.0, 8.0, 9.0))
 
 
 @pytest.mark.parametrize("largest", [0.0, 2.0**-149, 3e-30, 1.0, 1.999, 2.0, 1e30])
@@ -42,3 +51,13 @@ def test_a_tile_has_a_unit_in_which_scales_fit_float16(largest: float) -> None:
     assert -100 <= int(unit) <= 127 and factor < 256
     assert factor >= 128 or int(unit) == -100
     assert float(scale_planes._power_of_two(values(-unit))) == 2.0 ** -int(unit)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_outputs_lose_the_rotation_of_values(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(64, dim)
+    monkeypatch.setattr(rotation, "_signs", lambda index: hadamard.signs(dim, index.device))
+    monkeypatch.setattr(rotation, "_of_other_lane", lambda x, bit: x[:, torch.arange(dim) ^ 1 << bit])
+    found = rotation.rotate_back(values(rows), 0).double()
+    assert float((found - hadamard.rotate_back(rows.double())).abs().max()) < 1e-5

@@ -76,7 +76,8 @@ def test_triton_leads_where_its_kernel_for_hopper_serves(monkeypatch: pytest.Mon
     assert selector._order("prefill", int8)[0] == "TRITON"
     assert selector._order("prefill", int8.replace(head_dim=256))[0] == "TRITON"
     assert selector._order("prefill", int8.replace(head_dim=80))[0] == "FLASH_ATTN"
-    stored = tuple({"kv_cache_dtype": name} for name in ("k8v4", "turboquant4"))
+    assert selector._order("prefill", spec.replace(kv_cache_dtype="k8v4"))[0] == "TRITON"
+    stored = ({"kv_cache_dtype": "k8v4", "head_dim": 256}, {"kv_cache_dtype": "turboquant4"})
     for other in ({"has_alibi": True}, {"head_dim": 96}, {"head_dim": 100}, *stored):
         assert selector._order("prefill", spec.replace(**other))[0] == "FLASH_ATTN", other
 

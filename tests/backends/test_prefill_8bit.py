@@ -12,7 +12,7 @@ from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache
 from pagedattn.backends.registry import get_backend
-from pagedattn.kernels.prefill_sm90.plan import WHOLE_HEAD_DIMS
+from pagedattn.kernels.prefill_sm90.plan import K8V4_DIM, WHOLE_HEAD_DIMS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
@@ -33,9 +33,11 @@ CASES = {
     if is_whole(case_of_kind(kind)) and (name == "fp8_e4m3" or index % 3 == 0)
 }
 CASES |= {
-    f"int8, {kind}": case_of_kind(kind).but(kv_cache_dtype="int8")
+    f"{name}, {kind}": case_of_kind(kind).but(kv_cache_dtype=name)
+    for name in ("int8", "k8v4")
     for kind in KINDS
     if is_whole(case := case_of_kind(kind)) and case.block_size * 8 % case.head_dim == 0  # whose blocks are in slots
+    if name == "int8" or case.head_dim == K8V4_DIM
 }
 CASES["int8, large rows"] = case_of_kind("plain").but(kv_cache_dtype="int8", magnitude=300.0, scale=1e-5)
 CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3", magnitude=300.0, scale=1e-5)

@@ -121,8 +121,12 @@ def test_what_it_does_not_serve_goes_to_the_kernel_for_every_cache() -> None:
 
 def test_more_rows_are_served_in_blocks_of_64_where_no_other_kernel_is_faster() -> None:
     shape, fp8 = SHAPE._replace(codes=K8V4), SHAPE._replace(codes=("e4m3", "e4m3"), stored_dtype=torch.float8_e4m3fn)
+    four = SHAPE._replace(codes=("turboquant4", "turboquant4"))
+    for codes in (CODES, K8V4):
+        assert kernels(SHAPE._replace(codes=codes), decodes(tokens=8)) == ["decode_sm90"]
+        assert kernels(SHAPE._replace(codes=codes), decodes(tokens=9)) == ["prefill_sm90"], "other warps convert"
     for tokens in (5, 16):
-        assert kernels(shape, decodes(tokens=tokens)) == ["decode_sm90"]
+        assert kernels(four, decodes(tokens=tokens)) == ["decode_sm90"]
         assert kernels(fp8, decodes(tokens=tokens)) == ["prefill_sm90"]
     assert kernels(SHAPE._replace(group=8), decodes(tokens=4)) == ["decode_sm90"]
     assert kernels(SHAPE._replace(group=8), decodes(tokens=5)) == ["prefill_sm90"], "other warps convert"
@@ -183,18 +187,21 @@ def test_a_prefix_that_all_share_is_attended_to_by_the_kernel_that_serves_its_ro
     mixed = BatchBounds(503, 4, 3, 500, 4096, 4096)
     assert prefix_of(SHAPE, mixed) == (["decode_sm90", "prefill_sm90"], "decode_sm90", 16)
     short = BatchBounds(43, 4, 3, 40, 4096, 4096)  # whose prompt is served by the same family
-    assert prefix_of(SHAPE._replace(codes=K8V4), short) == (["decode_sm90"] * 2, "decode_sm90", 16)
+    padded = SHAPE._replace(codes=K8V4, head_dim=96, head_dim_v=96)
+    assert prefix_of(padded, short) == (["decode_sm90"] * 2, "decode_sm90", 16)
 
 
 def test_prompts_of_few_rows_are_served_without_a_copy() -> None:
     def prompts(tokens: int) -> BatchBounds:
         return BatchBounds(2 * tokens + 3, 5, 3, tokens, 4096, 4096)
 
-    shape = SHAPE._replace(codes=K8V4)
+    shape = SHAPE._replace(codes=K8V4, head_dim=96, head_dim_v=96)
     assert kernels(shape, prompts(64)) == ["decode_sm90", "decode_sm90"]
     plan = plan_attention(shape, prompts(65), CPU)
     assert [launch.span.kernel for launch in plan.launches] == ["decode_sm90", "prefill_sm90"] and plan.copy_turns
-    assert kernels(SHAPE, prompts(64)) == ["decode_sm90", "prefill_sm90"], "which reads such codes"
+    for codes in (CODES, K8V4):
+        read = kernels(SHAPE._replace(codes=codes), prompts(64))
+        assert read == ["decode_sm90", "prefill_sm90"], "which reads such codes"
     assert kernels(shape._replace(deterministic=True), prompts(64)) == ["prefill"]
     assert "decode_sm90" not in kernels(shape, prompts(64), has_words=False)
 
@@ -212,7 +219,8 @@ def test_prompts_over_4_bits_take_a_copy_if_that_is_small_and_tiles_would_be_con
         assert copied(codes, 17) and copied(codes, 64) and copied(codes, 60, 4, 500)
         assert not copied(codes, 30, 16, 1000), "67 MB"
         assert not copied(codes, 60, group=1), "one block of rows"
-    assert not copied(K8V4, 64) and not copied(("turboquant4", "turboquant4"), 64, 4, 8000)
+    assert not copied(K8V4, 64, head_dim=96, head_dim_v=96)
+    assert not copied(("turboquant4", "turboquant4"), 64, 4, 8000)
     assert not copied(("turboquant4", "turboquant4"), 17, 240, 17, block_size=1024), "a copy of whole blocks is large"
 
 

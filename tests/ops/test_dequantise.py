@@ -187,19 +187,21 @@ def test_a_copy_is_made_as_long_as_prompts_are(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_pays_where_many_queries_see_most_keys() -> None:
-    def pays(shape: AttentionShape, max_query_len: int) -> bool:
-        return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len)) > 0
+    def pays(shape: AttentionShape, max_query_len: int, unread: bool = False) -> bool:
+        return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len), unread) > 0
 
     assert pays(SHAPE, 192) and not pays(SHAPE, 191)
     fp8 = SHAPE._replace(stored_dtype=torch.float8_e4m3fn, codes=("e4m3", "e4m3"))
     assert pays(fp8, 256) and not pays(fp8, 255)
     for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):
         few = SHAPE._replace(codes=other)
-        assert pays(few, 16) and not pays(few, 15), "no other kernel for Hopper reads these prompts"
+        assert pays(few, 16, True) and not pays(few, 15, True), "no other kernel for Hopper reads these prompts"
     padded = SHAPE._replace(head_dim=80, head_dim_v=80)
     assert pays(padded, 64) and not pays(padded, 63), "no other kernel for Hopper reads heads of 80"
     padded = padded._replace(codes=("int8", "rotated_int4"))
-    assert pays(padded, 16) and not pays(padded, 15)
+    assert pays(padded, 16, True) and not pays(padded, 15, True)
+    k8v4 = SHAPE._replace(codes=("int8", "rotated_int4"))
+    assert pays(k8v4, 192) and not pays(k8v4, 191)
     rotated = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
     assert pays(rotated, 17), "a few rows are a few times slower by a kernel that reads them"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)

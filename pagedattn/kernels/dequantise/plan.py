@@ -17,7 +17,8 @@ FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
 _SLOWLY_CONVERTED = ("int4_per_channel", *ROTATED_KEYS)
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
 # prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
-_FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 768}
+_K8V4 = ("int8", "rotated_int4")
+_FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 768, _K8V4: 768}
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_PADDED_ROWS = 256  # of 8 bits, whose portable kernel is faster than that for 4; by estimate
 _SMALL_BYTES = 16 << 20  # of a copy that takes less time than the portable kernel loses, whatever the rows; by estimate
@@ -52,6 +53,8 @@ def pays(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> bo
     if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
+    if unread and shape.codes == _K8V4:
+        fewest = _FEWEST_OTHER_ROWS
     if not shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v):
         fewest = min(fewest, _FEWEST_PADDED_ROWS)
     small = unread and _is_small(shape, bounds)
@@ -83,9 +86,9 @@ def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False)
 
 def keys_per_pass(shape: AttentionShape, bounds: BatchBounds, tile: int) -> int:
     """Of prompts of which one head is too much: for how many keys of each a copy has room, of as many heads as leave
-    it _FEWEST_KEYS, or of one; whole blocks and tiles. 0 where a copy does not pay."""
+    it _FEWEST_KEYS, or of one; whole blocks and tiles. 0 where a copy does not pay. No Hopper kernel reads them."""
     size, heads = shape.block_size, shape.num_kv_heads
-    if size is None or not pays(shape, bounds):
+    if size is None or not pays(shape, bounds, unread=True):
         return 0
     unit = math.lcm(size, tile)
     most = [MOST_BYTES // _key_bytes(shape, bounds, n) // unit * unit for n in _divisors(heads)]

@@ -32,9 +32,25 @@ def word_layout(words, warps):
     return gl.DistributedLinearLayout(registers, lanes, apart, [], [8 * warps, words])
 
 
+@gluon.constexpr_function
+def _eight_codes():
+    """Eight codes c of a word as pairs of 2c - 15, times $5, by way of 1024 + 4c and 1024 + 64c."""
+    text = """{ .reg .b32 s, t, x, times, less; mov.b32 times, 0x28003800; mov.b32 less, 0xD1E0E01E;
+        shl.b32 s, $4, 2; shr.u32 t, $4, 14; """
+    for at in range(4):
+        text += f"prmt.b32 x, {'st'[at // 2]}, 0, {(0x1010, 0x2121)[at % 2]:#x}; "
+        text += "lop3.b32 x, x, 0x03C0003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, times, less; "
+        text += f"mul.rn.f16x2 ${at}, x, $5; "
+    return text + "}"
+
+
+_EIGHT_CODES = gl.constexpr(_eight_codes())
+
+
 @gluon.jit
 def _elements(words, factors, CODES: gl.constexpr):
-    """Words [rows, n] of four codes as words [rows, 2 n] of two float16; int8 times factors [rows], float32."""
+    """Words [rows, n] of four codes, or eight of 4 bits, as words [rows, 2 n or 4 n] of two float16; int8 and 4 bits
+    times factors [rows], float32."""
     if CODES == "e4m3":
         low, high = gl.inline_asm_elementwise(
             """{ .reg .b16 a, b;
@@ -58,6 +74,12 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
+    elif CODES == "rotated_int4":
+        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
+        pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
+        types: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
+        a, b, c, d = gl.inline_asm_elementwise(_EIGHT_CODES, "=&r,=&r,=&r,=r,r,r", [words, pairs], types, True, 1)
+        low, high = gl.join(a, c), gl.join(b, d)
     else:  # e5m2: the upper byte of a float16
         low, high = gl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
@@ -67,18 +89,20 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
-    return gl.join(low, high).reshape([words.shape[0], 2 * words.shape[1]])
+    EACH: gl.constexpr = 4 if CODES == "rotated_int4" else 2
+    return gl.join(low, high).reshape([words.shape[0], EACH * words.shape[1]])
 
 
 @gluon.jit
-def _convert(source, target, factors, begin, end, shape):
+def _convert(source, target, factors, begin, end, CODES: gl.constexpr, shape):
     """Codes [BLOCK_N, D] as elements, int8 times factors [BLOCK_N] in shared memory, which are 0 of rows outside
     begin..end; others become 0 there: their weights are 0, but 0 * NaN would reach the output."""
-    WORDS: gl.constexpr = word_layout(shape.D // 4, converters(shape))
+    COUNT: gl.constexpr = shape.D // (8 if CODES == "rotated_int4" else 4)
+    WORDS: gl.constexpr = word_layout(COUNT, converters(shape))
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(shape.CODE_LAYOUT.swizzle_byte_width, element_bitwidth=32, rank=2)
+    CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(min(4 * COUNT, 128), element_bitwidth=32, rank=2)
     ROWS: gl.constexpr = converters(shape) * _ROWS
-    source = reinterpret(source, gl.int32, [shape.BLOCK_N, shape.D // 4], CODE_WORDS)
+    source = reinterpret(source, gl.int32, [shape.BLOCK_N, COUNT], CODE_WORDS)
     target = reinterpret(target, gl.int32, [shape.BLOCK_N, shape.D // 2], PAIRS)
     index = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))
     for i in gl.static_range(shape.BLOCK_N // ROWS):
@@ -87,16 +111,16 @@ def _convert(source, target, factors, begin, end, shape):
             live = (index >= begin - i * ROWS) & (index < end - i * ROWS)
             words = gl.where(gl.expand_dims(live, 1), words, 0)
         of_rows = factors.slice(i * ROWS, ROWS).load(gl.SliceLayout(1, WORDS)) if shape.TOKEN_SCALES else None
-        target.slice(i * ROWS, ROWS).store(_elements(words, of_rows, shape.CODES))
+        target.slice(i * ROWS, ROWS).store(_elements(words, of_rows, CODES))
     fence_async_shared()
 
 
 @gluon.jit
-def _convert_staged(n, staging, target, rooms, begin, end, shape):
+def _convert_staged(n, staging, target, rooms, begin, end, CODES: gl.constexpr, shape):
     """Codes of the n-th use of the staging ring."""
     staging.wait_full(n)
     factors = rooms.factors.index(n % staging.STAGES) if shape.TOKEN_SCALES else None
-    _convert(staging.tile(n), target, factors, begin, end, shape)
+    _convert(staging.tile(n), target, factors, begin, end, CODES, shape)
     staging.release(n)
 
 
@@ -116,11 +140,11 @@ def convert_codes(staging, rooms, channels, shape):
                 begin = item.first - shape.WINDOW + 1 - key
             if shape.CONVERT_KEYS:
                 channels.k.wait_empty(c)
-                _convert_staged(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape)
+                _convert_staged(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape.CODES, shape)
                 mbarrier.arrive(channels.k.barrier(c), count=1)
             channels.wait_empty_values(c)
             at = c * shape.PER_TILE + shape.PER_TILE - 1
-            _convert_staged(at, staging, channels.v.tile(c), rooms, begin, item.keys - key, shape)
+            _convert_staged(at, staging, channels.v.tile(c), rooms, begin, item.keys - key, shape.V_CODES, shape)
             mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1
         n += 1

@@ -25,11 +25,12 @@ from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 
 
 @gluon.constexpr_function
-def registers_of(convert, dim):
-    """Of a thread of the second consumer, of either loader and of the converters, where keys are converted or not; the
-    first consumer has what is left."""
-    consumer = (208 if dim <= 128 else 216) if convert else 232
-    return [consumer, 40, 40, 40]
+def registers_of(convert, dim, four):
+    """Of a thread of the second consumer, of either loader and of the converters, where keys are converted or not, and
+    four: values have 4 bits; the first consumer has what is left."""
+    if not convert:
+        return [232, 40, 40, 40]
+    return [208 if dim <= 128 else 216, 40, 40, 48 if four else 40]
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
@@ -47,15 +48,16 @@ def _prefill_kernel(
     v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
-    CONVERT_KEYS: gl.constexpr,
+    V_CODES: gl.constexpr, CONVERT_KEYS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     QUERY: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape = Shape(
-        BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES, CONVERT_KEYS=CONVERT_KEYS
-    )
+        BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES,
+        CONVERT_KEYS=CONVERT_KEYS, V_CODES=V_CODES,
+    )  # fmt: skip
     FILLS: gl.constexpr = 2 if shape.TOKEN_SCALES else 1
     K_DTYPE: gl.constexpr = gl.float16 if CONVERT_KEYS else key.dtype
     K_TILE: gl.constexpr = TILE if CONVERT_KEYS else shape.CODE_LAYOUT
@@ -106,17 +108,18 @@ def _prefill_kernel(
             (convert_codes, (staging, rooms, channels, shape)),
         ],
         [4, 1, 1, converters(shape)],
-        registers_of(CONVERT_KEYS, D),
+        registers_of(CONVERT_KEYS, D, V_CODES == "rotated_int4"),
     )
 
 
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def code_constants(codes: str | None, convert: bool, dim: int) -> dict[str, Any]:
+def code_constants(codes: tuple[str | None, str | None], convert: bool, dim: int) -> dict[str, Any]:
     """What the kernel is compiled for besides what others are, where keys are converted or not: beside those of heads
     of 128 there is room for one tile of queries."""
-    return {"CODES": codes, "CONVERT_KEYS": convert} | ({"Q_STAGES": 1} if convert and dim > 64 else {})
+    named = {"CODES": codes[0], "V_CODES": codes[1], "CONVERT_KEYS": convert}
+    return named | ({"Q_STAGES": 1} if convert and dim > 64 else {})
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace: torch.Tensor | None = None) -> None:
@@ -125,15 +128,15 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
     if table is None:
         raise ValueError("packed keys have no blocks")
     constants, heads, programs = launch_grid(inputs, entries, pack)
-    codes = inputs.format.value.codes
-    convert = converts_keys(codes, query.dtype)
+    codes = (inputs.format.key.codes, inputs.format.value.codes)
+    convert = converts_keys(codes[0], query.dtype)
     constants |= code_constants(codes, convert, query.shape[2])
     k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
     layout = code_layout(query.shape[2])
     size = key.shape[1]
     part = min(size, constants["BLOCK_N"])
     keys, k_place = cache_rows(key.view(torch.uint8) if convert else key, part, layout)
-    values, v_place = cache_rows(value.view(torch.uint8), part, layout)
+    values, v_place = cache_rows(value.view(torch.uint8), part, code_layout(value.shape[3]))
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),
         *(inputs.k_scale, inputs.v_scale, k_scales, v_scales, heads, table.shape[1] * size),

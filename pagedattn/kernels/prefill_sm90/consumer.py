@@ -8,6 +8,7 @@ from triton.language.core import _aggregate as aggregate
 from ..gluon_device import LN2, LOG2E
 from ..gluon_names import thread_barrier
 from .queries import cast_queries, split_queries
+from .rotation import rotate_back
 from .split_kv import publish
 from .tile_steps import above_zero, begin_outputs, end_outputs, rescale, steps_in_order, steps_overlapped
 from .work_item import ROWS, last_seen, output_layout, take, tiles_of
@@ -176,6 +177,8 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 following = take(channels.items, n + 1, 4, shape)
                 acc = end_outputs(pv, shape)
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+            if shape.V_CODES == "rotated_int4":
+                acc = (rotate_back(acc[0], item.live - 1),)
             if shape.SPLIT_KV:
                 if item.parts > 1:
                     publish(acc, m_i, l_i, workspace, item, w, shape)

@@ -15,6 +15,8 @@ from ..shape import AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
 
 FP8 = ("e4m3", "e5m2")
+K8V4 = ("int8", "rotated_int4")
+K8V4_DIM = 128  # heads whose values of 4 bits it reads
 HEAD_DIMS = range(64, 257, 8)
 WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
 MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
@@ -153,7 +155,7 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
-    int8 = {*shape.codes} == {"int8"}
+    int8 = shape.codes in (("int8", "int8"), K8V4)
     codes = (int8 or {*shape.codes} <= {*FP8}) and shape.dtype in (torch.bfloat16, torch.float16)
     if not (native or (shape.paged and codes)):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
@@ -162,6 +164,8 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
+    if shape.codes == K8V4 and shape.head_dim != K8V4_DIM:
+        return f"heads of {shape.head_dim} with values of 4 bits, served: {K8V4_DIM}"
     if int8 and size is not None and size * _SCALE_BYTES % shape.head_dim:
         return f"blocks of {size}, whose scales a cache has in between, so that the next one begins within a slot"
     if unserved := Mask.of(shape.mask).unserved(masks):

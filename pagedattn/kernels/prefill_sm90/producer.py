@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_names import reinterpret, tma_load
-from .work_item import ROWS, hand_out, take, tiles_of
+from .work_item import ROWS, code_layout, hand_out, take, tiles_of
 
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3))  # of a tile's keys
 
@@ -52,7 +52,7 @@ def _load(descs, blocks, key, kv_head, place, barrier, targets, shape):
             rows = 1  # a row, not a block
         else:
             start += key % shape.PAGE
-        mbarrier.expect(barrier, shape.LOAD * shape.D * (descs[0].dtype.primitive_bitwidth // 8))
+        mbarrier.expect(barrier, shape.LOAD * descs[0].block_shape[1] * (descs[0].dtype.primitive_bitwidth // 8))
         for j in gl.static_range(shape.LOAD // shape.COPY):
             at = [blocks[j] * rows + start, kv_head * head_columns]
             tma_load(descs[0], at, barrier, targets[0].slice(j * shape.COPY, shape.COPY))
@@ -109,7 +109,13 @@ def load_tile(w: gl.constexpr, descs, row, place, item, start, c, ring, shape):
     key = start + w * shape.LOAD
     blocks = _blocks(row, key, _last_page(item, shape), shape)
     ring.wait_empty(c)
-    targets = _targets(ring, c, w * shape.LOAD, shape.LOAD)
+    if shape.PER_TILE > 1 and descs[0].block_shape[1] < shape.D:
+        WIDTH: gl.constexpr = descs[0].block_shape[1]
+        LAYOUT: gl.constexpr = code_layout(WIDTH)
+        tile = reinterpret(ring.tile(c), gl.uint8, [shape.BLOCK_N, WIDTH], LAYOUT)
+        targets = (tile.slice(w * shape.LOAD, shape.LOAD),)
+    else:
+        targets = _targets(ring, c, w * shape.LOAD, shape.LOAD)
     _load(descs, blocks, key, item.head // shape.PACKS, place, ring.barrier(c), targets, shape)
 
 

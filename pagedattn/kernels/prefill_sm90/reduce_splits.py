@@ -145,7 +145,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         group=inputs.query.shape[1] // kv_heads,
         pack=pack,
         dim_v=out.shape[2],
-        width=sum(head_parts(inputs.value.shape[-1])),
+        width=sum(head_parts(max(inputs.value.shape[-1], out.shape[2]))),  # a copy is wider, codes of 4 bits narrower
         halves=halves_per_tile(pack, inputs.max_query_len),
     )
     heads = kv_heads * constants["PACKS"]

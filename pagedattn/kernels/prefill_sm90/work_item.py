@@ -36,9 +36,10 @@ class Shape:
     parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None; TOKEN_SCALES: they are int8, whose scales go into
     what they become. SPLIT_Q: queries become two of as many bits as keys, which are multiplied as they are stored;
     CONVERT_KEYS: keys become float16 as values do, codes of both are staged in one ring, PER_TILE times a tile, and a
-    tile's products and softmax follow each other. TILE_SCALES: a tile's logits have a factor, KEY_SCALES: each key's;
-    CAST_Q: queries become float16, as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor.
-    EARLIER: rows see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
+    tile's products and softmax follow each other. V_CODES: of values, whose rotation outputs lose in the end where they
+    are of 4 bits. TILE_SCALES: a tile's logits have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16,
+    as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor. EARLIER: rows see blocks of so
+    many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
@@ -59,6 +60,7 @@ class Shape:
     DTYPE: gl.constexpr
     V_DTYPE: gl.constexpr
     CODES: gl.constexpr
+    V_CODES: gl.constexpr
     TOKEN_SCALES: gl.constexpr
     SPLIT_Q: gl.constexpr
     CONVERT_KEYS: gl.constexpr
@@ -78,7 +80,7 @@ class Shape:
     def __init__(
         self, BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, CODES=None,
         TILE_SCALES=False, MORE=0, MORE_V=0, DIM_V=0, CAST_Q=False, EARLIER=0, RECENT=0, FIRST=0, KEY_SCALES=False,
-        CONVERT_KEYS=False,
+        CONVERT_KEYS=False, V_CODES=None,
     ):  # fmt: skip
         self.FIELDS, self.SPLIT_KV = gl.constexpr(FIELDS), gl.constexpr(FIELDS == SPLIT_FIELDS.value)
         self.LOAD = gl.constexpr(BLOCK_N // LOADERS)
@@ -88,6 +90,7 @@ class Shape:
         self.PAGE, self.CAUSAL = gl.constexpr(PAGE), gl.constexpr(CAUSAL)
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
         codes = CODES is not None
+        self.V_CODES = gl.constexpr(V_CODES)
         self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
         self.TILE_SCALES, self.KEY_SCALES = gl.constexpr(TILE_SCALES), gl.constexpr(KEY_SCALES)
         self.SPLIT_Q, self.CONVERT_KEYS = gl.constexpr(codes and not CONVERT_KEYS), gl.constexpr(CONVERT_KEYS)
