@@ -92,6 +92,16 @@ def test_strides_say_the_layout() -> None:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4", "turboquant4:window=0"])
+def test_scales_of_a_head_lie_one_after_the_other(layout: str, kv_cache_dtype: str) -> None:
+    """Whatever the layout of codes, so that kernels read those of several keys as a vector."""
+    layer = PagedKVCache(2, 5, 16, 3, 64, layout=layout, kv_cache_dtype=kv_cache_dtype).layer(1)
+    for plane in (layer.key_scale, layer.value_scale):
+        assert plane is not None and plane.shape == (5, 16, 3, 1)
+        assert plane.stride()[1:3] == (1, 16)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_int8_has_a_float32_scale_per_token_and_head(layout: str) -> None:
     layer = PagedKVCache(**SHAPE, kv_cache_dtype="int8", layout=layout).layer(2)
     assert layer.key.dtype == layer.value.dtype == torch.int8

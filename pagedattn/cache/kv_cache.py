@@ -282,7 +282,11 @@ def _views(slab: torch.Tensor, start: int, spec: KVCacheSpec, layout: str) -> La
     # Planes of one dtype are views of one view of that dtype: torch.compile takes no others that a graph writes to.
     typed = {dtype: slab.view(dtype) for dtype in {plane.dtype for plane in spec.planes.values()}}
     planes = zip(spec.planes.items(), spec.offsets[:-1], strict=True)
-    views = {name: _view(typed[plane.dtype], start + first, plane, spec, layout) for (name, plane), first in planes}
+    views = {}
+    for (name, plane), first in planes:
+        # Scales of a head's slots are one after the other, so that kernels read those of a tile as vectors.
+        lies = "HND" if name.endswith("_scale") else layout
+        views[name] = _view(typed[plane.dtype], start + first, plane, spec, lies)
     if isinstance(spec, MLASpec):
         (value,) = spec.format.value.planes(spec.latent_dim, spec.dtype)
         views["value"] = views["key"][..., : value.width]
