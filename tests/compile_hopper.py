@@ -76,7 +76,7 @@ def compile_one(
         constants["workspace"] = None
     if stored in CODES:
         converted = converts_keys(CODES[stored], torch.float16 if kind == "fp16" else torch.bfloat16)
-        registers = codes_kernel.registers_of(converted, dim, bool(v_codes))[0]
+        registers = codes_kernel.registers_of(converted, bool(v_codes))[0]
         constants |= codes_kernel.code_constants((CODES[stored], v_codes or CODES[stored]), converted, dim)
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)

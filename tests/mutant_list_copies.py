@@ -176,15 +176,15 @@ FAULTS = (
     Fault(
         "int8 without all of its offset",
         "code_values:_elements",
-        "mov.b32 o, 0x64806480;",
-        "mov.b32 o, 0x64006400;",
+        "mov.b32 o, 0xE480E480;",
+        "mov.b32 o, 0xE400E400;",
         "test_prefill_sm90_codes.py stand_for_in_order",
     ),
     Fault(
         "the second pair of codes first",
         "code_values:_elements",
-        "prmt.b32 h, x, k, 0x4140",
-        "prmt.b32 h, x, k, 0x4342",
+        "prmt.b32 $0, x, k, 0x4140",
+        "prmt.b32 $0, x, k, 0x4342",
         "test_prefill_sm90_codes.py stand_for_in_order",
     ),
     Fault(
@@ -197,9 +197,30 @@ FAULTS = (
     Fault(
         "a unit in which scales overflow",
         "scale_planes:_unit",
-        "- 134",
-        "- 140",
+        "- 131",
+        "- 137",
         "test_prefill_sm90_codes.py has_a_unit",
+    ),
+    Fault(
+        "scales of a slot's heads beside each other",
+        "_views",
+        '"HND" if name.endswith("_scale") else layout',
+        "layout",
+        "test_kv_cache.py one_after_the_other",
+    ),
+    Fault(
+        "scales that begin within a vector",
+        "_has_vectors",
+        "plane.data_ptr() % 16 or ",
+        "",
+        "test_hopper_calls.py read_as_vectors",
+    ),
+    Fault(
+        "scales of heads that begin within a vector",
+        "_has_vectors",
+        "(plane.stride(0), plane.stride(2)) if plane.shape[2] > 1 else (plane.stride(0),)",
+        "(plane.stride(0),)",
+        "test_hopper_calls.py read_as_vectors",
     ),
     Fault(
         "int8 of several warps' rows where they convert alone",

@@ -254,6 +254,31 @@ def test_strides(stride: tuple[int, ...], served: bool) -> None:
     assert (refused(call(key=strided(*stride))) == "") == served
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "k8v4"])
+def test_scales_are_read_as_vectors(layout: str, kv_cache_dtype: str) -> None:
+    """Of our own caches. Others may have those of a slot's heads beside each other, or begin anywhere."""
+    pool = PagedKVCache(2, BLOCKS, 32, KV_HEADS, DIM, device="cpu", layout=layout, kv_cache_dtype=kv_cache_dtype)
+    layer = pool.layer(1)
+    given = {
+        "key": layer.key,
+        "value": layer.value,
+        "kv_cache_dtype": kv_cache_dtype,
+        "v_scale_cache": layer.value_scale,
+    }
+    assert refused(call(**given, k_scale_cache=layer.key_scale)) == ""
+    by_slots = torch.zeros(BLOCKS, 32, KV_HEADS, 1)
+    assert "one after the other" in refused(call(**given, k_scale_cache=by_slots))
+    assert "one after the other" in refused(call(**given, k_scale_cache=unaligned(1)))
+    assert "one after the other" in refused(call(**given, k_scale_cache=unaligned(0, per_head=33)))
+
+
+def unaligned(first: int, per_head: int = 32) -> torch.Tensor:
+    """Scales in blocks of 32 that begin at an element of memory, a head's one after the other."""
+    memory, per_block = torch.zeros(BLOCKS * 64 * KV_HEADS + 1), 64 * KV_HEADS
+    return memory.as_strided((BLOCKS, 32, KV_HEADS, 1), (per_block, 1, per_head, 1), first)
+
+
 @pytest.mark.parametrize(
     ("group", "pack", "tokens"),
     [(1, 1, 128), (4, 4, 32), (5, 1, 128), (6, 2, 64), (8, 8, 16), (96, 32, 4), (128, 64, 2)],

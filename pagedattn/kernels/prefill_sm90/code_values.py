@@ -12,8 +12,6 @@ from ..gluon_device import bits
 from ..gluon_names import reinterpret
 from .work_item import take, tiles_of
 
-_ROWS = gl.constexpr(8)  # that a warp converts at a time
-
 
 # One copy of their code: a copy for each warp was slow to fetch, 18 cycles an instruction.
 @gluon.constexpr_function
@@ -23,13 +21,21 @@ def converters(shape):
 
 
 @gluon.constexpr_function
-def word_layout(words, warps):
-    """Layout of words [8 * warps, D / 4] of four codes. Eight threads, which access shared memory together, have four
-    chunks of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice (D 128),
-    neither to read codes nor to write elements, both of them swizzled."""
-    registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range(bits(words // 16)))]
+def _rows_at_once(shape):
+    """That a warp converts of a tile at a time. More where converting is what limits the kernel, and it has the
+    registers: loads are waited for less often, and so are all warps, as the compiler has it between two stores."""
+    return 16 if shape.V_CODES == "rotated_int4" else 8
+
+
+@gluon.constexpr_function
+def word_layout(words, warps, rows):
+    """Layout of words [rows * warps, D / 4] of four codes. Eight threads, which access shared memory together, have
+    four chunks of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice
+    (D 128), neither to read codes nor to write elements, both of them swizzled."""
+    rounds = [[8 * warps << i, 0] for i in range(bits(rows // 8))]
+    registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range(bits(words // 16))), *rounds]
     lanes, apart = [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]], [[8 << i, 0] for i in range(bits(warps))]
-    return gl.DistributedLinearLayout(registers, lanes, apart, [], [8 * warps, words])
+    return gl.DistributedLinearLayout(registers, lanes, apart, [], [rows * warps, words])
 
 
 @gluon.constexpr_function
@@ -61,15 +67,23 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
-    elif CODES == "int8":  # 1024 + (code + 128), less 1152
-        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
+    elif CODES == "int8":  # (1024 + (code + 128)) factors less 1152 factors, both exact: factors have four bits
+        pairs, less = gl.inline_asm_elementwise(
+            """{ .reg .b32 o; mov.b32 o, 0xE480E480; cvt.rn.f16x2.f32 $0, $2, $2; mul.rn.f16x2 $1, $0, o; }""",
+            "=r,=r,r",
+            [factors],
+            (gl.int32, gl.int32),
+            True,
+            1,
+        )
         pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
+        less, _ = gl.broadcast(gl.expand_dims(less, 1), words)
         low, high = gl.inline_asm_elementwise(
-            """{ .reg .b32 x, h, k, o; mov.b32 k, 0x64646464; mov.b32 o, 0x64806480; xor.b32 x, $2, 0x80808080;
-            prmt.b32 h, x, k, 0x4140; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $0, h, $3;
-            prmt.b32 h, x, k, 0x4342; sub.rn.f16x2 h, h, o; mul.rn.f16x2 $1, h, $3; }""",
-            "=&r,=r,r,r",
-            [words, pairs],
+            """{ .reg .b32 x, k; mov.b32 k, 0x64646464; xor.b32 x, $2, 0x80808080;
+            prmt.b32 $0, x, k, 0x4140; fma.rn.f16x2 $0, $0, $3, $4;
+            prmt.b32 $1, x, k, 0x4342; fma.rn.f16x2 $1, $1, $3, $4; }""",
+            "=&r,=&r,r,r,r",
+            [words, pairs, less],
             (gl.int32, gl.int32),
             True,
             1,
@@ -94,33 +108,31 @@ def _elements(words, factors, CODES: gl.constexpr):
 
 
 @gluon.jit
-def _convert(source, target, factors, begin, end, CODES: gl.constexpr, shape):
-    """Codes [BLOCK_N, D] as elements, int8 times factors [BLOCK_N] in shared memory, which are 0 of rows outside
-    begin..end; others become 0 there: their weights are 0, but 0 * NaN would reach the output."""
+def _convert(n, staging, target, rooms, begin, end, CODES: gl.constexpr, shape):
+    """Codes [BLOCK_N, D] of the n-th use of the staging ring as elements, int8 times the factors of that use, which are
+    0 of rows outside begin..end; others become 0 there: their weights are 0, but 0 * NaN would reach the output."""
     COUNT: gl.constexpr = shape.D // (8 if CODES == "rotated_int4" else 4)
-    WORDS: gl.constexpr = word_layout(COUNT, converters(shape))
+    EACH: gl.constexpr = _rows_at_once(shape)
+    WORDS: gl.constexpr = word_layout(COUNT, converters(shape), EACH)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(min(4 * COUNT, 128), element_bitwidth=32, rank=2)
-    ROWS: gl.constexpr = converters(shape) * _ROWS
-    source = reinterpret(source, gl.int32, [shape.BLOCK_N, COUNT], CODE_WORDS)
+    ROWS: gl.constexpr = converters(shape) * EACH
+    ROUNDS: gl.constexpr = shape.BLOCK_N // ROWS
+    staging.wait_full(n)
+    source = reinterpret(staging.tile(n), gl.int32, [shape.BLOCK_N, COUNT], CODE_WORDS)
     target = reinterpret(target, gl.int32, [shape.BLOCK_N, shape.D // 2], PAIRS)
     index = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS))
-    for i in gl.static_range(shape.BLOCK_N // ROWS):
+    for i in gl.static_range(ROUNDS):
         words = source.slice(i * ROWS, ROWS).load(WORDS)
-        if not shape.TOKEN_SCALES:
+        of_rows = None
+        if shape.TOKEN_SCALES:
+            of_rows = rooms.factors.index(n % staging.STAGES).slice(i * ROWS, ROWS).load(gl.SliceLayout(1, WORDS))
+        else:
             live = (index >= begin - i * ROWS) & (index < end - i * ROWS)
             words = gl.where(gl.expand_dims(live, 1), words, 0)
-        of_rows = factors.slice(i * ROWS, ROWS).load(gl.SliceLayout(1, WORDS)) if shape.TOKEN_SCALES else None
         target.slice(i * ROWS, ROWS).store(_elements(words, of_rows, CODES))
     fence_async_shared()
-
-
-@gluon.jit
-def _convert_staged(n, staging, target, rooms, begin, end, CODES: gl.constexpr, shape):
-    """Codes of the n-th use of the staging ring."""
-    staging.wait_full(n)
-    factors = rooms.factors.index(n % staging.STAGES) if shape.TOKEN_SCALES else None
-    _convert(staging.tile(n), target, factors, begin, end, CODES, shape)
+    # Once what was loaded is stored: a release's barrier does not wait for loads, and copies overtake them.
     staging.release(n)
 
 
@@ -140,11 +152,11 @@ def convert_codes(staging, rooms, channels, shape):
                 begin = item.first - shape.WINDOW + 1 - key
             if shape.CONVERT_KEYS:
                 channels.k.wait_empty(c)
-                _convert_staged(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape.CODES, shape)
+                _convert(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape.CODES, shape)
                 mbarrier.arrive(channels.k.barrier(c), count=1)
             channels.wait_empty_values(c)
             at = c * shape.PER_TILE + shape.PER_TILE - 1
-            _convert_staged(at, staging, channels.v.tile(c), rooms, begin, item.keys - key, shape.V_CODES, shape)
+            _convert(at, staging, channels.v.tile(c), rooms, begin, item.keys - key, shape.V_CODES, shape)
             mbarrier.arrive(channels.v.barrier(c), count=1)
             c += 1
         n += 1

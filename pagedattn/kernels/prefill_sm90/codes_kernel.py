@@ -25,27 +25,27 @@ from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 
 
 @gluon.constexpr_function
-def registers_of(convert, dim, four):
+def registers_of(convert, four):
     """Of a thread of the second consumer, of either loader and of the converters, where keys are converted or not, and
     four: values have 4 bits; the first consumer has what is left."""
     if not convert:
         return [232, 40, 40, 40]
-    return [208 if dim <= 128 else 216, 40, 40, 48 if four else 40]
+    return [208, 32, 32, 64] if four else [216, 32, 32, 40]
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(
     do_not_specialize=[
-        *("heads", "max_keys", "sl_t", "s_table", "num_blocks", "k_per_block", "k_per_slot"),
-        *("k_per_head", "v_per_block", "v_per_slot", "v_per_head"),
+        *("heads", "max_keys", "sl_t", "s_table", "num_blocks", "k_per_block", "k_per_head", "v_per_block"),
+        "v_per_head",
     ],
     do_not_specialize_on_alignment=["table"],
 )
 def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, k_scale_cache, v_scale_cache,
     heads, max_keys, qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows,
-    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_slot, k_per_head, v_per_block,
-    v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
+    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_head, v_per_block, v_per_head,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
     V_CODES: gl.constexpr, CONVERT_KEYS: gl.constexpr,
@@ -85,8 +85,8 @@ def _prefill_kernel(
         rooms = make_scale_rooms(STAGED, shape)
         of_keys = (rooms, 0)
         of_tokens = (
-            ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_slot, k_per_head),
-            ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_slot, v_per_head),
+            ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_head),
+            ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_head),
         )
     gl.warp_specialize(
         [
@@ -108,7 +108,7 @@ def _prefill_kernel(
             (convert_codes, (staging, rooms, channels, shape)),
         ],
         [4, 1, 1, converters(shape)],
-        registers_of(CONVERT_KEYS, D, V_CODES == "rotated_int4"),
+        registers_of(CONVERT_KEYS, V_CODES == "rotated_int4"),
     )
 
 
@@ -144,7 +144,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
         *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         len(key),
-        *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
+        *(step for x in (k_scales, v_scales) for step in ((0, 0) if x is None else x.stride()[:3:2])),
     )
     with on_device(query):
         _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)

@@ -25,25 +25,23 @@ _AHEAD = gl.constexpr(2)
 
 @aggregate
 class ScalePlane:
-    """Scales of rows [P, S, Hkv, 1] float32. blocks: P."""
+    """Scales of rows [P, S, Hkv, 1] float32, those of a head's slots one after the other. blocks: P."""
 
     scales: gl.tensor
     blocks: gl.tensor
     per_block: gl.tensor
-    per_slot: gl.tensor
     per_head: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, scales, blocks, per_block, per_slot, per_head):
-        self.scales, self.blocks, self.per_block = scales, blocks, per_block
-        self.per_slot, self.per_head = per_slot, per_head
+    def __init__(self, scales, blocks, per_block, per_head):
+        self.scales, self.blocks, self.per_block, self.per_head = scales, blocks, per_block, per_head
 
     @gluon.jit
-    def copy(self, memory, block, slot, head, live):
-        """Begin to copy those of slots of blocks to shared memory, but where they are not live, or not in the cache."""
-        live = live & (block >= 0) & (block < self.blocks)
-        at = block.to(gl.int64) * self.per_block + slot * self.per_slot + head * self.per_head
-        async_copy.async_copy_global_to_shared(memory, self.scales + at, mask=live)
+    def copy(self, memory, block, slot, head):
+        """Begin to copy those of slots [32, n] of blocks [32, 1] to shared memory, but of blocks not in the cache."""
+        at = block.to(gl.int64) * self.per_block + head * self.per_head
+        inside, at = gl.broadcast((block >= 0) & (block < self.blocks), gl.multiple_of(at, [4, 4]) + slot)
+        async_copy.async_copy_global_to_shared(memory, self.scales + at, mask=inside)
 
 
 @aggregate
@@ -98,29 +96,28 @@ def _keys(start, shape):
 
 @gluon.jit
 def _blocks_of(row, start, item, shape):
-    """Of each lane's keys, which a window may have left in part."""
+    """Of each lane's keys, which a window may have left in part; -1 where none is live."""
     EACH: gl.constexpr = shape.BLOCK_N // 32
     key = start + gl.arange(0, 32, gl.SliceLayout(1, _each(shape.BLOCK_N))) * EACH
     live = (key >= 0) & (key < item.keys)
     if shape.WINDOW > 0:
         live = live & (key + EACH > item.first - shape.WINDOW + 1)
-    return gl.load(row + key // shape.PAGE, mask=live, other=0)
+    return gl.load(row + key // shape.PAGE, mask=live, other=-1)
 
 
 @gluon.jit
 def _copy_scales(of_tokens, blocks, start, nth, item, rooms, shape):
     """Begin to copy those of keys and of values from `start` on, the nth tile of an item, in `blocks`."""
-    key, head = _keys(start, shape), item.head // shape.PACKS
-    slot, live = key % shape.PAGE, _live(key, item, shape)
+    slot, head = _keys(start, shape) % shape.PAGE, item.head // shape.PACKS
     for plane in gl.static_range(2):
         memory = rooms.coming.index(2 * (nth % _AHEAD) + plane)
-        of_tokens[plane].copy(memory, gl.expand_dims(blocks, 1), slot, head, live)
+        of_tokens[plane].copy(memory, gl.expand_dims(blocks, 1), slot, head)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _copied(start, nth, item, rooms, shape):
-    """What was copied, 0 where it is not live, whatever a copy leaves there."""
+    """What was copied, 0 where it is not live."""
     live = _live(_keys(start, shape), item, shape)
     of_key = rooms.coming.index(2 * (nth % _AHEAD)).load(_each(shape.BLOCK_N))
     of_value = rooms.coming.index(2 * (nth % _AHEAD) + 1).load(_each(shape.BLOCK_N))
@@ -129,10 +126,11 @@ def _copied(start, nth, item, rooms, shape):
 
 @gluon.jit
 def _unit(scales):
-    """Exponent of a unit in which scales [32, n], but those that are not finite, are at most 256, so that float16 has
-    127 times them."""
-    largest = gl.max(gl.max(gl.where(scales < float("inf"), scales, 0.0), 1), 0)
-    return gl.maximum(((largest.to(gl.int32, bitcast=True) >> 23) & 255) - 134, _LEAST)
+    """Exponent of a unit in which scales [32, n], but those that are not finite, are at most 32, so that float16 has
+    1,279 times them."""
+    largest = gl.max(gl.where(scales < float("inf"), scales, 0.0), 1)
+    # As whole numbers, of which a warp finds the largest in one instruction.
+    return gl.maximum((gl.max(largest.to(gl.int32, bitcast=True), 0) >> 23) - 131, _LEAST)
 
 
 @gluon.jit
