@@ -69,6 +69,13 @@ FAULTS = (
         "test_key_passes.py one_call",
     ),
     Fault(
+        "a pass by the kernel that cannot read the whole",
+        "plan_passes",
+        "not_sm90=not_sm90, ",
+        "",
+        "test_key_passes.py is_copied",
+    ),
+    Fault(
         "a pass over keys for rows that it has none of",
         "_launch_passes",
         "lses[1].fill_(-torch.inf)",

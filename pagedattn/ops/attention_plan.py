@@ -68,7 +68,7 @@ def plan_attention(
     copied &= not by_codes
     turns = dequantise.copy_turns(shape, bounds, bool(because)) if copied else 0
     because = "" if turns else because
-    passes = plan_passes(shape, bounds, device) if copied and because else ()
+    passes = plan_passes(shape, bounds, device, because, has_words) if copied and because else ()
     because = "" if passes else because
     of_turn = dequantise.native_shape(shape._replace(num_kv_heads=shape.num_kv_heads // turns)) if turns else shape
     params = sm90.params_of(of_turn, bounds, target.num_sms)
@@ -107,8 +107,11 @@ def plan_prefix(
     return LaunchPlan(whole, rows, (launch,), "", _workspace_size(launch, rows))
 
 
-def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device) -> tuple[KeyPass, ...]:
-    """Of prompts of which a copy has no room for one head: passes over their keys, each by a plan of its own."""
+def plan_passes(
+    shape: AttentionShape, bounds: BatchBounds, device: torch.device, not_sm90: str = "", has_words: bool = True
+) -> tuple[KeyPass, ...]:
+    """Of prompts of which a copy has no room for one head: passes over their keys, each by a plan of its own. not_sm90,
+    has_words: as `plan_attention` takes them."""
     tile, size = copied_tile(shape), shape.block_size
     keys = dequantise.keys_per_pass(shape, bounds, tile)
     if not keys or size is None:
@@ -119,7 +122,8 @@ def plan_passes(shape: AttentionShape, bounds: BatchBounds, device: torch.device
         block = first // size
         own = mask if mask.from_block is None else mask.replace(from_block=max(mask.from_block - block, 0) or None)
         rest = prompts._replace(max_seq_len=bounds.prompt_keys - first, max_keys=keys, max_prompt_keys=0)
-        plan = plan_attention(shape._replace(mask=own.constants), rest, device)
+        masked = shape._replace(mask=own.constants)
+        plan = plan_attention(masked, rest, device, not_sm90=not_sm90, has_words=has_words)
         passes.append(KeyPass(block, block + keys // size, plan))
     return tuple(passes)
 

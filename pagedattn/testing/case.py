@@ -50,6 +50,7 @@ class Case:
     poison_behind: bool = False
     magnitude: float = 1.0
     write: bool = True
+    scales_by_slot: bool = False
     note: str = ""
 
     @property

@@ -347,21 +347,24 @@ def _strided(
 def _move(problem: Problem, cache: LayerCache | None, device: torch.device) -> None:
     """Everything but what the cache must hold afterwards goes to `device`."""
 
-    def place(x: torch.Tensor) -> torch.Tensor:
+    case = problem.case
+
+    def place(x: torch.Tensor, by_head: bool = case.layout == "HND") -> torch.Tensor:
         x = x.to(device)
-        return x if problem.case.layout == "NHD" else x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if by_head else x
 
     results = ("expected", "expected_lse", "naive", "condition", "fp8", "fp8_lse")
     for name in ("query", "key", "value", *results, "sinks", "alibi_slopes"):
         tensor = getattr(problem, name)
         setattr(problem, name, None if tensor is None else tensor.to(device))
     if cache is not None:
-        k_scale, v_scale = (None if x is None else place(x) for x in (cache.key_scale, cache.value_scale))
+        scales = (cache.key_scale, cache.value_scale)
+        k_scale, v_scale = (None if x is None else place(x, not case.scales_by_slot) for x in scales)
         recent = cache.recent
         if recent is not None:
             recent = LayerCache(place(recent.key), place(recent.value), format=recent.format)
         problem.cache = LayerCache(place(cache.key), place(cache.value), k_scale, v_scale, cache.format, recent)
-        if problem.case.latent_dim is not None:
+        if case.latent_dim is not None:
             problem.cache = latent_cache(problem.cache)
     problem.stored = problem.stored[0].to(device), problem.stored[1].to(device)
     names = ["query_start_loc", "seq_lens", "block_table", "slot_mapping"]

@@ -10,6 +10,7 @@ import torch
 
 from pagedattn import Mask, PagedKVCache, ops
 from pagedattn.formats.registry import format_of
+from pagedattn.kernels import hopper
 from pagedattn.kernels.dequantise import plan as dequantise
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill_sm90.plan import params_of
@@ -48,6 +49,16 @@ def test_a_pass_has_as_many_keys_as_a_copy_has_room_for() -> None:
         turns = dequantise.copy_turns(SHAPE, passes[0].plan.bounds)
         assert one_of(bounds).num_launches == 0, "they are added up by torch"
         assert turns and most * count * 512 * (8 // turns) <= dequantise.MOST_BYTES
+
+
+def test_a_pass_over_tensors_that_the_hopper_kernel_cannot_read_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it would read others of their shape."""
+    monkeypatch.setattr(hopper, "why_not_here", lambda _device: "")
+    shape = SHAPE._replace(stored_dtype=torch.int8, codes=("int8", "rotated_int4"))
+    bounds = LONG._replace(num_tokens=100, max_query_len=100)
+    assert not plan_attention(shape, bounds, CPU).passes
+    plan = plan_attention(shape, bounds, CPU, not_sm90="scales of slots that are not one after the other")
+    assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
 
 
 @pytest.mark.parametrize(
