@@ -61,6 +61,7 @@ def compile_one(
     out: str = "",
     longest: int = 0,
     v_codes: str = "",
+    vectors: bool = True,
     **flags: Any,
 ) -> None:
     dim_v = dim_v or dim
@@ -77,7 +78,7 @@ def compile_one(
     if stored in CODES:
         converted = converts_keys(CODES[stored], torch.float16 if kind == "fp16" else torch.bfloat16)
         registers = codes_kernel.registers_of(converted, bool(v_codes))[0]
-        constants |= codes_kernel.code_constants((CODES[stored], v_codes or CODES[stored]), converted, dim)
+        constants |= codes_kernel.code_constants((CODES[stored], v_codes or CODES[stored]), converted, dim, vectors)
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
         constants |= dict.fromkeys(scales if stored == "i8" else planes)
     if stored == "copy":
@@ -137,6 +138,7 @@ def main() -> None:
     splits_kv: dict[str, Any] = {"fields": SPLIT_FIELDS}
     compile_one("bf16-D128-G4-S16-parts", "bf16", 128, 4, 16, False, **plain, **splits_kv)
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "i8", **plain)
+    compile_one("int8-D128-G4-S16-scales-by-slot", "bf16", 128, 4, 16, False, "i8", vectors=False, **plain)
     four: dict[str, Any] = {"v_codes": "rotated_int4", **plain, **splits_kv}
     compile_one("k8v4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "i8", **four)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}

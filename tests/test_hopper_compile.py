@@ -35,6 +35,7 @@ SPILLS = {
     "e4m3-D256-G8-S256-window-sinks": (520, 1320),
     # Keys are converted too: tiles in order, one loop a consumer.
     "int8-D128-G4-S16": (32, 200),
+    "int8-D128-G4-S16-scales-by-slot": (40, 200),
     "k8v4-D128-G4-S16-parts": (56, 200),
     "int8-D64-G8-S256-window-sinks": (40, 200),
     "int8-D64-G4-S16-parts-fp16": (40, 200),

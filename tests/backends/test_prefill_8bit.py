@@ -40,6 +40,7 @@ CASES |= {
     if name == "int8" or case.head_dim == K8V4_DIM
 }
 CASES["int8, large rows"] = case_of_kind("plain").but(kv_cache_dtype="int8", magnitude=300.0, scale=1e-5)
+CASES["int8, scales by slot"] = case_of_kind("plain").but(kv_cache_dtype="int8", scales_by_slot=True)
 CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3", magnitude=300.0, scale=1e-5)
 
 

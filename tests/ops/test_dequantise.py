@@ -190,7 +190,7 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     def pays(shape: AttentionShape, max_query_len: int, unread: bool = False) -> bool:
         return copy_turns(shape, PROMPT._replace(max_query_len=max_query_len), unread) > 0
 
-    assert pays(SHAPE, 192) and not pays(SHAPE, 191)
+    assert pays(SHAPE, 224) and not pays(SHAPE, 223)
     fp8 = SHAPE._replace(stored_dtype=torch.float8_e4m3fn, codes=("e4m3", "e4m3"))
     assert pays(fp8, 256) and not pays(fp8, 255)
     for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):
@@ -201,7 +201,7 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     padded = padded._replace(codes=("int8", "rotated_int4"))
     assert pays(padded, 16, True) and not pays(padded, 15, True)
     k8v4 = SHAPE._replace(codes=("int8", "rotated_int4"))
-    assert pays(k8v4, 192) and not pays(k8v4, 191)
+    assert pays(k8v4, 224) and not pays(k8v4, 223)
     rotated = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
     assert pays(rotated, 17), "a few rows are a few times slower by a kernel that reads them"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)

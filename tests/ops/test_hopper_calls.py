@@ -260,17 +260,12 @@ def test_scales_are_read_as_vectors(layout: str, kv_cache_dtype: str) -> None:
     """Of our own caches. Others may have those of a slot's heads beside each other, or begin anywhere."""
     pool = PagedKVCache(2, BLOCKS, 32, KV_HEADS, DIM, device="cpu", layout=layout, kv_cache_dtype=kv_cache_dtype)
     layer = pool.layer(1)
-    given = {
-        "key": layer.key,
-        "value": layer.value,
-        "kv_cache_dtype": kv_cache_dtype,
-        "v_scale_cache": layer.value_scale,
-    }
-    assert refused(call(**given, k_scale_cache=layer.key_scale)) == ""
-    by_slots = torch.zeros(BLOCKS, 32, KV_HEADS, 1)
-    assert "one after the other" in refused(call(**given, k_scale_cache=by_slots))
-    assert "one after the other" in refused(call(**given, k_scale_cache=unaligned(1)))
-    assert "one after the other" in refused(call(**given, k_scale_cache=unaligned(0, per_head=33)))
+    assert sm90.has_vectors(layer.key_scale, layer.value_scale) and sm90.has_vectors(None, None)
+    for other in (torch.zeros(BLOCKS, 32, KV_HEADS, 1), unaligned(1), unaligned(0, per_head=33)):
+        assert not sm90.has_vectors(layer.key_scale, other) and not sm90.has_vectors(other, None)
+    given = {"key": layer.key, "value": layer.value, "kv_cache_dtype": kv_cache_dtype}
+    for plane in (layer.key_scale, unaligned(1)):
+        assert refused(call(**given, k_scale_cache=plane, v_scale_cache=layer.value_scale)) == ""
 
 
 def unaligned(first: int, per_head: int = 32) -> torch.Tensor:

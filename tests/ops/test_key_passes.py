@@ -57,7 +57,7 @@ def test_a_pass_over_tensors_that_the_hopper_kernel_cannot_read_is_copied(monkey
     shape = SHAPE._replace(stored_dtype=torch.int8, codes=("int8", "rotated_int4"))
     bounds = LONG._replace(num_tokens=100, max_query_len=100)
     assert not plan_attention(shape, bounds, CPU).passes
-    plan = plan_attention(shape, bounds, CPU, not_sm90="scales of slots that are not one after the other")
+    plan = plan_attention(shape, bounds, CPU, not_sm90="strides that TMA cannot follow")
     assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
 
 

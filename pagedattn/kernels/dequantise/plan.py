@@ -18,7 +18,7 @@ _SLOWLY_CONVERTED = ("int4_per_channel", *ROTATED_KEYS)
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
 # prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
 _K8V4 = ("int8", "rotated_int4")
-_FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 768, _K8V4: 768}
+_FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 896, _K8V4: 896}
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_PADDED_ROWS = 256  # of 8 bits, whose portable kernel is faster than that for 4; by estimate
 _SMALL_BYTES = 16 << 20  # of a copy that takes less time than the portable kernel loses, whatever the rows; by estimate

@@ -18,7 +18,7 @@ from .code_values import convert_codes, converters
 from .consumer import Output, consume
 from .kernel import cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
-from .plan import converts_keys
+from .plan import converts_keys, has_vectors
 from .producer import produce_items, produce_tiles
 from .scale_planes import ScalePlane, make_scale_rooms, produce_scales
 from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
@@ -36,19 +36,19 @@ def registers_of(convert, four):
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(
     do_not_specialize=[
-        *("heads", "max_keys", "sl_t", "s_table", "num_blocks", "k_per_block", "k_per_head", "v_per_block"),
-        "v_per_head",
+        *("heads", "max_keys", "sl_t", "s_table", "num_blocks", "k_per_block", "k_per_slot"),
+        *("k_per_head", "v_per_block", "v_per_slot", "v_per_head"),
     ],
     do_not_specialize_on_alignment=["table"],
 )
 def _prefill_kernel(
     query, key, value, table, out, lse_out, entries, workspace, sinks, k_scale, v_scale, k_scale_cache, v_scale_cache,
     heads, max_keys, qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows,
-    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_head, v_per_block, v_per_head,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
+    v_head_columns, so_t, so_h, sl_t, s_kscale, s_vscale, num_blocks, k_per_block, k_per_slot, k_per_head, v_per_block,
+    v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
-    V_CODES: gl.constexpr, CONVERT_KEYS: gl.constexpr,
+    V_CODES: gl.constexpr, CONVERT_KEYS: gl.constexpr, VECTORS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -85,8 +85,8 @@ def _prefill_kernel(
         rooms = make_scale_rooms(STAGED, shape)
         of_keys = (rooms, 0)
         of_tokens = (
-            ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_head),
-            ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_head),
+            ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_slot, k_per_head, VECTORS),
+            ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_slot, v_per_head, VECTORS),
         )
     gl.warp_specialize(
         [
@@ -115,10 +115,12 @@ def _prefill_kernel(
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def code_constants(codes: tuple[str | None, str | None], convert: bool, dim: int) -> dict[str, Any]:
+def code_constants(
+    codes: tuple[str | None, str | None], convert: bool, dim: int, vectors: bool = True
+) -> dict[str, Any]:
     """What the kernel is compiled for besides what others are, where keys are converted or not: beside those of heads
-    of 128 there is room for one tile of queries."""
-    named = {"CODES": codes[0], "V_CODES": codes[1], "CONVERT_KEYS": convert}
+    of 128 there is room for one tile of queries. vectors: of `scale_planes.ScalePlane`."""
+    named = {"CODES": codes[0], "V_CODES": codes[1], "CONVERT_KEYS": convert, "VECTORS": vectors}
     return named | ({"Q_STAGES": 1} if convert and dim > 64 else {})
 
 
@@ -130,8 +132,8 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
     constants, heads, programs = launch_grid(inputs, entries, pack)
     codes = (inputs.format.key.codes, inputs.format.value.codes)
     convert = converts_keys(codes[0], query.dtype)
-    constants |= code_constants(codes, convert, query.shape[2])
     k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
+    constants |= code_constants(codes, convert, query.shape[2], has_vectors(k_scales, v_scales))
     layout = code_layout(query.shape[2])
     size = key.shape[1]
     part = min(size, constants["BLOCK_N"])
@@ -144,7 +146,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         *(*k_place, *v_place, *out.stride()[:2], 0 if lse is None else lse.stride(0)),
         *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         len(key),
-        *(step for x in (k_scales, v_scales) for step in ((0, 0) if x is None else x.stride()[:3:2])),
+        *(step for x in (k_scales, v_scales) for step in ((0, 0, 0) if x is None else x.stride()[:3])),
     )
     with on_device(query):
         _launch((programs,), arguments, constants, outputs_kept(inputs), num_warps=4, launch_pdl=True)

@@ -230,11 +230,7 @@ def why_not_tensors(inputs: AttentionInputs) -> str:
     by_slots = _is_whole(inputs.query.shape[2], inputs.out.shape[2])
     caches = (in_blocks(key), in_blocks(value))
     fit = all(is_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in caches)
-    if not fit:
-        return "strides that TMA cannot follow"
-    scales = (inputs.k_scale_cache, inputs.v_scale_cache)
-    read = all(plane is None or _has_vectors(plane) for plane in scales)
-    return "" if read else "scales of slots that are not one after the other"
+    return "" if fit else "strides that TMA cannot follow"
 
 
 def in_blocks(rows: torch.Tensor) -> torch.Tensor:
@@ -253,8 +249,12 @@ def why_not_queries(inputs: AttentionInputs) -> str:
     return "" if is_aligned(query) else "strides that TMA cannot follow"
 
 
+def has_vectors(*planes: torch.Tensor | None) -> bool:
+    """Whether scales [P, S, Hkv, 1] of a head's slots lie one after the other, and begin at multiples of 16 bytes."""
+    return all(plane is None or _has_vectors(plane) for plane in planes)
+
+
 def _has_vectors(plane: torch.Tensor) -> bool:
-    """Whether scales [P, S, Hkv, 1] of a head's slots lie one after the other, and begin at whole vectors."""
     steps = (plane.stride(0), plane.stride(2)) if plane.shape[2] > 1 else (plane.stride(0),)
     return plane.stride(1) == 1 and not (plane.data_ptr() % 16 or any(step * _SCALE_BYTES % 16 for step in steps))
 

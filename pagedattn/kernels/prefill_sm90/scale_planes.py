@@ -25,22 +25,30 @@ _AHEAD = gl.constexpr(2)
 
 @aggregate
 class ScalePlane:
-    """Scales of rows [P, S, Hkv, 1] float32, those of a head's slots one after the other. blocks: P."""
+    """Scales of rows [P, S, Hkv, 1] float32. blocks: P. VECTORS: those of a head's slots are one after the other, and
+    begin at multiples of 16 bytes."""
 
     scales: gl.tensor
     blocks: gl.tensor
     per_block: gl.tensor
+    per_slot: gl.tensor
     per_head: gl.tensor
+    VECTORS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, scales, blocks, per_block, per_head):
-        self.scales, self.blocks, self.per_block, self.per_head = scales, blocks, per_block, per_head
+    def __init__(self, scales, blocks, per_block, per_slot, per_head, VECTORS):
+        self.scales, self.blocks, self.VECTORS = scales, blocks, gl.constexpr(VECTORS)
+        self.per_block, self.per_slot, self.per_head = per_block, per_slot, per_head
 
     @gluon.jit
     def copy(self, memory, block, slot, head):
         """Begin to copy those of slots [32, n] of blocks [32, 1] to shared memory, but of blocks not in the cache."""
         at = block.to(gl.int64) * self.per_block + head * self.per_head
-        inside, at = gl.broadcast((block >= 0) & (block < self.blocks), gl.multiple_of(at, [4, 4]) + slot)
+        if self.VECTORS:
+            at = gl.multiple_of(at, [4, 4]) + slot
+        else:
+            at = at + slot * self.per_slot
+        inside, at = gl.broadcast((block >= 0) & (block < self.blocks), at)
         async_copy.async_copy_global_to_shared(memory, self.scales + at, mask=inside)
 
 
