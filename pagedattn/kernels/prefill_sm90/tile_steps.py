@@ -182,11 +182,15 @@ def steps_overlapped(acc, m_i, sink, c, tiles, rows, of_keys, SINKS: gl.constexp
     qk = _logits(q, channels.k.parts(c), shape)
     factor = _tile_factor(of_keys, high - 1, c, shape)
     s = _times_scales(warpgroup_mma_wait(0, deps=[qk]), c, of_keys, shape)
-    channels.release(c)
-    c += 1
+    if not shape.KEY_SCALES:
+        channels.release(c)
     scale = _scale_of(logit_scale, factor, shape)
     p, alpha, m_i = _softmax(s, m_i, q_pos, high - 1, keys, scale, softcap, True, shape)
     l_i = _sums(p, shape)
+    if shape.KEY_SCALES:  # once they are used: a release does not wait for loads, which the next copy would overtake
+        pin.store(l_i.to(pin.dtype))
+        channels.release(c)
+    c += 1
     if SINKS:
         l_i = _plus_sink(l_i, sink * alpha)
     end = gl.minimum(whole_high, high - 1)
