@@ -6,6 +6,7 @@ It runs in a process without TRITON_INTERPRET, which is read when kernels are im
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -127,6 +128,9 @@ def compile_one(
         "warp_groups": made.ptx.count("setmaxnreg.dec"),
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
+        "scale_bytes": sorted(
+            {int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?(0x\w+)", made.ptx)}
+        ),
         "beside": softmax_beside_products(made.sass),
         "unwritten": unwritten_reads(made.sass, f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {registers:#x}"),
     }

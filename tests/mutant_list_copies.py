@@ -69,6 +69,20 @@ FAULTS = (
         "test_key_passes.py one_call",
     ),
     Fault(
+        "passes only where no kernel reads the codes",
+        "plan_attention",
+        " or dequantise.passes_pay(shape, bounds)",
+        "",
+        "test_key_passes.py faster_than_converting",
+    ),
+    Fault(
+        "int8 that no kernel reads as late as what one reads",
+        "pays",
+        "fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes == _K8V4 else _FEWEST_UNREAD_ROWS)",
+        "pass",
+        "test_dequantise.py many_queries_see_most",
+    ),
+    Fault(
         "a pass by the kernel that cannot read the whole",
         "plan_passes",
         "not_sm90=not_sm90, ",

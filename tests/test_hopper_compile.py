@@ -71,5 +71,8 @@ def test_it_compiles_as_it_was_measured(name: str) -> None:
     loops = 2 if found["in_order"] else 4  # of both consumers, where tiles seen in part have one of their own
     beside = found["beside"]
     assert len(beside) >= loops and min(beside) > 0.9, "a softmax waits for products it should run beside"
+    of_tokens = name.startswith(("int8", "k8v4"))
+    each = 4 if "by-slot" in name else 8 if "D256" in name else 16
+    assert found["scale_bytes"] == ([each] if of_tokens else []), "of four keys of a tile of 128 in one copy"
     # What is spilled are addresses; a tile would be thousands of bytes.
     assert found["spills"] and max(found["spills"]) <= SPILLS[name][series(version("triton")) >= (3, 9)]

@@ -43,7 +43,7 @@ def test_words_become_what_they_stand_for_in_order(codes: str, dim: int) -> None
 
 @pytest.mark.parametrize("largest", [0.0, 2.0**-149, 3e-30, 1.0, 1.999, 2.0, 1e30])
 def test_a_tile_has_a_unit_in_which_scales_fit_float16(largest: float) -> None:
-    """Of those that are finite; 1,279 times them, which a product is the difference from, are less than its largest."""
+    """Of those that are finite; 1,152 times them, which products are less, are below its largest."""
     scales = values(torch.full((32, 4), 0.5 * largest))
     scales[3, 1], scales[4, 0], scales[5, 2] = largest, torch.nan, torch.inf
     unit = scale_planes._unit(scales).as_subclass(torch.Tensor)

@@ -24,7 +24,8 @@ class PagedKVCache:
 
     Layers of one kind have a slab each, or one slab where their formats differ; layers of several kinds are cut into
     groups that overlay the same slabs, so that a block id belongs to one group at a time (see `group_layers`). A block
-    of one layer is contiguous: its keys, then its values, then its scales. Block 0 is a block like any other here.
+    of one layer is contiguous: its keys, then its values, then its scales, those of a head one after the other in
+    either layout of keys and values. Block 0 is a block like any other here.
 
     A format that encodes whole blocks has a second cache, `recent`, for blocks that are not encoded yet: of the layers
     that have this format, in the model's dtype, with `recent_blocks` blocks of the same size, which a `BlockPool` of
@@ -285,8 +286,8 @@ def _views(slab: torch.Tensor, start: int, spec: KVCacheSpec, layout: str) -> La
     views = {}
     for (name, plane), first in planes:
         # Scales of a head's slots are one after the other, so that kernels read those of a tile as vectors.
-        lies = "HND" if name.endswith("_scale") else layout
-        views[name] = _view(typed[plane.dtype], start + first, plane, spec, lies)
+        order = "HND" if name.endswith("_scale") else layout
+        views[name] = _view(typed[plane.dtype], start + first, plane, spec, order)
     if isinstance(spec, MLASpec):
         (value,) = spec.format.value.planes(spec.latent_dim, spec.dtype)
         views["value"] = views["key"][..., : value.width]

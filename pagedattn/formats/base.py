@@ -111,8 +111,9 @@ class RowFormat(ABC):
 
     name: str  # what `KVCacheDtype(key=..., value=...)` calls it
     # As what kernels that convert codes by themselves know the first plane: "e4m3", "e5m2", "int8" or "rotated_int4"
-    # (`k8v4`), beside which the second plane is a float32 factor of each row, "turboquantN" with one in float16, or
-    # "int4_per_channel" with steps and least elements. None: only the device half reads it.
+    # (`k8v4`), beside which the second plane is a float32 factor of each row, of int8 one of four significant bits,
+    # "turboquantN" with one in float16, or "int4_per_channel" with steps and least elements. None: only the device half
+    # reads it.
     codes: str | None = None
     # The most keys of a tile that the device half loads, beginning at a multiple of them, so that a tile lies in one
     # block. None: tiles of any size.

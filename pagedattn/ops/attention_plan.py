@@ -68,7 +68,8 @@ def plan_attention(
     copied &= not by_codes
     turns = dequantise.copy_turns(shape, bounds, bool(because)) if copied else 0
     because = "" if turns else because
-    passes = plan_passes(shape, bounds, device, because, has_words) if copied and because else ()
+    in_passes = copied and not turns and (because or dequantise.passes_pay(shape, bounds))
+    passes = plan_passes(shape, bounds, device, because, has_words) if in_passes else ()
     because = "" if passes else because
     of_turn = dequantise.native_shape(shape._replace(num_kv_heads=shape.num_kv_heads // turns)) if turns else shape
     params = sm90.params_of(of_turn, bounds, target.num_sms)

@@ -77,8 +77,9 @@ def paged_attention(
             the same blocks, and which decodes shall read once (triton path; elsewhere, and under a window or ALiBi, it
             is ignored).
         kv_cache_dtype: the name of the cache's format; "auto": as its dtype says.
-        k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own. One whose
-            codes of a value are not Dv wide needs `out`.
+        k_scale_cache, v_scale_cache: planes [P, S or 1, Hkv, n] of a format that keeps scales of its own, as its
+            `encode` makes them: those of int8 have four significant bits, and kernels for Hopper lose what others have
+            beyond. One whose codes of a value are not Dv wide needs `out`.
         plan: of `plan_attention` for this step, which says what is shared too; calls that use one must not run at the
             same time. None, or one that does not fit these tensors: made for this call.
 

@@ -108,6 +108,7 @@ def test_in_turns_of_one_kv_head(kind: str, lens: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "kind",
     [
+        "k8v4",
         "k8v4, fp16, 64, three heads a group",
         "int4",
         "int4, 256, sinks, a window",

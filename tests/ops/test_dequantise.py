@@ -196,9 +196,9 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     for other in ("int8", "rotated_int4"), ("int4_per_channel", "rotated_int4"):
         few = SHAPE._replace(codes=other)
         assert pays(few, 16, True) and not pays(few, 15, True), "no other kernel for Hopper reads these prompts"
-    padded = SHAPE._replace(head_dim=80, head_dim_v=80)
-    assert pays(padded, 64) and not pays(padded, 63), "no other kernel for Hopper reads heads of 80"
-    padded = padded._replace(codes=("int8", "rotated_int4"))
+    for shape in (SHAPE, fp8, SHAPE._replace(head_dim=80, head_dim_v=80)):
+        assert pays(shape, 64, True) and not pays(shape, 63, True), "of 8 bits that no kernel for Hopper reads"
+    padded = SHAPE._replace(head_dim=80, head_dim_v=80, codes=("int8", "rotated_int4"))
     assert pays(padded, 16, True) and not pays(padded, 15, True)
     k8v4 = SHAPE._replace(codes=("int8", "rotated_int4"))
     assert pays(k8v4, 224) and not pays(k8v4, 223)

@@ -61,6 +61,14 @@ def test_a_pass_over_tensors_that_the_hopper_kernel_cannot_read_is_copied(monkey
     assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
 
 
+def test_long_prompts_go_in_passes_where_those_are_faster_than_converting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "why_not_here", lambda _device: "")
+    shape = SHAPE._replace(stored_dtype=torch.int8, codes=("int8", "rotated_int4"))
+    plan = plan_attention(shape, LONG, CPU)
+    assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
+    assert not plan_attention(shape._replace(codes=("int8", "int8")), LONG, CPU).passes
+
+
 @pytest.mark.parametrize(
     ("stored", "mask"),
     [

@@ -15,12 +15,12 @@ ROTATED_KEYS = ("turboquant4", "turboquant3", "turboquant2")
 # times a power of two of a tile.
 FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
 _SLOWLY_CONVERTED = ("int4_per_channel", *ROTATED_KEYS)
+_K8V4 = ("int8", "rotated_int4")
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
 # prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
-_K8V4 = ("int8", "rotated_int4")
 _FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 896, _K8V4: 896}
 _FEWEST_OTHER_ROWS = 64
-_FEWEST_PADDED_ROWS = 256  # of 8 bits, whose portable kernel is faster than that for 4; by estimate
+_FEWEST_UNREAD_ROWS = 256  # of 8 bits that it does not read, over which the portable kernel is less slow; by estimate
 _SMALL_BYTES = 16 << 20  # of a copy that takes less time than the portable kernel loses, whatever the rows; by estimate
 _ROWS_OF_A_KEY = 256  # by which each copied key is seen, on average, that no Hopper kernel reads; by estimate
 _FEWEST_KEYS = 2048  # of a pass, so that attending to them takes longer than merging what passes leave
@@ -53,10 +53,8 @@ def pays(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> bo
     if shape.block_size is None or not shape.paged or shape.codes[0] not in ("e4m3", "e5m2", *FLOAT16_KEYS):
         return False
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
-    if unread and shape.codes == _K8V4:
-        fewest = _FEWEST_OTHER_ROWS
-    if not shape.head_dim == shape.head_dim_v == width(shape.head_dim, shape.head_dim_v):
-        fewest = min(fewest, _FEWEST_PADDED_ROWS)
+    if unread:
+        fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes == _K8V4 else _FEWEST_UNREAD_ROWS)
     small = unread and _is_small(shape, bounds)
     if not (small or shape.codes[0] in ROTATED_KEYS) and bounds.max_query_len * shape.group < fewest:
         return False
@@ -73,6 +71,12 @@ def beats_converting(shape: AttentionShape, bounds: BatchBounds, rows: int) -> b
     return several and _is_small(shape, bounds) and copy_turns(shape, bounds, unread=True) == 1
 
 
+def passes_pay(shape: AttentionShape, bounds: BatchBounds) -> bool:
+    """Whether passes over copies are faster than a Hopper kernel that reads the codes, where a copy has no room for the
+    keys of one head: over `k8v4`, by estimate, of whose tiles converting takes longest."""
+    return shape.codes == _K8V4 and pays(shape, bounds)
+
+
 def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> int:
     """In how many turns, each of as many KV heads, the prompts of these bounds are attended to over a copy of at most
     MOST_BYTES; 0 where that does not pay, or the keys of one head are too many. unread: as of `pays`."""
@@ -86,7 +90,8 @@ def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False)
 
 def keys_per_pass(shape: AttentionShape, bounds: BatchBounds, tile: int) -> int:
     """Of prompts of which one head is too much: for how many keys of each a copy has room, of as many heads as leave
-    it _FEWEST_KEYS, or of one; whole blocks and tiles. 0 where a copy does not pay. No Hopper kernel reads them."""
+    it _FEWEST_KEYS, or of one; whole blocks and tiles. 0 where a copy does not pay. Asked for where no Hopper kernel
+    reads them, or where passes pay."""
     size, heads = shape.block_size, shape.num_kv_heads
     if size is None or not pays(shape, bounds, unread=True):
         return 0

@@ -1,4 +1,4 @@
-"""Gluon: the warps that convert codes of 8 bits for prefill on Hopper; others have loaded them to staging tiles.
+"""Gluon: the warps that convert codes of 8 bits, and values of 4, for prefill on Hopper; others have loaded them.
 
 They become float16, which has every code and probabilities. Keys that queries are split for need no conversion
 (`queries`).
@@ -29,8 +29,8 @@ def _rows_at_once(shape):
 
 @gluon.constexpr_function
 def word_layout(words, warps, rows):
-    """Layout of words [rows * warps, D / 4] of four codes. Eight threads, which access shared memory together, have
-    four chunks of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice
+    """Layout of words [rows * warps, words] of four or eight codes. Eight threads, which access shared memory together,
+    have four chunks of 16 bytes in each of two rows whose numbers differ in bits 0 and 2: so they use no bank twice
     (D 128), neither to read codes nor to write elements, both of them swizzled."""
     rounds = [[8 * warps << i, 0] for i in range(bits(rows // 8))]
     registers = [[0, 1], [0, 2], *([0, 16 << i] for i in range(bits(words // 16))), *rounds]

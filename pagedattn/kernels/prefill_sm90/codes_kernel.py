@@ -1,5 +1,5 @@
-"""Gluon: prefill on Hopper over a paged cache of 8 bits: the warps of `kernel`, but for those that bring what is
-converted."""
+"""Gluon: prefill on Hopper over a paged cache of 8 bits, or k8v4: the warps of `kernel`, but for those that bring what
+is converted."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 
 
 @gluon.constexpr_function
-def registers_of(convert, four):
+def registers_of(convert, has_four_bits):
     """Of a thread of the second consumer, of either loader and of the converters, where keys are converted or not, and
-    four: values have 4 bits; the first consumer has what is left."""
+    values have four bits or not; the first consumer has what is left."""
     if not convert:
         return [232, 40, 40, 40]
-    return [208, 32, 32, 64] if four else [216, 32, 32, 40]
+    return [208, 32, 32, 64] if has_four_bits else [216, 32, 32, 40]
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.

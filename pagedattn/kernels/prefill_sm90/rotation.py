@@ -36,11 +36,11 @@ def _across_lanes(x, dim, BIT: gl.constexpr):
 
 
 @gluon.jit
-def rotate_back(x, nothing):
-    """Outputs [64, D] of values that were multiplied by signs and a Hadamard matrix; D is a power of two. nothing: 0,
+def rotate_back(x, zero):
+    """Outputs [64, D] of values that were multiplied by signs and a Hadamard matrix; D is a power of two. zero: 0,
     which the compiler does not know: else the signs of all columns would be in registers while tiles are multiplied."""
     D: gl.constexpr = x.shape[1]
-    dim = nothing + gl.arange(0, D, gl.SliceLayout(0, x.type.layout))
+    dim = zero + gl.arange(0, D, gl.SliceLayout(0, x.type.layout))
     for bit in gl.static_range(bits(D)):
         x = _across_lanes(x, dim, bit) if bit == 1 or bit == 2 else _across_registers(x, bit)
     return x * gl.expand_dims(_signs(dim) * D**-0.5, 0)

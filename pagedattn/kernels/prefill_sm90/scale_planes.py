@@ -135,7 +135,7 @@ def _copied(start, nth, item, rooms, shape):
 @gluon.jit
 def _unit(scales):
     """Exponent of a unit in which scales [32, n], but those that are not finite, are at most 32, so that float16 has
-    1,279 times them."""
+    1,152 times them."""
     largest = gl.max(gl.where(scales < float("inf"), scales, 0.0), 1)
     # As whole numbers, of which a warp finds the largest in one instruction.
     return gl.maximum((gl.max(largest.to(gl.int32, bitcast=True), 0) >> 23) - 131, _LEAST)
