@@ -47,7 +47,7 @@ CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3",
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that it served; none is over a copy, as `test_dequantised_prompts.py` has them."""
-    monkeypatch.setattr("pagedattn.kernels.dequantise.plan.copy_turns", lambda *_: 0)
+    monkeypatch.setattr("pagedattn.kernels.dequantise.plan.pays", lambda *_, **__: False)
     made: list[Any] = []
     family = import_module("pagedattn.kernels.prefill_sm90.codes_kernel")
     launch = family.launch
