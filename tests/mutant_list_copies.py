@@ -232,7 +232,7 @@ FAULTS = (
     Fault(
         "scales that begin within a vector",
         "_has_vectors",
-        "plane.data_ptr() % 16 or ",
+        " and plane.data_ptr() % 16 == 0",
         "",
         "test_hopper_calls.py read_as_vectors",
     ),

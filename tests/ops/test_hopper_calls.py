@@ -261,7 +261,7 @@ def test_scales_are_read_as_vectors(layout: str, kv_cache_dtype: str) -> None:
     pool = PagedKVCache(2, BLOCKS, 32, KV_HEADS, DIM, device="cpu", layout=layout, kv_cache_dtype=kv_cache_dtype)
     layer = pool.layer(1)
     assert sm90.has_vectors(layer.key_scale, layer.value_scale) and sm90.has_vectors(None, None)
-    for other in (torch.zeros(BLOCKS, 32, KV_HEADS, 1), unaligned(1), unaligned(0, per_head=33)):
+    for other in (torch.zeros(BLOCKS, 32, KV_HEADS, 1), unaligned(1), unaligned(0, per_head=34)):
         assert not sm90.has_vectors(layer.key_scale, other) and not sm90.has_vectors(other, None)
     rows = torch.zeros(BLOCKS, KV_HEADS, 32, 68)  # of vLLM: codes of K and V, and both scales
     assert not sm90.has_vectors(rows[..., 64:65].transpose(1, 2), rows[..., 65:66].transpose(1, 2))

@@ -256,7 +256,8 @@ def has_vectors(*planes: torch.Tensor | None) -> bool:
 
 def _has_vectors(plane: torch.Tensor) -> bool:
     steps = (plane.stride(0), plane.stride(2)) if plane.shape[2] > 1 else (plane.stride(0),)
-    return plane.stride(1) == 1 and not (plane.data_ptr() % 16 or any(step * _SCALE_BYTES % 16 for step in steps))
+    whole = not any(step * plane.element_size() % 16 for step in steps)
+    return plane.stride(1) == 1 and whole and plane.data_ptr() % 16 == 0
 
 
 def _is_matrix(cache: torch.Tensor) -> bool:
