@@ -8,6 +8,8 @@ import torch
 
 from .inputs import AttentionInputs
 
+K8V4 = ("int8", "rotated_int4")  # `AttentionShape.codes` of that format
+
 
 class AttentionShape(NamedTuple):
     """Heads, dtypes and features that all calls of a plan have in common."""

@@ -11,7 +11,7 @@ from ops.test_decode import inputs_of
 from pagedattn.kernels import hopper
 from pagedattn.kernels.decode_sm90 import plan
 from pagedattn.kernels.decode_sm90.plan import has_words, hopper_decode_config, why_not
-from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
+from pagedattn.kernels.shape import K8V4, AttentionShape, BatchBounds, bounds_of, shape_of
 from pagedattn.ops.attention_plan import _is_countable, plan_attention, plan_call
 from pagedattn.runtime.target import Target, target_of
 from pagedattn.testing.case import Case
@@ -19,7 +19,6 @@ from pagedattn.testing.problem import make_problem
 
 CPU = torch.device("cpu")
 CODES = ("int8", "int8")
-K8V4 = ("int8", "rotated_int4")
 SHAPE = AttentionShape(torch.bfloat16, torch.int8, 8, 4, 128, 128, (1, 0), False, True, False, 16, CODES)
 H200 = Target(132, 232448, True)
 

@@ -14,7 +14,7 @@ from pagedattn.kernels import hopper
 from pagedattn.kernels.dequantise import plan as dequantise
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill_sm90.plan import params_of
-from pagedattn.kernels.shape import AttentionShape, BatchBounds, bounds_of, shape_of
+from pagedattn.kernels.shape import K8V4, AttentionShape, BatchBounds, bounds_of, shape_of
 from pagedattn.ops.attention_plan import plan_attention, plan_passes
 from pagedattn.ops.launch_plan import KernelLaunch, LaunchPlan, Span
 from pagedattn.ops.paged_attention import execute
@@ -54,7 +54,7 @@ def test_a_pass_has_as_many_keys_as_a_copy_has_room_for() -> None:
 def test_a_pass_over_tensors_that_the_hopper_kernel_cannot_read_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it would read others of their shape."""
     monkeypatch.setattr(hopper, "why_not_here", lambda _device: "")
-    shape = SHAPE._replace(stored_dtype=torch.int8, codes=("int8", "rotated_int4"))
+    shape = SHAPE._replace(stored_dtype=torch.int8, codes=K8V4)
     bounds = LONG._replace(num_tokens=100, max_query_len=100)
     assert not plan_attention(shape, bounds, CPU).passes
     plan = plan_attention(shape, bounds, CPU, not_sm90="strides that TMA cannot follow")
@@ -63,7 +63,7 @@ def test_a_pass_over_tensors_that_the_hopper_kernel_cannot_read_is_copied(monkey
 
 def test_long_prompts_go_in_passes_where_those_are_faster_than_converting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda _device: "")
-    shape = SHAPE._replace(stored_dtype=torch.int8, codes=("int8", "rotated_int4"))
+    shape = SHAPE._replace(stored_dtype=torch.int8, codes=K8V4)
     plan = plan_attention(shape, LONG, CPU)
     assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
     assert not plan_attention(shape._replace(codes=("int8", "int8")), LONG, CPU).passes

@@ -115,9 +115,7 @@ def _prefill_kernel(
 _launch = Launcher(_prefill_kernel, VARYING)
 
 
-def code_constants(
-    codes: tuple[str | None, str | None], convert: bool, dim: int, vectors: bool = True
-) -> dict[str, Any]:
+def code_constants(codes: tuple[str | None, str | None], convert: bool, dim: int, vectors: bool) -> dict[str, Any]:
     """What the kernel is compiled for besides what others are, where keys are converted or not: beside those of heads
     of 128 there is room for one tile of queries. vectors: of `scale_planes.ScalePlane`."""
     named = {"CODES": codes[0], "V_CODES": codes[1], "CONVERT_KEYS": convert, "VECTORS": vectors}

@@ -11,11 +11,10 @@ from ...runtime.workspace import COUNTERS
 from ...spec import Mask
 from ..hopper import is_aligned
 from ..inputs import AttentionInputs
-from ..shape import AttentionShape, BatchBounds
+from ..shape import K8V4, AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
 
 FP8 = ("e4m3", "e5m2")
-K8V4 = ("int8", "rotated_int4")
 K8V4_DIM = 128  # heads whose values of 4 bits it reads
 HEAD_DIMS = range(64, 257, 8)
 WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
@@ -155,8 +154,8 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
-    int8 = shape.codes in (("int8", "int8"), K8V4)
-    codes = (int8 or {*shape.codes} <= {*FP8}) and shape.dtype in (torch.bfloat16, torch.float16)
+    scaled = shape.codes in (("int8", "int8"), K8V4)
+    codes = (scaled or {*shape.codes} <= {*FP8}) and shape.dtype in (torch.bfloat16, torch.float16)
     if not (native or (shape.paged and codes)):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
     if reason := _why_not_dims(shape, native):
@@ -166,7 +165,7 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
         return f"blocks of {size}, not of a power of two from 16 on"
     if shape.codes == K8V4 and shape.head_dim != K8V4_DIM:
         return f"heads of {shape.head_dim} with values of 4 bits, served: {K8V4_DIM}"
-    if int8 and size is not None and size * _SCALE_BYTES % shape.head_dim:
+    if scaled and size is not None and size * _SCALE_BYTES % shape.head_dim:
         return f"blocks of {size}, whose scales a cache has in between, so that the next one begins within a slot"
     if unserved := Mask.of(shape.mask).unserved(masks):
         return f"masks with {', '.join(unserved)}"
