@@ -19,7 +19,7 @@ from uniform_registers import unwritten_reads
 
 from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
-from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, constants_of
+from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, block_constants, constants_of
 from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, converts_keys, head_parts, heads_per_tile
 from pagedattn.kernels.prefill_sm90.producer import FACTORS
 
@@ -35,7 +35,7 @@ POINTERS = {  # and numbers that are no int32
     "v_scale_cache": "*fp32",
     **dict.fromkeys(("scale", "qk_scale", "out_scale", "softcap"), "fp32"),
 }
-CODES = {"fp8e4nv": "e4m3", "fp8e5": "e5m2", "i8": "int8"}
+CODES = {"fp8e4nv": "e4m3", "fp8e5": "e5m2", "i8": "int8", "i4": "int4_per_channel"}
 KERNELS = {
     None: _prefill_kernel,
     "copy": copy_kernel._prefill_kernel,
@@ -81,9 +81,9 @@ def compile_one(
         registers = codes_kernel.registers_of(converted, bool(v_codes))[0]
         constants |= codes_kernel.code_constants((CODES[stored], v_codes or CODES[stored]), converted, dim, vectors)
         planes, scales = ("k_scale_cache", "v_scale_cache"), ("k_scale", "v_scale")
-        constants |= dict.fromkeys(scales if stored == "i8" else planes)
+        constants |= dict.fromkeys(scales if stored in ("i8", "i4") else planes) | block_constants(flags["mask"])
     if stored == "copy":
-        constants |= {"k_scale": None, "v_scale": None, **copy_kernel.block_constants(flags["mask"])}
+        constants |= {"k_scale": None, "v_scale": None, **block_constants(flags["mask"])}
         constants |= {"KEY_SCALES": factors == "key", "DIM_V": dim_v}
         constants |= {} if factors else {"factors": None}
     if more and not more_v:
@@ -98,9 +98,14 @@ def compile_one(
         "query": descriptor(kind, 64 // pack, pack, first),
     }
     types |= {
-        "key": descriptor("u8" if converted else codes or ("fp16" if stored == "copy" else kind), part, dim),
+        "key": descriptor(
+            "u8" if converted else codes or ("fp16" if stored == "copy" else kind),
+            part,
+            dim // 2 if stored == "i4" else dim,
+        ),
         "value": descriptor("u8" if codes else kind, part, dim // 2 if v_codes else dim),
     }
+    types |= {"k_scale_cache": "*i32"} if stored == "i4" else {}
     if factors == "key":
         types["factors"] = f"tensordesc<fp32[1, 1, {fixed['BLOCK_N']}],{FACTORS.value!r}>"
     if more:
@@ -144,6 +149,8 @@ def main() -> None:
     compile_one("int8-D128-G4-S16", "bf16", 128, 4, 16, False, "i8", **plain)
     compile_one("int8-D128-G4-S16-scales-by-slot", "bf16", 128, 4, 16, False, "i8", vectors=False, **plain)
     four: dict[str, Any] = {"v_codes": "rotated_int4", **plain, **splits_kv}
+    earlier_four: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32), "softcap": False, "v_codes": "rotated_int4"}
+    compile_one("int4-D128-G4-S32-parts", "bf16", 128, 4, 32, False, "i4", **earlier_four, **splits_kv)
     compile_one("k8v4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "i8", **four)
     earlier: dict[str, Any] = {"mask": Mask(True, earlier_blocks=32, from_block=1), "softcap": False}
     of_keys: dict[str, Any] = {"factors": "key", **plain, **splits_kv}

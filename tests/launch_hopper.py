@@ -48,12 +48,24 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, long": {"query_lens": [300], "kv_cache_dtype": "fp8_e4m3"},
     "int8, D 256, long": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 256},
     "int4": {"query_lens": [300], "kv_cache_dtype": "int4", "block_size": 32},
+    "int4, chunk": {"query_lens": [60], "keys": 1000, "kv_cache_dtype": "int4", "block_size": 32},
     "int4, decodes": {"query_lens": [1, 1], "kv_cache_dtype": "int4", "block_size": 32},
     "int4, prefix": {"query_lens": [1] * 64, "keys": 4000, "shared": 3000, "kv_cache_dtype": "int4", "block_size": 32},
     "k8v4, in turns": {"query_lens": [300] * 20, "keys": 3700, "kv_cache_dtype": "k8v4"},
     "k8v4, in passes": {"query_lens": [300], "keys": 3000, "dim": 64, "kv_cache_dtype": "k8v4", "most_bytes": 1 << 19},
     "k8v4 and decodes": {"query_lens": [1, 1, 300], "kv_cache_dtype": "k8v4"},
 }
+WIDTHS: list[int] = []  # of heads that launches are compiled for
+_constants_of = kernel.constants_of
+
+
+def constants_of(*args: Any, **named: Any) -> dict[str, Any]:
+    constants = _constants_of(*args, **named)
+    WIDTHS.append(constants["D"])
+    return constants
+
+
+kernel.constants_of = constants_of
 
 
 def run(
@@ -74,6 +86,7 @@ def run(
     table = torch.zeros(len(lens), 256, dtype=torch.int32)
     stored = options.get("kv_cache_dtype", "auto")
     recent = stored == "int4"
+    WIDTHS.clear()
     known: dict[str, Any] = {"dtype": dtype, "layout": layout, "recent_blocks": 90 if recent else None}
     caches = PagedKVCache(2, 90, block_size or 16, heads[1], dim, kv_cache_dtype=stored, **known)
     cache = caches.layer(0)
@@ -94,6 +107,7 @@ def run(
     text = plan.of(layer.plan_key).describe()
     made = [after - before for before, after in pairwise(counts)]
     found = {"launches": made, "describe": text, "grid": launched[counts[2] - 1][0], "descriptors": last}
+    found |= {"widths": [*WIDTHS]}
     return {**found, "again": repeated(layer, fused[:, : heads[0]], caches, plan)}
 
 

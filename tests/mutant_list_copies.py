@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "int8 that no kernel reads as late as what one reads",
         "pays",
-        "fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes == K8V4 else _FEWEST_UNREAD_ROWS)",
+        "fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes in (K8V4, INT4) else _FEWEST_UNREAD_ROWS)",
         "pass",
         "test_dequantise.py many_queries_see_most",
     ),
@@ -221,6 +221,20 @@ FAULTS = (
         "- 131",
         "- 137",
         "test_prefill_sm90_codes.py has_a_unit",
+    ),
+    Fault(
+        "the step of the channel beside it",
+        "code_values:_of_words",
+        "each = (a, b, c, d)",
+        "each = (b, a, c, d)",
+        "test_prefill_sm90_codes.py codes_of_channels",
+    ),
+    Fault(
+        "codes of channels by the size of rows' levels",
+        "code_values:_channel_elements",
+        "inline_asm_elementwise(_EIGHT_STEPS",
+        "inline_asm_elementwise(_EIGHT_LEVELS",
+        "test_prefill_sm90_codes.py codes_of_channels",
     ),
     Fault(
         "scales of a slot's heads beside each other",

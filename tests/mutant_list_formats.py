@@ -205,7 +205,7 @@ FAULTS = (
     Fault("a slab's first layer read by all", "PagedKVCache._view_layers", "start, spec, self.layout)",
           "0, spec, self.layout)",
           "test_kv_cache_dtype.py share_blocks"),
-    Fault("heads of any size with four-bit values", "prefill_sm90:why_not", "shape.head_dim != K8V4_DIM", "False",
+    Fault("heads of any size with four-bit values", "prefill_sm90:why_not", "shape.head_dim != FOUR_BIT_DIM", "False",
           "test_selector.py kernel_for_hopper_serves"),
     Fault("a copy kept by the record of its launch", "Launcher.__call__",
           "launch if launch is not None and launch.varying else None", "launch", "test_launcher.py keeps_no_tensors"),

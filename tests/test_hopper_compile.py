@@ -37,6 +37,7 @@ SPILLS = {
     "int8-D128-G4-S16": (32, 200),
     "int8-D128-G4-S16-scales-by-slot": (40, 200),
     "k8v4-D128-G4-S16-parts": (56, 200),
+    "int4-D128-G4-S32-parts": (56, 200),
     "int8-D64-G8-S256-window-sinks": (40, 200),
     "int8-D64-G4-S16-parts-fp16": (40, 200),
     "int8-D256-G4-S32-parts": (120, 800),
@@ -71,7 +72,7 @@ def test_it_compiles_as_it_was_measured(name: str) -> None:
     loops = 2 if found["in_order"] else 4  # of both consumers, where tiles seen in part have one of their own
     beside = found["beside"]
     assert len(beside) >= loops and min(beside) > 0.9, "a softmax waits for products it should run beside"
-    of_tokens = name.startswith(("int8", "k8v4"))
+    of_tokens = name.startswith(("int8", "k8v4", "int4"))
     each = 4 if "by-slot" in name else 8 if "D256" in name else 16
     assert found["scale_bytes"] == ([each] if of_tokens else []), "of four keys of a tile of 128 in one copy"
     # What is spilled are addresses; a tile would be thousands of bytes.

@@ -58,11 +58,18 @@ def test_few_query_blocks_share_their_keys_out(name: str) -> None:
     "name",
     [
         *("prompts", "prompts and decodes", "prompts and long decodes", "several tokens each"),
-        *("HND", "one head", "fp8", "int8", "int8, D 256", "D 80"),
+        *("HND", "one head", "fp8", "int8", "int8, D 256", "D 80", "int4, chunk"),
     ],
 )
 def test_other_layers_repeat_the_launches_that_triton_makes(name: str) -> None:
     assert calls()[name]["again"] == {"kept": True, "freed": True, "careful": True, "triton": True}
+
+
+@pytest.mark.parametrize("name", ["int8", "int4, chunk"])
+def test_codes_are_read_as_heads_that_queries_have(name: str) -> None:
+    """Whose rows are of fewer bytes."""
+    made = calls()[name]
+    assert made["widths"] == [128] and "dequantised" not in made["describe"]
 
 
 def test_programs_are_as_many_as_items_or_sms() -> None:

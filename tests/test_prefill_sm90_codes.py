@@ -10,6 +10,7 @@ from device_functions import as_python, values
 from test_decode_sm90_operands import stored
 
 from pagedattn.formats.hadamard import rotation as hadamard
+from pagedattn.formats.int4.format import ChannelSteps
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 FAMILY = "pagedattn.kernels.prefill_sm90"
@@ -39,6 +40,19 @@ def test_words_become_what_they_stand_for_in_order(codes: str, dim: int) -> None
         assert float(((found - expected).abs() / expected.abs()).max()) < 2**-10
     else:
         assert torch.equal(found.nan_to_num(7.0, 8.0, 9.0), expected.nan_to_num(7.0, 8.0, 9.0))
+
+
+def test_codes_of_channels_are_what_their_format_says() -> None:
+    """Exactly, of four groups of 32 keys, each with steps of its own."""
+    torch.manual_seed(0)
+    dim, rows = 128, ChannelSteps()
+    keys = torch.randn(4, 32, 1, dim) * torch.rand(4, 1, 1, dim) * 2.0 ** torch.randint(-12, 9, (4, 1, 1, dim))
+    codes, channels = rows.encode(keys)
+    words = codes.reshape(4, 32, dim // 2).contiguous().view(torch.int32)
+    pairs = channels.reshape(4, 2 * dim).contiguous().view(torch.int32).flatten()
+    found = code_values._channel_elements(values(words), values(pairs)).contiguous().view(torch.float16)
+    expected = rows.decode((codes, channels), dim, torch.float64).reshape(128, dim)
+    assert torch.equal(found.double(), expected)
 
 
 @pytest.mark.parametrize("largest", [0.0, 2.0**-149, 3e-30, 1.0, 1.999, 2.0, 1e30])

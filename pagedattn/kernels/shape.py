@@ -8,7 +8,8 @@ import torch
 
 from .inputs import AttentionInputs
 
-K8V4 = ("int8", "rotated_int4")  # `AttentionShape.codes` of that format
+K8V4 = ("int8", "rotated_int4")  # `AttentionShape.codes` of these formats
+INT4 = ("int4_per_channel", "rotated_int4")
 
 
 class AttentionShape(NamedTuple):

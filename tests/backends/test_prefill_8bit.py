@@ -12,7 +12,7 @@ from backends.triton_kinds import KINDS, case_of_kind
 
 from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache
 from pagedattn.backends.registry import get_backend
-from pagedattn.kernels.prefill_sm90.plan import K8V4_DIM, WHOLE_HEAD_DIMS
+from pagedattn.kernels.prefill_sm90.plan import FOUR_BIT_DIM, WHOLE_HEAD_DIMS
 from pagedattn.testing.case import Case
 from pagedattn.testing.conformance import check
 from pagedattn.testing.problem import make_problem
@@ -37,10 +37,16 @@ CASES |= {
     for name in ("int8", "k8v4")
     for kind in KINDS
     if is_whole(case := case_of_kind(kind)) and case.block_size * 8 % case.head_dim == 0  # whose blocks are in slots
-    if name == "int8" or case.head_dim == K8V4_DIM
+    if name == "int8" or case.head_dim == FOUR_BIT_DIM
 }
 CASES["int8, large rows"] = case_of_kind("plain").but(kv_cache_dtype="int8", magnitude=300.0, scale=1e-5)
 CASES["int8, scales by slot"] = case_of_kind("plain").but(kv_cache_dtype="int8", scales_by_slot=True)
+CASES["int8, a window in 16 bits"] = case_of_kind("plain").but(kv_cache_dtype="int8:window=64")
+CASES["int4"] = case_of_kind("plain").but(kv_cache_dtype="int4", block_size=32)
+CASES["int4, blocks of 128, soft cap"] = case_of_kind("plain").but(kv_cache_dtype="int4", block_size=128, softcap=9.0)
+CASES["int4, fp16, first tokens, sinks"] = case_of_kind("plain").but(
+    kv_cache_dtype="int4:first=160", block_size=32, dtype=torch.float16, sinks=0.5
+)
 CASES["e4m3, large rows"] = case_of_kind("plain").but(kv_cache_dtype="fp8_e4m3", magnitude=300.0, scale=1e-5)
 
 

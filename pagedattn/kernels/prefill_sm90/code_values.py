@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..gluon_device import bits
 from ..gluon_names import reinterpret
+from .scale_planes import CHANNEL_KEYS
 from .work_item import take, tiles_of
 
 
@@ -39,18 +40,21 @@ def word_layout(words, warps, rows):
 
 
 @gluon.constexpr_function
-def _eight_codes():
-    """Eight codes c of a word as pairs of 2c - 15, times $5, by way of 1024 + 4c and 1024 + 64c."""
-    text = """{ .reg .b32 s, t, x, times, less; mov.b32 times, 0x28003800; mov.b32 less, 0xD1E0E01E;
+def _eight_codes(times, less, last):
+    """Eight codes c of a word as pairs of times * (1024 + 4c), or 1024 + 64c of the upper one, and less, and then
+    what `last` says of the i-th pair x."""
+    text = f"""{{ .reg .b32 s, t, x, times, less; mov.b32 times, {times:#x}; mov.b32 less, {less:#x};
         shl.b32 s, $4, 2; shr.u32 t, $4, 14; """
-    for at in range(4):
-        text += f"prmt.b32 x, {'st'[at // 2]}, 0, {(0x1010, 0x2121)[at % 2]:#x}; "
+    for i in range(4):
+        text += f"prmt.b32 x, {'st'[i // 2]}, 0, {(0x1010, 0x2121)[i % 2]:#x}; "
         text += "lop3.b32 x, x, 0x03C0003C, 0x64006400, 0xEA; fma.rn.f16x2 x, x, times, less; "
-        text += f"mul.rn.f16x2 ${at}, x, $5; "
+        text += last.replace("#", str(i)).replace("@", str(5 + i)).replace("%", str(9 + i))
     return text + "}"
 
 
-_EIGHT_CODES = gl.constexpr(_eight_codes())
+# 2c - 15, times $5; and c, times a step of each channel, and its least element.
+_EIGHT_LEVELS = gl.constexpr(_eight_codes(0x28003800, 0xD1E0E01E, "mul.rn.f16x2 $#, x, $5; "))
+_EIGHT_STEPS = gl.constexpr(_eight_codes(0x24003400, 0xCC00DC00, "fma.rn.f16x2 $#, x, $@, $%; "))
 
 
 @gluon.jit
@@ -92,7 +96,7 @@ def _elements(words, factors, CODES: gl.constexpr):
         pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
         pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
         types: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
-        a, b, c, d = gl.inline_asm_elementwise(_EIGHT_CODES, "=&r,=&r,=&r,=r,r,r", [words, pairs], types, True, 1)
+        a, b, c, d = gl.inline_asm_elementwise(_EIGHT_LEVELS, "=&r,=&r,=&r,=r,r,r", [words, pairs], types, True, 1)
         low, high = gl.join(a, c), gl.join(b, d)
     else:  # e5m2: the upper byte of a float16
         low, high = gl.inline_asm_elementwise(
@@ -105,6 +109,67 @@ def _elements(words, factors, CODES: gl.constexpr):
         )
     EACH: gl.constexpr = 4 if CODES == "rotated_int4" else 2
     return gl.join(low, high).reshape([words.shape[0], EACH * words.shape[1]])
+
+
+@gluon.constexpr_function
+def _channel_layouts():
+    """For heads of 128: layouts of words [128, 16], of which threads have one in every second row of 32, and of what
+    channels of each 32 rows have, 64 words of steps and 64 of least elements: those of their own word."""
+    word = [[0, 1], [0, 2], [0, 4], [0, 8]]
+    words = [[2, 0], [4, 0], [8, 0], [16, 0]], [*word, [1, 0]], [[32, 0], [64, 0]], [], [128, 16]
+    pairs = [[1], [2], [64]], [[4], [8], [16], [32], [0]], [[128], [256]], [], [512]
+    return gl.DistributedLinearLayout(*words), gl.DistributedLinearLayout(*pairs)
+
+
+@gluon.jit
+def _of_words(pairs, words):
+    """Of pairs [groups, n, 4] the four of each word, as words [groups, keys, n] have them."""
+    even, odd = gl.split(pairs.reshape([pairs.shape[0], pairs.shape[1], 2, 2]))
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    each = (a, b, c, d)
+    result = ()
+    for i in gl.static_range(4):
+        one = gl.convert_layout(each[i], gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+        one, _ = gl.broadcast(gl.expand_dims(one, 1), words)
+        result = result + (one,)  # noqa: RUF005 - no stars in a kernel
+    return result
+
+
+@gluon.jit
+def _channel_elements(words, channels):
+    """Words [groups, keys, n] of eight codes as words [groups * keys, 4 n] of two float16. channels [groups * 8 n]: of
+    each group words of two steps, and of two least elements."""
+    GROUPS: gl.constexpr = words.shape[0]
+    KEYS: gl.constexpr = words.shape[1]
+    COUNT: gl.constexpr = words.shape[2]
+    steps, least = gl.split(channels.reshape([GROUPS, 2, COUNT, 4]).permute((0, 2, 3, 1)))
+    s = _of_words(steps, words)
+    m = _of_words(least, words)
+    types: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
+    wanted: gl.constexpr = "=&r,=&r,=&r,=r,r,r,r,r,r,r,r,r,r"
+    operands = [words, s[0], s[1], s[2], s[3], m[0], m[1], m[2], m[3]]
+    a, b, c, d = gl.inline_asm_elementwise(_EIGHT_STEPS, wanted, operands, types, True, 1)
+    return gl.join(gl.join(a, c), gl.join(b, d)).reshape([GROUPS * KEYS, 4 * COUNT])
+
+
+@gluon.jit
+def _convert_channels(n, c, staging, target, rooms, shape):
+    """Codes [BLOCK_N, D] of the n-th use of the staging ring, keys of the c-th tile, as what they stand for."""
+    COUNT: gl.constexpr = shape.D // 8
+    LAYOUTS: gl.constexpr = _channel_layouts()
+    WORDS: gl.constexpr = LAYOUTS[0]
+    CHANNELS: gl.constexpr = LAYOUTS[1]
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    CODE_WORDS: gl.constexpr = gl.NVMMASharedLayout(4 * COUNT, element_bitwidth=32, rank=2)
+    staging.wait_full(n)
+    source = reinterpret(staging.tile(n), gl.int32, [shape.BLOCK_N, COUNT], CODE_WORDS)
+    words = source.load(WORDS).reshape([shape.BLOCK_N // CHANNEL_KEYS, CHANNEL_KEYS, COUNT])
+    channels = rooms.channels.index(c % rooms.channels.shape[0]).load(CHANNELS)
+    target = reinterpret(target, gl.int32, [shape.BLOCK_N, shape.D // 2], PAIRS)
+    target.store(_channel_elements(words, channels))
+    fence_async_shared()
+    staging.release(n)  # as in `_convert`
 
 
 @gluon.jit
@@ -152,7 +217,10 @@ def convert_codes(staging, rooms, channels, shape):
                 begin = item.first - shape.WINDOW + 1 - key
             if shape.CONVERT_KEYS:
                 channels.k.wait_empty(c)
-                _convert(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape.CODES, shape)
+                if shape.CHANNEL_SCALES:
+                    _convert_channels(2 * c, c, staging, channels.k.tile(c), rooms, shape)
+                else:
+                    _convert(2 * c, staging, channels.k.tile(c), rooms, begin, item.keys - key, shape.CODES, shape)
                 mbarrier.arrive(channels.k.barrier(c), count=1)
             channels.wait_empty_values(c)
             at = c * shape.PER_TILE + shape.PER_TILE - 1

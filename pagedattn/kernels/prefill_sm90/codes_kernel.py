@@ -12,15 +12,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
+from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
+from ..shape import INT4
 from .code_values import convert_codes, converters
 from .consumer import Output, consume
-from .kernel import cache_rows, launch_grid, query_rows
+from .kernel import block_constants, cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .plan import converts_keys, has_vectors
 from .producer import produce_items, produce_tiles
-from .scale_planes import ScalePlane, make_scale_rooms, produce_scales
+from .scale_planes import ChannelPlane, ScalePlane, make_scale_rooms, produce_scales
 from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
 
 
@@ -48,7 +50,8 @@ def _prefill_kernel(
     v_per_slot, v_per_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr,
     PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, CODES: gl.constexpr,
-    V_CODES: gl.constexpr, CONVERT_KEYS: gl.constexpr, VECTORS: gl.constexpr,
+    V_CODES: gl.constexpr, CONVERT_KEYS: gl.constexpr, VECTORS: gl.constexpr, EARLIER: gl.constexpr,
+    RECENT: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -56,7 +59,7 @@ def _prefill_kernel(
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape = Shape(
         BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, CODES,
-        CONVERT_KEYS=CONVERT_KEYS, V_CODES=V_CODES,
+        CONVERT_KEYS=CONVERT_KEYS, V_CODES=V_CODES, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST,
     )  # fmt: skip
     FILLS: gl.constexpr = 2 if shape.TOKEN_SCALES else 1
     K_DTYPE: gl.constexpr = gl.float16 if CONVERT_KEYS else key.dtype
@@ -84,10 +87,12 @@ def _prefill_kernel(
         values = ((value,), v_place)
         rooms = make_scale_rooms(STAGED, shape)
         of_keys = (rooms, 0)
-        of_tokens = (
-            ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_slot, k_per_head, VECTORS),
-            ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_slot, v_per_head, VECTORS),
-        )
+        if shape.CHANNEL_SCALES:
+            k_plane = ChannelPlane(k_scale_cache, num_blocks, k_per_block, k_per_head)
+        else:
+            k_plane = ScalePlane(k_scale_cache, num_blocks, k_per_block, k_per_slot, k_per_head, VECTORS)
+        v_plane = ScalePlane(v_scale_cache, num_blocks, v_per_block, v_per_slot, v_per_head, VECTORS)
+        planes = (k_plane, v_plane)
     gl.warp_specialize(
         [
             (
@@ -99,7 +104,7 @@ def _prefill_kernel(
                 (1, logit_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape),
             ),
             (produce_items, ((query,), (key,), table, s_table, k_place, keys, items, channels, shape, values)),
-            (produce_scales, (table, s_table, staging, of_tokens, rooms, channels, shape))
+            (produce_scales, (table, s_table, staging, planes, rooms, channels, shape))
             if shape.TOKEN_SCALES
             else (
                 produce_tiles,
@@ -131,11 +136,14 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
     codes = (inputs.format.key.codes, inputs.format.value.codes)
     convert = converts_keys(codes[0], query.dtype)
     k_scales, v_scales = inputs.k_scale_cache, inputs.v_scale_cache
-    constants |= code_constants(codes, convert, query.shape[2], has_vectors(k_scales, v_scales))
-    layout = code_layout(query.shape[2])
+    channels = codes == INT4
+    vectors = has_vectors(None if channels else k_scales, v_scales)
+    constants |= code_constants(codes, convert, query.shape[2], vectors) | block_constants(Mask.of(inputs.mask))
+    if channels and k_scales is not None:
+        k_scales = k_scales.view(torch.int32)
     size = key.shape[1]
     part = min(size, constants["BLOCK_N"])
-    keys, k_place = cache_rows(key.view(torch.uint8) if convert else key, part, layout)
+    keys, k_place = cache_rows(key.view(torch.uint8) if convert else key, part, code_layout(key.shape[3]))
     values, v_place = cache_rows(value.view(torch.uint8), part, code_layout(value.shape[3]))
     arguments = (
         *(query_rows(query, pack), keys, values, table, out, lse, entries, workspace, inputs.sinks),

@@ -15,7 +15,7 @@ from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from .consumer import Output, consume
-from .kernel import cache_rows, copied_slots, launch_grid, query_rows
+from .kernel import block_constants, cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import FACTORS, produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
@@ -114,9 +114,3 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
 def key_factors(scales: torch.Tensor, keys: int) -> TensorDescriptor:
     """Factors [B, Hkv, n] of keys, for copies of so many."""
     return TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [1, 1, keys], FACTORS.value)
-
-
-def block_constants(mask: Mask) -> dict[str, int]:
-    """Constants of kernels over a copy, by which rows see earlier blocks alone."""
-    size = mask.earlier_blocks or 0
-    return {"EARLIER": size, "RECENT": mask.recent_blocks or 0, "FIRST": (mask.from_block or 0) * size}

@@ -142,8 +142,10 @@ def launch_grid(inputs: AttentionInputs, entries: torch.Tensor, pack: int) -> tu
     page = 0 if inputs.block_table is None else key.shape[1]
     group = query.shape[1] // key.shape[2]
     flags = {"pack": pack, "softcap": inputs.softcap > 0, "fields": entries.shape[1]}
-    flags |= {"dim_v": value.shape[-1], "kv_heads": key.shape[2]}
-    constants = constants_of(key.shape[3], group, page, mask=Mask.of(inputs.mask), **flags)
+    # A copy is wider than heads, codes of 4 bits narrower.
+    dim, dim_v = max(key.shape[3], query.shape[2]), max(value.shape[-1], inputs.out.shape[2])
+    flags |= {"dim_v": dim_v, "kv_heads": key.shape[2]}
+    constants = constants_of(dim, group, page, mask=Mask.of(inputs.mask), **flags)
     heads = key.shape[2] * -(-group // pack)
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
 
@@ -181,3 +183,9 @@ def cache_rows(
     rows = (blocks - 1) * place[0] + (heads - 1) * place[1] + size
     columns = dim if by_rows else (heads - 1) * per_head + dim
     return TensorDescriptor(cache, [rows, columns], [per_slot, 1], [part, dim], layout), place
+
+
+def block_constants(mask: Mask) -> dict[str, int]:
+    """Constants of kernels whose rows may see earlier blocks alone."""
+    size = mask.earlier_blocks or 0
+    return {"EARLIER": size, "RECENT": mask.recent_blocks or 0, "FIRST": (mask.from_block or 0) * size}

@@ -11,11 +11,11 @@ from ...runtime.workspace import COUNTERS
 from ...spec import Mask
 from ..hopper import is_aligned
 from ..inputs import AttentionInputs
-from ..shape import K8V4, AttentionShape, BatchBounds
+from ..shape import INT4, K8V4, AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
 
 FP8 = ("e4m3", "e5m2")
-K8V4_DIM = 128  # heads whose values of 4 bits it reads
+FOUR_BIT_DIM = 128  # heads whose values of 4 bits it reads
 HEAD_DIMS = range(64, 257, 8)
 WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
 MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
@@ -24,6 +24,7 @@ TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule of splits, which also lists the blocks whose splits are to be added up
 _SCALE_BYTES = 8  # of the int8 key and value of a token and head
+_CHANNEL_KEYS = 32  # `scale_planes.CHANNEL_KEYS`
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
 _MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
@@ -154,7 +155,7 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
-    scaled = shape.codes in (("int8", "int8"), K8V4)
+    scaled = shape.codes in (("int8", "int8"), K8V4, INT4)
     codes = (scaled or {*shape.codes} <= {*FP8}) and shape.dtype in (torch.bfloat16, torch.float16)
     if not (native or (shape.paged and codes)):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
@@ -163,24 +164,28 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
-    if shape.codes == K8V4 and shape.head_dim != K8V4_DIM:
-        return f"heads of {shape.head_dim} with values of 4 bits, served: {K8V4_DIM}"
+    if shape.codes in (K8V4, INT4) and shape.head_dim != FOUR_BIT_DIM:
+        return f"heads of {shape.head_dim} with values of 4 bits, served: {FOUR_BIT_DIM}"
+    if shape.codes == INT4 and size is not None and size < _CHANNEL_KEYS:
+        return f"blocks of {size} with steps of channels, served: {_CHANNEL_KEYS} and more"
     if scaled and size is not None and size * _SCALE_BYTES % shape.head_dim:
         return f"blocks of {size}, whose scales a cache has in between, so that the next one begins within a slot"
-    if unserved := Mask.of(shape.mask).unserved(masks):
+    if unserved := Mask.of(shape.mask).unserved(COPY_MASKS if scaled else masks):
         return f"masks with {', '.join(unserved)}"
+    if reason := _why_not_blocks(Mask.of(shape.mask)):
+        return reason
     return "ALiBi" if shape.alibi else ""
 
 
 def why_not_copied(native: AttentionShape, here: str) -> str:
     """Why the kernel over a copy of a quantised cache does not serve calls of this shape, that of the copy. Only long
     chunks are worth one, and a deterministic row must not depend on its chunk."""
-    mask = Mask.of(native.mask)
-    if reason := "deterministic" if native.deterministic else why_not(native, here, COPY_MASKS):
-        return reason
-    if mask.earlier_blocks and (mask.sliding_window or not mask.causal):
-        return "masks with earlier_blocks and a window, or not causal"
-    return ""
+    return "deterministic" if native.deterministic else why_not(native, here, COPY_MASKS)
+
+
+def _why_not_blocks(mask: Mask) -> str:
+    beside = mask.earlier_blocks and (mask.sliding_window or not mask.causal)
+    return "masks with earlier_blocks and a window, or not causal" if beside else ""
 
 
 def _why_not_dims(shape: AttentionShape, native: bool) -> str:
@@ -217,8 +222,8 @@ def module_of(shape: AttentionShape) -> str:
 
 
 def converts_keys(codes: str | None, dtype: torch.dtype) -> bool:
-    """Whether keys become float16 as values do: int8, and fp8 under queries that no two e4m3 stand for."""
-    return codes == "int8" or (codes in FP8 and dtype != torch.bfloat16)
+    """Whether keys become float16 as values do: int8, int4, and fp8 under queries that no two e4m3 stand for."""
+    return codes in ("int8", "int4_per_channel") or (codes in FP8 and dtype != torch.bfloat16)
 
 
 def why_not_tensors(inputs: AttentionInputs) -> str:
@@ -229,7 +234,10 @@ def why_not_tensors(inputs: AttentionInputs) -> str:
     by_slots = _is_whole(inputs.query.shape[2], inputs.out.shape[2])
     caches = (in_blocks(key), in_blocks(value))
     fit = all(is_aligned(rows) and (not by_slots or _is_matrix(rows)) for rows in caches)
-    return "" if fit else "strides that TMA cannot follow"
+    if not fit:
+        return "strides that TMA cannot follow"
+    channels = inputs.k_scale_cache if inputs.format.key.codes == INT4[0] else None
+    return "" if channels is None or is_aligned(channels) else "steps of channels that do not begin at 16 bytes"
 
 
 def in_blocks(rows: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from .work_item import take, tiles_of
+from .work_item import last_seen, take, tiles_of
 
+CHANNEL_KEYS = gl.constexpr(32)  # of one block: a format with scales of channels has no smaller ones
 _LEAST = gl.constexpr(-100)  # exponent of a unit
 # By which one may be below the largest of an item, so that outputs in it are float32: what of smaller values is lost is
 # 2**-60 of the largest.
@@ -53,28 +54,56 @@ class ScalePlane:
 
 
 @aggregate
+class ChannelPlane:
+    """Steps and least elements of channels, [P, 1, Hkv, 2 D] float16, as words of two. blocks: P."""
+
+    words: gl.tensor
+    blocks: gl.tensor
+    per_block: gl.tensor
+    per_head: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, words, blocks, per_block, per_head):
+        self.words, self.blocks, self.per_block, self.per_head = words, blocks, per_block, per_head
+
+    @gluon.jit
+    def copy(self, memory, block, head):
+        """Begin to copy those of a block to shared memory [D]; zeros of one that is not in the cache."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+        word = gl.arange(0, memory.shape[0], LAYOUT)
+        first = block.to(gl.int64) * self.per_block + head * self.per_head
+        inside = (block >= 0) & (block < self.blocks) & (word >= 0)
+        async_copy.async_copy_global_to_shared(memory, self.words + gl.multiple_of(first, 4) + word, mask=inside)
+
+
+@aggregate
 class ScaleRooms:
     """In shared memory: what rows of a staged tile of codes are multiplied by, in its unit, [stages, BLOCK_N]; of the
-    last tiles the unit of keys and the exponent of two of that of values, [_UNITS, 2]; and scales on their way, of
-    keys and of values by turns, [2 * _AHEAD, 32, BLOCK_N / 32]."""
+    last tiles the unit of keys and the exponent of two of that of values, [_UNITS, 2]; scales on their way, of keys and
+    of values by turns, [2 * _AHEAD, 32, BLOCK_N / 32]; and of as many tiles as have units what channels of each
+    CHANNEL_KEYS keys have, [_UNITS, groups * D] words, or one word."""
 
     factors: gl.shared_memory_descriptor
     units: gl.shared_memory_descriptor
     coming: gl.shared_memory_descriptor
+    channels: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, factors, units, coming):
-        self.factors, self.units, self.coming = factors, units, coming
+    def __init__(self, factors, units, coming, channels):
+        self.factors, self.units, self.coming, self.channels = factors, units, coming, channels
 
 
 @gluon.jit
 def make_scale_rooms(STAGES: gl.constexpr, shape):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LANES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    CHANNELS: gl.constexpr = [_UNITS, shape.BLOCK_N // CHANNEL_KEYS * shape.D] if shape.CHANNEL_SCALES else [1, 1]
+    channels = gl.allocate_shared_memory(gl.int32, CHANNELS, FLAT)
     return ScaleRooms(
         gl.allocate_shared_memory(gl.float32, [STAGES, shape.BLOCK_N], FLAT),
         gl.allocate_shared_memory(gl.float32, [_UNITS, 2], FLAT),
         gl.allocate_shared_memory(gl.float32, [2 * _AHEAD, 32, shape.BLOCK_N // 32], LANES),
+        channels,
     )
 
 
@@ -90,6 +119,8 @@ def _live(key, item, shape):
     live = (key >= 0) & (key < item.keys)
     if shape.WINDOW > 0:  # blocks that the window has left may be others'
         live = live & (key > item.first - shape.WINDOW)
+    if shape.EARLIER > 0:  # others may not be encoded yet
+        live = live & (key <= last_seen(item.first + item.tokens - 1, shape)) & (key >= shape.FIRST)
     return live
 
 
@@ -117,18 +148,30 @@ def _blocks_of(row, start, item, shape):
 def _copy_scales(of_tokens, blocks, start, nth, item, rooms, shape):
     """Begin to copy those of keys and of values from `start` on, the nth tile of an item, in `blocks`."""
     slot, head = _keys(start, shape) % shape.PAGE, item.head // shape.PACKS
-    for plane in gl.static_range(2):
+    for plane in gl.static_range(shape.CHANNEL_SCALES, 2):
         memory = rooms.coming.index(2 * (nth % _AHEAD) + plane)
         of_tokens[plane].copy(memory, gl.expand_dims(blocks, 1), slot, head)
     async_copy.commit_group()
 
 
 @gluon.jit
+def _copy_channels(plane, row, start, c, item, rooms, shape):
+    """Begin to copy what channels of keys from `start` on have, the c-th tile; waited for as the scales behind them."""
+    room = rooms.channels.index(c % _UNITS)
+    for group in gl.static_range(shape.BLOCK_N // CHANNEL_KEYS):
+        key = start + group * CHANNEL_KEYS
+        block = gl.load(row + key // shape.PAGE, mask=(key >= 0) & (key < item.keys), other=-1)
+        plane.copy(room.slice(group * shape.D, shape.D), block, item.head // shape.PACKS)
+
+
+@gluon.jit
 def _copied(start, nth, item, rooms, shape):
     """What was copied, 0 where it is not live."""
     live = _live(_keys(start, shape), item, shape)
-    of_key = rooms.coming.index(2 * (nth % _AHEAD)).load(_each(shape.BLOCK_N))
     of_value = rooms.coming.index(2 * (nth % _AHEAD) + 1).load(_each(shape.BLOCK_N))
+    of_key = of_value
+    if not shape.CHANNEL_SCALES:
+        of_key = rooms.coming.index(2 * (nth % _AHEAD)).load(_each(shape.BLOCK_N))
     return gl.where(live, of_key, 0.0), gl.where(live, of_value, 0.0)
 
 
@@ -167,22 +210,30 @@ def produce_scales(table, s_table, ring, of_tokens, rooms, channels, shape):
         start = (high - 1) * shape.BLOCK_N
         for ahead in gl.static_range(_AHEAD):
             at = start - ahead * shape.BLOCK_N
+            if shape.CHANNEL_SCALES:
+                _copy_channels(of_tokens[0], row, at, c + ahead, item, rooms, shape)
             _copy_scales(of_tokens, _blocks_of(row, at, item, shape), at, ahead, item, rooms, shape)
         largest = low * 0 + _LEAST
         for back in range(0, high - low):
             blocks = _blocks_of(row, start - _AHEAD * shape.BLOCK_N, item, shape)
             async_copy.wait_group(_AHEAD - 1)
             of_key, of_value = _copied(start, back, item, rooms, shape)
-            key_unit, unit = _unit(of_key), _unit(of_value)
+            unit = _unit(of_value)
+            key_unit = unit * 0 if shape.CHANNEL_SCALES else _unit(of_key)
             largest = gl.maximum(largest, unit)
             unit = gl.maximum(unit, largest - _RANGE)
             units = rooms.units.index(c % _UNITS)
             ring.wait_empty(2 * c)
             units.slice(0, 1).store(gl.full([1], 1.0, gl.float32, ONE) * _power_of_two(key_unit))
             units.slice(1, 1).store(gl.full([1], 1.0, gl.float32, ONE) * unit.to(gl.float32))
-            _store_factors(of_key, key_unit, 2 * c, ring, rooms, shape)
+            if shape.CHANNEL_SCALES:
+                mbarrier.arrive(ring.barrier(2 * c), count=1)
+            else:
+                _store_factors(of_key, key_unit, 2 * c, ring, rooms, shape)
             ring.wait_empty(2 * c + 1)
             _store_factors(of_value, unit, 2 * c + 1, ring, rooms, shape)
+            if shape.CHANNEL_SCALES:
+                _copy_channels(of_tokens[0], row, start - _AHEAD * shape.BLOCK_N, c + _AHEAD, item, rooms, shape)
             _copy_scales(of_tokens, blocks, start - _AHEAD * shape.BLOCK_N, back, item, rooms, shape)
             start -= shape.BLOCK_N
             c += 1

@@ -33,12 +33,13 @@ class Shape:
     MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
     block of rows, HEADS of which are of its group, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed
     keys, LOAD keys of a tile that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be
-    parts. CODES: of an 8-bit cache, as `RowFormat.codes`, or None; TOKEN_SCALES: they are int8, whose scales go into
-    what they become. SPLIT_Q: queries become two of as many bits as keys, which are multiplied as they are stored;
-    CONVERT_KEYS: keys become float16 as values do, codes of both are staged in one ring, PER_TILE times a tile, and a
-    tile's products and softmax follow each other. V_CODES: of values, whose rotation outputs lose in the end where they
-    are of 4 bits. TILE_SCALES: a tile's logits have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16,
-    as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor. EARLIER: rows see blocks of so
+    parts. CODES: of a quantised cache, as `RowFormat.codes`, or None; TOKEN_SCALES: rows, those of values at least,
+    have scales, which go into what codes become; CHANNEL_SCALES: channels of keys in a block have steps. SPLIT_Q:
+    queries become two of as many bits as keys, which are multiplied as they are stored; CONVERT_KEYS: keys become
+    float16 as values do, codes of both are staged in one ring, PER_TILE times a tile, and a tile's products and softmax
+    follow each other. V_CODES: of values, whose rotation outputs lose in the end where they are of 4 bits. TILE_SCALES:
+    a tile's logits have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES:
+    converted queries, the logits of whose rows have a factor. EARLIER: rows see blocks of so
     many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
@@ -62,6 +63,7 @@ class Shape:
     CODES: gl.constexpr
     V_CODES: gl.constexpr
     TOKEN_SCALES: gl.constexpr
+    CHANNEL_SCALES: gl.constexpr
     SPLIT_Q: gl.constexpr
     CONVERT_KEYS: gl.constexpr
     PER_TILE: gl.constexpr
@@ -91,7 +93,9 @@ class Shape:
         self.WINDOW, self.SOFTCAP, self.DTYPE = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP), gl.constexpr(DTYPE)
         codes = CODES is not None
         self.V_CODES = gl.constexpr(V_CODES)
-        self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8")
+        channels = CODES == "int4_per_channel"
+        self.CODES, self.TOKEN_SCALES = gl.constexpr(CODES), gl.constexpr(CODES == "int8" or channels)
+        self.CHANNEL_SCALES = gl.constexpr(channels)
         self.TILE_SCALES, self.KEY_SCALES = gl.constexpr(TILE_SCALES), gl.constexpr(KEY_SCALES)
         self.SPLIT_Q, self.CONVERT_KEYS = gl.constexpr(codes and not CONVERT_KEYS), gl.constexpr(CONVERT_KEYS)
         self.PER_TILE = gl.constexpr(2 if CONVERT_KEYS else 1)
