@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -125,3 +126,25 @@ def test_a_query_that_is_not_finite_has_no_number_as_output(name: str, launches:
     lost = torch.zeros(tokens, 8, dtype=torch.bool, device=DEVICE)
     lost[40, 3] = lost[60, 5] = True
     assert launches and torch.equal(out.isnan().all(-1), lost) and torch.equal(out.isnan().any(-1), lost)
+
+
+@pytest.mark.parametrize("stored", ["int4", "int4:first=40", "int8:window=64", "k8v4:window=64"])
+def test_the_same_bits_in_every_chunking(stored: str, launches: list[Any]) -> None:
+    """Where that is asked for, decodes included; of each chunk the last blocks are read as they came."""
+    tokens, size = 700, 32
+    torch.manual_seed(0)
+    rows = [torch.randn(tokens, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2)]
+    kinds: dict[str, Any] = {"dtype": torch.bfloat16, "kv_cache_dtype": stored}
+    layer = Attention(8, 128, 2, block_size=size, backend="TRITON", deterministic=True, **kinds)
+    tables = [torch.randperm(-(-tokens // size), dtype=torch.int32, device=DEVICE)[None] for _ in range(2)]
+    found = []
+    for cuts in ((0, tokens), (0, 1, 40, 90, 400, tokens - 2, tokens - 1, tokens), (0, 333, 352, tokens)):
+        shape = (1, -(-tokens // size), size, 2, 128)
+        cache = PagedKVCache(*shape, device=DEVICE, recent_blocks=shape[1], **kinds).layer(0)
+        outputs = []
+        for first, last in pairwise(cuts):
+            lens, second = ([last - first], [last]), {"recent_table": tables[1], "block_size": size}
+            common = CommonAttentionMetadata.from_lengths(*lens, tables[0], **second)  # type: ignore[arg-type]
+            outputs.append(layer(*(x[first:last] for x in rows), cache, common))
+        found.append(torch.cat(outputs))
+    assert launches and all(torch.equal(one, found[0]) for one in found)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..gluon_device import bits
 from ..gluon_names import reinterpret
 from .scale_planes import CHANNEL_KEYS
-from .work_item import take, tiles_of
+from .work_item import has_four_bits, take, tiles_of
 
 
 # One copy of their code: a copy for each warp was slow to fetch, 18 cycles an instruction.
@@ -25,7 +25,7 @@ def converters(shape):
 def _rows_at_once(shape):
     """That a warp converts of a tile at a time. More where converting is what limits the kernel, and it has the
     registers: loads are waited for less often, and so are all warps, as the compiler has it between two stores."""
-    return 16 if shape.V_CODES == "rotated_int4" else 8
+    return 16 if has_four_bits(shape.V_CODES) else 8
 
 
 @gluon.constexpr_function
@@ -92,7 +92,7 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
-    elif CODES == "rotated_int4":
+    elif has_four_bits(CODES):
         pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [factors], gl.int32, True, 1)
         pairs, _ = gl.broadcast(gl.expand_dims(pairs, 1), words)
         types: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
@@ -107,7 +107,7 @@ def _elements(words, factors, CODES: gl.constexpr):
             True,
             1,
         )
-    EACH: gl.constexpr = 4 if CODES == "rotated_int4" else 2
+    EACH: gl.constexpr = 4 if has_four_bits(CODES) else 2
     return gl.join(low, high).reshape([words.shape[0], EACH * words.shape[1]])
 
 
@@ -176,7 +176,7 @@ def _convert_channels(n, c, staging, target, rooms, shape):
 def _convert(n, staging, target, rooms, begin, end, CODES: gl.constexpr, shape):
     """Codes [BLOCK_N, D] of the n-th use of the staging ring as elements, int8 times the factors of that use, which are
     0 of rows outside begin..end; others become 0 there: their weights are 0, but 0 * NaN would reach the output."""
-    COUNT: gl.constexpr = shape.D // (8 if CODES == "rotated_int4" else 4)
+    COUNT: gl.constexpr = shape.D // (8 if has_four_bits(CODES) else 4)
     EACH: gl.constexpr = _rows_at_once(shape)
     WORDS: gl.constexpr = word_layout(COUNT, converters(shape), EACH)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)

@@ -23,7 +23,7 @@ from .pipeline import Channels, make_ring
 from .plan import converts_keys, has_vectors
 from .producer import produce_items, produce_tiles
 from .scale_planes import ChannelPlane, ScalePlane, make_scale_rooms, produce_scales
-from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout
+from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout, has_four_bits
 
 
 @gluon.constexpr_function
@@ -113,7 +113,7 @@ def _prefill_kernel(
             (convert_codes, (staging, rooms, channels, shape)),
         ],
         [4, 1, 1, converters(shape)],
-        registers_of(CONVERT_KEYS, V_CODES == "rotated_int4"),
+        registers_of(CONVERT_KEYS, has_four_bits(V_CODES)),
     )
 
 

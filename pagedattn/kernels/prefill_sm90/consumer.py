@@ -11,7 +11,7 @@ from .queries import cast_queries, split_queries
 from .rotation import rotate_back
 from .split_kv import publish
 from .tile_steps import above_zero, begin_outputs, end_outputs, rescale, steps_in_order, steps_overlapped
-from .work_item import ROWS, last_seen, output_layout, take, tiles_of
+from .work_item import ROWS, has_four_bits, last_seen, output_layout, take, tiles_of
 
 
 @aggregate
@@ -177,7 +177,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 following = take(channels.items, n + 1, 4, shape)
                 acc = end_outputs(pv, shape)
             l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-            if shape.V_CODES == "rotated_int4":
+            if has_four_bits(shape.V_CODES):
                 acc = (rotate_back(acc[0], item.live - 1),)
             if shape.SPLIT_KV:
                 if item.parts > 1:

@@ -27,6 +27,12 @@ def output_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def has_four_bits(codes):
+    """Whether rows have codes of 4 bits, which stand for levels of rotated rows."""
+    return codes == "rotated_int4"
+
+
 @aggregate
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, or its first part's, MORE and
