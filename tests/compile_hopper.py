@@ -20,7 +20,14 @@ from uniform_registers import unwritten_reads
 from pagedattn import Mask
 from pagedattn.kernels.prefill_sm90 import codes_kernel, copy_kernel, parts_kernel
 from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, block_constants, constants_of
-from pagedattn.kernels.prefill_sm90.plan import FIELDS, SPLIT_FIELDS, converts_keys, head_parts, heads_per_tile
+from pagedattn.kernels.prefill_sm90.plan import (
+    FIELDS,
+    SPLIT_FIELDS,
+    by_eights,
+    converts_keys,
+    head_parts,
+    heads_per_tile,
+)
 from pagedattn.kernels.prefill_sm90.producer import FACTORS
 
 POINTERS = {  # and numbers that are no int32
@@ -69,7 +76,7 @@ def compile_one(
     (first, more), (_, more_v) = head_parts(dim), head_parts(dim_v)
     kernel = parts_kernel._prefill_kernel if more else KERNELS[stored]
     names = kernel.arg_names
-    pack = heads_per_tile(group, longest)
+    pack = heads_per_tile(group, longest, True)
     fixed = constants_of(dim, group, page, pack=pack, dim_v=dim_v, **flags)
     fixed |= {"MORE": more, "MORE_V": more_v, "DIM_V": dim_v} if more else {}
     constants = {**fixed, **({} if sinks else {"sinks": None})}
@@ -91,11 +98,12 @@ def compile_one(
     codes = None if stored == "copy" else stored
     most = fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)
     part = min(page, most) or most
+    rows = (1, 8) if by_eights(pack) else (64 // pack, pack)
     types = {
         **POINTERS,
         "out": f"*{out or kind}",
         "sinks": f"*{kind}",
-        "query": descriptor(kind, 64 // pack, pack, first),
+        "query": descriptor(kind, *rows, first),
     }
     types |= {
         "key": descriptor(
@@ -111,7 +119,7 @@ def compile_one(
     if more:
         types |= dict.fromkeys(("key", "value"), descriptor(kind, part, 1, 1, first))
         types |= {
-            "more_query": descriptor(kind, 64 // pack, pack, more),
+            "more_query": descriptor(kind, *rows, more),
             "more_key": descriptor(kind, part, 1, 1, more),
         }
         types |= {"more_value": descriptor(kind, part, 1, 1, more_v)} if more_v else {}
@@ -156,6 +164,7 @@ def main() -> None:
     of_keys: dict[str, Any] = {"factors": "key", **plain, **splits_kv}
     compile_one("copy-turboquant4-D128-G4-S16-parts", "bf16", 128, 4, 16, False, "copy", **of_keys)
     compile_one("copy-int4-D128-G4-S32-unrounded", "bf16", 128, 4, 32, False, "copy", out="fp32", **earlier)
+    compile_one("bf16-D128-G5-S16-parts", "bf16", 128, 5, 16, False, longest=150, **plain, **splits_kv)
     compile_one("bf16-D96-G4-S16-parts", "bf16", 96, 4, 16, False, **plain, **splits_kv)
     if "--grid" in sys.argv:
         compile_one("copy-int8-D128-G4-S16", "bf16", 128, 4, 16, False, "copy", factors="tile", **plain)

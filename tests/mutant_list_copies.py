@@ -258,6 +258,13 @@ FAULTS = (
         "test_hopper_calls.py read_as_vectors",
     ),
     Fault(
+        "heads as narrow as their codes",
+        "launch_grid",
+        "max(key.shape[3], query.shape[2])",
+        "key.shape[3]",
+        "test_hopper_launch.py heads_that_queries_have",
+    ),
+    Fault(
         "int8 of several warps' rows where they convert alone",
         "_fewest_prompt_rows",
         "sm90_decode.FEW_ROWS, sm90_decode.WARP_ROWS",

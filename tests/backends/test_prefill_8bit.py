@@ -135,7 +135,7 @@ def test_the_same_bits_in_every_chunking(stored: str, launches: list[Any]) -> No
     torch.manual_seed(0)
     rows = [torch.randn(tokens, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2)]
     kinds: dict[str, Any] = {"dtype": torch.bfloat16, "kv_cache_dtype": stored}
-    layer = Attention(8, 128, 2, block_size=size, backend="TRITON", deterministic=True, **kinds)
+    layer = Attention(8, 128, 2, block_size=size, backend="TRITON", deterministic=True, device=DEVICE, **kinds)
     tables = [torch.randperm(-(-tokens // size), dtype=torch.int32, device=DEVICE)[None] for _ in range(2)]
     found = []
     for cuts in ((0, tokens), (0, 1, 40, 90, 400, tokens - 2, tokens - 1, tokens), (0, 333, 352, tokens)):

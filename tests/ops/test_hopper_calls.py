@@ -287,14 +287,15 @@ def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("group", "longest", "pack"),
     [
-        *((7, 5, 8), (7, 96, 8), (7, 112, 1), (7, 4096, 1), (3, 64, 4), (3, 96, 1), (6, 32, 8), (6, 48, 2), (5, 64, 8)),
+        *((7, 5, 8), (7, 96, 8), (7, 112, 1), (7, 4096, 1), (3, 64, 4), (3, 96, 1), (6, 32, 8), (6, 48, 2), (5, 16, 8)),
+        *((5, 17, 5), (5, 64, 5), (5, 150, 5), (5, 256, 1), (3, 65, 3), (3, 160, 3), (3, 500, 1), (5, 0, 1)),
         *((8, 5, 8), (1, 5, 1), (48, 3, 64), (71, 3, 1), (96, 3, 32), (65, 1, 1)),
     ],
 )
-def test_few_tokens_share_a_tile_with_padding(group: int, longest: int, pack: int) -> None:
-    """Of groups that are no power of two, where that makes fewer tiles, which all read the keys."""
-    assert sm90.heads_per_tile(group, longest) == pack
-    params = listing(8, group, max_query_len=longest)
+def test_few_tokens_share_a_tile_with_all_heads_of_a_group(group: int, longest: int, pack: int) -> None:
+    """Padded, or of 3 and 5 eight tokens of a head at a time, where that makes fewer tiles, which all read the keys."""
+    assert sm90.heads_per_tile(group, longest, True) == pack
+    params = listing(8, group, max_query_len=longest, by_eights=True)
     assert (params.pack, params.heads) == (pack, 8 * -(-group // pack))
 
 

@@ -10,11 +10,13 @@ import torch
 pytest.importorskip("triton")
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill_sm90 import plan as sm90
-from pagedattn.kernels.prefill_sm90 import reduce_splits
+from pagedattn.kernels.prefill_sm90 import reduce_splits, tile_rows
 from pagedattn.kernels.prefill_sm90.plan import TileSchedulerParams, head_parts
 from pagedattn.kernels.prefill_sm90.tile_schedule import fill_tile_schedule
 from pagedattn.kernels.shape import BatchBounds
 from pagedattn.runtime.workspace import COUNTERS, new_workspace
+
+head_of, token_of = tile_rows.head_of.fn, tile_rows.token_of.fn
 
 
 def stored(outputs: torch.Tensor) -> torch.Tensor:
@@ -73,6 +75,7 @@ def filled(
     [
         ([20, 1, 70], [4000, 1000, 3000], (8, 2), 128, 1.0, torch.float16),
         ([5, 9], [9000, 0], (7, 1), 64, 2.5, torch.float16),  # a head of nobody in each tile
+        ([5, 40], [3000, 9000], (10, 2), 128, 1.0, torch.float16),  # eight tokens of a head at a time
         ([40], [2000], (4, 4), 80, 1.0, torch.float32),  # 64 and 16 columns
         ([17], [2000], (2, 1), 256, 1.0, torch.float16),
     ],
@@ -87,7 +90,8 @@ def test_sum_of_states(
     device: torch.device,
 ) -> None:
     group = heads[0] // heads[1]
-    params = TileSchedulerParams(heads[1], group, dim, (1, 0), 1 << 20, 132, max_query_len=max(query_lens))
+    longest = max(query_lens)
+    params = TileSchedulerParams(heads[1], group, dim, (1, 0), 1 << 20, 132, max_query_len=longest, by_eights=True)
     schedule, pack = filled(params, query_lens, seq_lens, device), params.pack
     entries = [entry for entry in schedule[2 : 2 + schedule[1, 0]].tolist() if entry[8] > 1 and entry[7] == 0]
     assert entries, "no block is split"
@@ -100,14 +104,18 @@ def test_sum_of_states(
         for head in range(params.heads):
             factor = 1 if inputs.v_scale is None else scale * inputs.v_scale[head // -(-group // pack)].item()
             for half in range(2):
-                rows = [row for row in range(64 * half, 64 * half + 64) if row // pack < tokens and row % pack < own]
+                rows = [
+                    row
+                    for row in range(64 * half, 64 * half + 64)
+                    if token_of(row, pack) < tokens and head_of(row, pack) < own
+                ]
                 if not rows:
                     continue
                 left, united, of_rows = drawn(parts, sum(head_parts(dim)), draw)
                 first = 2 * (origin * params.heads + head * parts) + half
                 states[first : first + 2 * parts : 2] = left.view(torch.int32).to(device)
                 for row in rows:
-                    at = token + row // pack, head * own + row % pack
+                    at = token + token_of(row, pack), head * own + head_of(row, pack)
                     out[at], lse[at] = united[row % 64, :dim] * factor, of_rows[row % 64]
     reduce_splits.launch(inputs, schedule, pack, workspace)
     rtol = 1e-5 if dtype == torch.float32 else 2e-3

@@ -23,7 +23,7 @@ from .pipeline import Channels, make_ring
 from .plan import converts_keys, has_vectors
 from .producer import produce_items, produce_tiles
 from .scale_planes import ChannelPlane, ScalePlane, make_scale_rooms, produce_scales
-from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout, has_four_bits
+from .work_item import CONSUMERS, ROWS, Items, Shape, code_layout, has_four_bits, query_room
 
 
 @gluon.constexpr_function
@@ -68,8 +68,8 @@ def _prefill_kernel(
     STAGED: gl.constexpr = STAGES + 1 if CONVERT_KEYS and D <= 128 else STAGES
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
         make_ring(K_DTYPE, [BLOCK_N, D], K_TILE, STAGES, CONSUMERS),
         make_ring(shape.V_DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),

@@ -7,11 +7,14 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import LN2, LOG2E
 from ..gluon_names import thread_barrier
+from . import tile_rows
 from .queries import cast_queries, split_queries
 from .rotation import rotate_back
 from .split_kv import publish
 from .tile_steps import above_zero, begin_outputs, end_outputs, rescale, steps_in_order, steps_overlapped
 from .work_item import ROWS, has_four_bits, last_seen, output_layout, take, tiles_of
+
+_head_of, _token_of = gluon.jit(tile_rows.head_of.fn), gluon.jit(tile_rows.token_of.fn)
 
 
 @aggregate
@@ -37,8 +40,8 @@ def _begin(item, w: gl.constexpr, sinks, shape):
     m_i = gl.full([ROWS], -float("inf"), gl.float32, S_ROWS)
     sink = gl.zeros([ROWS], gl.float32, S_ROWS)
     if sinks is not None:
-        exists = row % shape.PACK < shape.HEADS
-        logit = gl.load(sinks + item.head * shape.HEADS + row % shape.PACK, mask=exists, other=0.0).to(gl.float32)
+        head = _head_of(row, shape.PACK)
+        logit = gl.load(sinks + item.head * shape.HEADS + head, mask=head < shape.HEADS, other=0.0).to(gl.float32)
         # Rounded here. Fused into a subtraction behind it, it would be so in an item's first tile alone, and a row's
         # bits would depend on whether that is the first one that it sees.
         factor = gl.full_like(logit, LOG2E)
@@ -46,15 +49,15 @@ def _begin(item, w: gl.constexpr, sinks, shape):
         if shape.SPLIT_KV:
             m_i = gl.where(item.nth == 0, m_i, -float("inf"))
         sink = gl.where(m_i == -float("inf"), 0.0, 1.0)
-    return last_seen(item.first + row // shape.PACK, shape), m_i, sink
+    return last_seen(item.first + _token_of(row, shape.PACK), shape), m_i, sink
 
 
 @gluon.jit
 def _exists(row, item, shape):
     """Whether rows of an item are of its tokens, and of heads of its group."""
-    exists = row // shape.PACK < item.tokens
+    exists = _token_of(row, shape.PACK) < item.tokens
     if shape.HEADS < shape.PACK:
-        exists = exists & (row % shape.PACK < shape.HEADS)
+        exists = exists & (_head_of(row, shape.PACK) < shape.HEADS)
     return exists
 
 
@@ -63,7 +66,8 @@ def _finish(acc, m_i, l_i, item, w: gl.constexpr, rooms, of_values, output, lse_
     """Store an item's rows; those past its tokens are other sequences'. rooms: the parts of its queries' tile."""
     if lse_out is not None:
         row = w * ROWS + gl.arange(0, ROWS, m_i.type.layout)
-        place = (item.token + row // shape.PACK).to(gl.int64) * output.sl_t + item.head * shape.HEADS + row % shape.PACK
+        token, head = _token_of(row, shape.PACK), _head_of(row, shape.PACK)
+        place = (item.token + token).to(gl.int64) * output.sl_t + item.head * shape.HEADS + head
         lse = gl.where(l_i == 0, -float("inf"), (m_i + gl.log2(l_i)) * LN2)
         gl.store(lse_out + place, lse, mask=_exists(row, item, shape))
     v_scale, s_vscale, factor = of_values
@@ -91,8 +95,8 @@ def _store(rows, begin: gl.constexpr, item, w: gl.constexpr, room, output, shape
         WIDE: gl.constexpr = rows.type.layout
         result = rows
     row = w * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    at = (item.head * shape.HEADS + row % shape.PACK).to(gl.int64)
-    place = (item.token + row // shape.PACK).to(gl.int64) * output.so_t + at * output.so_h
+    at = (item.head * shape.HEADS + _head_of(row, shape.PACK)).to(gl.int64)
+    place = (item.token + _token_of(row, shape.PACK)).to(gl.int64) * output.so_t + at * output.so_h
     dim = begin + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
     keep = gl.expand_dims(_exists(row, item, shape), 1)
     if begin + WIDTH > shape.DIM_V:
@@ -125,7 +129,7 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
     item = take(channels.items, n, 4, shape)
     while item.live > 0:
         queries.wait_full(n)
-        if (w == 1) & (item.tokens <= ROWS // shape.PACK):
+        if (w == 1) & (item.tokens <= _token_of(ROWS, shape.PACK)):
             c = _skip(item, c, channels, shape)
             queries.release(n)
             n += 1

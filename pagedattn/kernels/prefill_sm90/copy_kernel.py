@@ -18,7 +18,7 @@ from .consumer import Output, consume
 from .kernel import block_constants, cache_rows, copied_slots, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import FACTORS, produce_items, produce_tiles, produce_values
-from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
+from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape, query_room
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
@@ -50,8 +50,8 @@ def _prefill_kernel(
         mbarrier.init(tail.index(i), count=1)
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
         make_ring(key.dtype, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS + KEY_SCALES),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),

@@ -25,9 +25,9 @@ from ..gluon_device import LOG2E, tile_layout
 from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
-from .plan import FIELDS, head_parts, heads_together, in_blocks, keys_per_tile
+from .plan import FIELDS, by_eights, head_parts, heads_together, in_blocks, keys_per_tile
 from .producer import produce_items, produce_tiles, produce_values
-from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
+from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape, query_room
 
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _QUERY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -52,8 +52,8 @@ def _prefill_kernel(
         mbarrier.init(tail.index(i), count=1)
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
@@ -165,8 +165,11 @@ def copied_slots(constants: dict[str, Any]) -> int:
 
 
 def query_rows(query: torch.Tensor, pack: int, width: int = 0) -> TensorDescriptor:
-    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and `width` elements, 0 is all."""
+    """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and `width` elements, 0 is all, or, as
+    [Hq, T, D], of eight rows (`tile_rows`)."""
     block = [64 // pack, pack, width or query.shape[2]]
+    if by_eights(pack):
+        query, block = query.transpose(0, 1), [1, 8, block[2]]
     layout = tile_layout(block) if width else _QUERY
     return TensorDescriptor(query, list(query.shape), list(query.stride()), block, layout)
 

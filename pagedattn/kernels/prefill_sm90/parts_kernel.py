@@ -17,7 +17,7 @@ from .kernel import copied_slots, launch_grid, query_rows, rows_of
 from .pipeline import Channels, make_ring
 from .plan import head_parts, in_blocks
 from .producer import produce_items, produce_tiles, produce_values
-from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape
+from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape, query_room
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
@@ -42,8 +42,8 @@ def _prefill_kernel(
         mbarrier.init(tail.index(i), count=1)
     channels = Channels(
         make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1, 1, [ROWS // PACK, PACK, MORE]),
-        make_ring(DTYPE, [ROWS // PACK, PACK, D], QUERY, Q_STAGES, 1, 1, [ROWS // PACK, PACK, MORE]),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1, 1, query_room(PACK, MORE)),
+        make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1, 1, query_room(PACK, MORE)),
         make_ring(DTYPE, TILE, tile_layout(TILE), STAGES, CONSUMERS, LOADERS, [BLOCK_N, 1, 1, MORE]),
         make_ring(DTYPE, TILE, tile_layout(TILE), STAGES, CONSUMERS, LOADERS, OF_VALUE),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),

@@ -27,6 +27,9 @@ _SCALE_BYTES = 8  # of the int8 key and value of a token and head
 _CHANNEL_KEYS = 32  # `scale_planes.CHANNEL_KEYS`
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
+_BY_EIGHTS = (3, 5)  # heads of a group of which 16 copies of eight rows have more tokens than 128 padded rows
+_FEWEST_KEYS_BY_EIGHTS = 1024  # of fewer, so many copies of queries take longer than padding
+_LARGEST_NOT_BY_EIGHTS = 64  # heads whose tiles take half of the time
 _MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
 # Of fewer keys than MIN_SPLIT_KEYS, tiles less for an SM, for splits to be added up in less time.
 _FEWEST_TILES_LESS = 3.5
@@ -46,11 +49,12 @@ class TileSchedulerParams(NamedTuple):
     head_dim_v: int = 0  # 0: head_dim
     deterministic: bool = False
     max_query_len: int = 0  # of the sequences it is for, as `heads_per_tile` takes it
+    by_eights: bool = False  # whether eight tokens of a head may follow each other, as it takes it
 
     @property
     def pack(self) -> int:
         """Query heads of a tile."""
-        return heads_per_tile(self.group, self.max_query_len)
+        return heads_per_tile(self.group, self.max_query_len, self.by_eights)
 
     @property
     def heads(self) -> int:
@@ -71,31 +75,41 @@ class TileSchedulerParams(NamedTuple):
 def params_of(shape: AttentionShape, bounds: BatchBounds, num_sms: int) -> TileSchedulerParams:
     """Of the calls of a plan."""
     heads, longest = (shape.num_kv_heads, shape.group, shape.head_dim), bounds.max_query_len
-    rest = (bounds.max_keys, num_sms, shape.head_dim_v, shape.deterministic, longest)
+    keys = Mask.of(shape.mask).max_visible_keys(longest, bounds.prompt_keys)
+    by_eights = keys >= _FEWEST_KEYS_BY_EIGHTS and shape.head_dim > _LARGEST_NOT_BY_EIGHTS
+    rest = (bounds.max_keys, num_sms, shape.head_dim_v, shape.deterministic, longest, by_eights)
     return TileSchedulerParams(*heads, shape.mask, *rest)
 
 
 @lru_cache(maxsize=1024)
-def heads_per_tile(group: int, max_query_len: int = 0) -> int:
+def heads_per_tile(group: int, max_query_len: int = 0, by_eights: bool = False) -> int:
     """Query heads of a group in one tile: a power of two that divides it, _MOST_HEADS at most, or, where that makes
-    fewer tiles of sequences of at most so many new tokens (0: any number), the next one above it: then every tile has
-    all heads of a group, and padding, and keys are read once."""
+    fewer tiles of sequences of at most so many new tokens (0: any number), the next one above it, or, by_eights, the
+    group itself (`tile_rows`): then every tile has all heads of a group, and keys are read once."""
     divides, above = min(group & -group, _MOST_HEADS), 1 << (group - 1).bit_length()
+    whole = by_eights and group in _BY_EIGHTS
+    packs = (divides, *((above,) if above <= _MOST_HEADS else ()), *((group,) if whole else ()))
+    return min(packs, key=lambda pack: -(-group // pack) * -(-max_query_len // tokens_per_tile(pack)))
 
-    def tiles(pack: int) -> int:
-        return -(-group // pack) * -(-max_query_len * pack // TILE_ROWS)
 
-    return above if above <= _MOST_HEADS and tiles(above) < tiles(divides) else divides
+def by_eights(pack: int) -> bool:
+    """Whether eight tokens of a head follow each other in a tile of so many heads (`tile_rows`)."""
+    return pack & (pack - 1) != 0
+
+
+def whole_tokens(rows: int, pack: int) -> int:
+    """Tokens of which a tile's first rows have all heads: as many as come before that of the next row."""
+    return rows // 8 // pack * 8 if by_eights(pack) else rows // pack
 
 
 def tokens_per_tile(pack: int) -> int:
     """Query tokens of a tile of so many heads."""
-    return TILE_ROWS // pack
+    return whole_tokens(TILE_ROWS, pack)
 
 
 def halves_per_tile(pack: int, max_query_len: int) -> int:
     """Of 64 rows each, that tiles of sequences of at most so many new tokens (0: any number) may have rows in."""
-    return 1 if 0 < max_query_len * pack <= TILE_ROWS // 2 else 2
+    return 1 if 0 < max_query_len <= whole_tokens(TILE_ROWS // 2, pack) else 2
 
 
 def keys_per_tile(head_dim: int, head_dim_v: int = 0) -> int:

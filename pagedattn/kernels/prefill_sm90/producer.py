@@ -6,8 +6,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..gluon_names import reinterpret, tma_load
-from .work_item import ROWS, code_layout, hand_out, take, tiles_of
+from . import tile_rows
+from .work_item import ROWS, by_eights, code_layout, hand_out, take, tiles_of
 
+_head_of, _token_of = gluon.jit(tile_rows.head_of.fn), gluon.jit(tile_rows.token_of.fn)
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3))  # of a tile's keys
 
 
@@ -78,20 +80,31 @@ def _zero_rows(w: gl.constexpr, tile, begin, end, shape):
 
 
 @gluon.jit
-def _load_rows(descs, token, head, ring, n, shape):
+def _load_rows(w: gl.constexpr, descs, item, ring, n, shape):
     """Query rows of one consumer, in parts."""
     ring.wait_empty(n)
     mbarrier.expect(ring.barrier(n), ROWS * (shape.D + shape.MORE) * 2)
-    tma_load(descs[0], [token, head, 0], ring.barrier(n), ring.tile(n))
-    if shape.MORE > 0:
-        tma_load(descs[1], [token, head, shape.D], ring.barrier(n), ring.more[0].index(n % ring.STAGES))
+    head = item.head * shape.HEADS
+    if by_eights(shape.PACK):
+        for i in gl.static_range(ROWS // 8):
+            own = head + _head_of(w * ROWS + 8 * i, shape.PACK)
+            token = item.token + _token_of(w * ROWS + 8 * i, shape.PACK)
+            tma_load(descs[0], [own, token, 0], ring.barrier(n), ring.tile(n).slice(8 * i, 8, 1))
+            if shape.MORE > 0:
+                rest = ring.more[0].index(n % ring.STAGES).slice(8 * i, 8, 1)
+                tma_load(descs[1], [own, token, shape.D], ring.barrier(n), rest)
+    else:
+        token = item.token + _token_of(w * ROWS, shape.PACK)
+        tma_load(descs[0], [token, head, 0], ring.barrier(n), ring.tile(n))
+        if shape.MORE > 0:
+            tma_load(descs[1], [token, head, shape.D], ring.barrier(n), ring.more[0].index(n % ring.STAGES))
 
 
 @gluon.jit
 def _load_queries(descs, item, n, channels, shape):
     """The rows of an item's two halves."""
-    _load_rows(descs, item.token, item.head * shape.HEADS, channels.q0, n, shape)
-    _load_rows(descs, item.token + ROWS // shape.PACK, item.head * shape.HEADS, channels.q1, n, shape)
+    _load_rows(0, descs, item, channels.q0, n, shape)
+    _load_rows(1, descs, item, channels.q1, n, shape)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from ...runtime.workspace import COUNTERS as _COUNTERS
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..softmax import LN2
 from .plan import SPLIT_FIELDS, halves_per_tile, head_parts
+from .tile_rows import head_of, token_of
 
 COUNTERS = tl.constexpr(_COUNTERS)
 _COLUMNS = 64  # of a work unit
@@ -89,18 +90,18 @@ def _reduce_splits_kernel(
         begin = eight % 4 * 16 + eight // 4 * 8
         row = begin + thread // 2 % 8
         packed = half * 64 + row
-        exists = (packed // PACK < tokens) & (packed % PACK < HEADS)
+        exists = (token_of(packed, PACK) < tokens) & (head_of(packed, PACK) < HEADS)
         # Maxima and sums of 64 rows, then 8 outputs of all rows, and the next 8.
         chunk = tl.minimum(section * 8 + thread // 16, WIDTH // 8 - 1)
         at = 128 + chunk * 512 + eight * 64 + thread % 16 * 4
         # None of rows that are nobody's: nothing was left for them.
-        parts = tl.where((half * 64 + begin) // PACK < tokens, parts, 0)
+        parts = tl.where(token_of(half * 64 + begin, PACK) < tokens, parts, 0)
         if parts <= FEW:
             m_i, l_i, acc = _sum_states(state, row, at, parts, 2 * SIZE, FEW)
         else:
             m_i, l_i, acc = _sum_states(state, row, at, parts, 2 * SIZE, MANY)
-        at_token = (token + packed // PACK).to(tl.int64)
-        at_head = head * HEADS + packed % PACK
+        at_token = (token + token_of(packed, PACK)).to(tl.int64)
+        at_head = head * HEADS + head_of(packed, PACK)
         if lse_out is not None:
             lse = tl.where(l_i == 0, -float("inf"), (m_i + tl.log2(l_i)) * LN2)
             tl.store(

@@ -8,6 +8,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_names import thread_barrier
 from .plan import SPLIT_FIELDS as _PART_FIELDS
+from .plan import by_eights as _by_eights
 
 SPLIT_FIELDS = gl.constexpr(_PART_FIELDS)
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
@@ -27,6 +28,15 @@ def output_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+by_eights = gluon.constexpr_function(_by_eights)
+
+
+@gluon.constexpr_function
+def query_room(pack, width):
+    """The shape of a consumer's queries in shared memory, as their descriptor's copies fill it."""
+    return [1, ROWS.value, width] if by_eights(pack) else [ROWS.value // pack, pack, width]
+
+
 @gluon.constexpr_function
 def has_four_bits(codes):
     """Whether rows have codes of 4 bits, which stand for levels of rotated rows."""
@@ -37,16 +47,16 @@ def has_four_bits(codes):
 class Shape:
     """What is fixed when a kernel is compiled: BLOCK_N keys a tile, D a head's width, or its first part's, MORE and
     MORE_V those of a second part of keys and of values, or 0, DIM_V the elements of a value, PACK query heads a
-    block of rows, HEADS of which are of its group, PACKS such blocks per KV head, PAGE slots a cache block, 0 of packed
-    keys, LOAD keys of a tile that one warp loads, COPY of them at a time, FIELDS a listed item's, by which items may be
-    parts. CODES: of a quantised cache, as `RowFormat.codes`, or None; TOKEN_SCALES: rows, those of values at least,
-    have scales, which go into what codes become; CHANNEL_SCALES: channels of keys in a block have steps. SPLIT_Q:
-    queries become two of as many bits as keys, which are multiplied as they are stored; CONVERT_KEYS: keys become
-    float16 as values do, codes of both are staged in one ring, PER_TILE times a tile, and a tile's products and softmax
-    follow each other. V_CODES: of values, whose rotation outputs lose in the end where they are of 4 bits. TILE_SCALES:
-    a tile's logits have a factor, KEY_SCALES: each key's; CAST_Q: queries become float16, as keys are. ROW_SCALES:
-    converted queries, the logits of whose rows have a factor. EARLIER: rows see blocks of so
-    many keys before their own and RECENT others, from key FIRST on; 0: all before."""
+    block of rows (`tile_rows`), HEADS of which are of its group, PACKS such blocks per KV head, PAGE slots a cache
+    block, 0 of packed keys, LOAD keys of a tile that one warp loads, COPY of them at a time, FIELDS a listed
+    item's, by which items may be parts. CODES: of a quantised cache, as `RowFormat.codes`, or None; TOKEN_SCALES:
+    rows, those of values at least, have scales, which go into what codes become; CHANNEL_SCALES: channels of keys
+    in a block have steps. SPLIT_Q: queries become two of as many bits as keys, which are multiplied as they are
+    stored; CONVERT_KEYS: keys become float16 as values do, codes of both are staged in one ring, PER_TILE times a
+    tile, and a tile's products and softmax follow each other. V_CODES: of values, whose rotation outputs lose in
+    the end where they are of 4 bits. TILE_SCALES: a tile's logits have a factor, KEY_SCALES: each key's; CAST_Q:
+    queries become float16, as keys are. ROW_SCALES: converted queries, the logits of whose rows have a factor.
+    EARLIER: rows see blocks of so many keys before their own and RECENT others, from key FIRST on; 0: all before."""
 
     BLOCK_N: gl.constexpr
     D: gl.constexpr
