@@ -312,7 +312,7 @@ FAULTS = (
           "test_launch.py few_keys"),
     Fault("outputs of each part rounded", "recent:_add_up", "if out.dtype != lse.dtype and", "if False and",
           "test_recent_cache.py rounded_once"),
-    Fault("sums of any size in float32", "recent:_add_up", " and out.numel() * lse.itemsize <= _MOST_BYTES", "",
+    Fault("sums of any size in float32", "recent:_add_up", "out.numel() * lse.itemsize <= _MOST_BYTES", "True",
           "test_recent_cache.py rounded_once"),
     Fault("open blocks overwrite full ones", "recent:_add_up",
           "last.accumulate(own._replace(out=out, lse=lse), own_step, prior)",

@@ -85,6 +85,18 @@ def test_chunks_give_the_same_bits_where_that_is_asked_for(stored: str) -> None:
     assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
+def test_the_same_bits_of_steps_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sums of 16 bits there is always room, where their rounding would depend on the step."""
+    monkeypatch.setattr(recent, "_MOST_BYTES", 4 * QUERY[:40].numel())
+    rows, found = (QUERY.half(), KEY.half(), VALUE.half()), []
+    for chunk in (40, LENGTH):
+        sequence, out = Sequences("TRITON", dtype=torch.float16, deterministic=True).new(), []
+        while sequence.length < LENGTH:
+            out.append(sequence.append(min(chunk, LENGTH - sequence.length), rows))
+        found.append(torch.cat(out))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sliding_window_reaches_over_both_caches(backend: str, stored: str) -> None:

@@ -32,7 +32,9 @@ from .base import (
     copy_into_captured,
 )
 
-_MOST_BYTES = 64 << 20  # of sums in float32; those of longer steps are rounded between the calls, as outputs are
+# Of sums in float32; those of longer steps are rounded between the calls, as outputs are, unless a token's bits would
+# depend on its step.
+_MOST_BYTES = 64 << 20
 _REMEDY = "build the cache by PagedKVCache(..., recent_blocks=) and pass cache.layer(i)"
 
 
@@ -214,11 +216,11 @@ def _add_up(parts: Sequence[_Part], call: AttentionCall, dim: int) -> torch.Tens
     out, lse = call.output(dim), call.lse
     if lse is None:
         lse = call.query.new_empty(call.query.shape[:2], dtype=lse_dtype(call.query.dtype))
+    (impl, first, step), *others, (last, own, own_step) = parts
     prior = None
-    if out.dtype != lse.dtype and out.numel() * lse.itemsize <= _MOST_BYTES:
+    if out.dtype != lse.dtype and (impl.spec.deterministic or out.numel() * lse.itemsize <= _MOST_BYTES):
         prior = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
     sums = out if prior is None else prior
-    (impl, first, step), *others, (last, own, own_step) = parts
     impl.forward(first._replace(out=sums, lse=lse), step)
     for impl, other, step in others:
         impl.accumulate(other._replace(out=sums, lse=lse), step)
