@@ -265,6 +265,27 @@ FAULTS = (
         "test_hopper_launch.py heads_that_queries_have",
     ),
     Fault(
+        "sums whose rounding depends on the step where bits must not",
+        "recent:_add_up",
+        "impl.spec.deterministic or ",
+        "",
+        "test_recent_cache.py same_bits_of_steps",
+    ),
+    Fault(
+        "tiles by eights whatever the keys",
+        "params_of",
+        "bounds.max_seq_len >= _FEWEST_KEYS_BY_EIGHTS and ",
+        "",
+        "test_tile_rows.py keys_are_many",
+    ),
+    Fault(
+        "channels' steps at any address",
+        "why_not_tensors",
+        "channels is None or is_aligned(channels)",
+        "True",
+        "test_hopper_codes.py begin_at_16_bytes",
+    ),
+    Fault(
         "int8 of several warps' rows where they convert alone",
         "_fewest_prompt_rows",
         "sm90_decode.FEW_ROWS, sm90_decode.WARP_ROWS",

@@ -354,7 +354,7 @@ def _shared_prefix(
 def _prefix_bounds(bounds: BatchBounds, length: int) -> BatchBounds:
     """Of the launch over a shared prefix: all rows are those of one sequence."""
     rows = bounds.max_query_len * bounds.num_seqs
-    return bounds._replace(num_seqs=1, num_decodes=0, max_query_len=rows, max_seq_len=length)
+    return bounds._replace(num_seqs=1, num_decodes=0, max_query_len=rows, max_seq_len=length, max_prompt_keys=0)
 
 
 def _launch(

@@ -57,6 +57,36 @@ def test_parts_of_few_query_blocks(kind: str) -> None:
         check(get_backend("TRITON"), make_problem(case, DEVICE), f"{kind}, {case.id}")
 
 
+BY_EIGHTS: dict[str, dict[str, Any]] = {
+    "groups of 5": {"heads": (10, 2)},
+    "groups of 3, fp16, sinks, HND": {"heads": (6, 2), "dtype": torch.float16, "sinks": 0.5, "layout": "HND"},
+    "groups of 5, D256, one KV head": {"heads": (5, 1), "head_dim": 256},
+    "groups of 3, D80": {"heads": (6, 2), "head_dim": 80},
+    "groups of 5, window of 300, released": {"heads": (10, 2), "sliding_window": 300, "poison_behind": True},
+    "groups of 3, packed": {"heads": (6, 2), "paged": False},
+    "groups of 5, int8": {"heads": (10, 2), "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("kind", BY_EIGHTS)
+def test_tiles_of_eight_tokens_of_a_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several sequences: last tiles of one half and of two, decodes, and over a copy of int8 in the last step."""
+    packs, launch = [], attention_op._launch_sm90
+    monkeypatch.setattr(attention_op, "_launch_sm90", lambda *given: packs.append(given[1]) or launch(*given))
+    case = case_of_kind("plain").but(**BY_EIGHTS[kind])
+    group = case.heads[0] // case.heads[1]
+    for queries, keys in (
+        ((150, 1, 5, 33), (4000, 2500, 1100, 1200)),
+        ((65, 20), (1500, 90)),
+        ((70, 0, 48, 41), (3000, 7, 48, 2000)),
+        ((200, 1), (4000, 600)),
+    ):
+        packs.clear()
+        one = case.but(query_lens=queries, seq_lens=keys, padding_rows=5, fused_qkv=case.paged)
+        check(get_backend("TRITON"), make_problem(one, DEVICE), f"{kind}, {one.id}")
+        assert group in packs, f"{kind}, {queries}: tiles of {packs} heads"
+
+
 @pytest.mark.parametrize("heads", [(24, 24), (192, 32), (17, 17), (48, 48)])
 def test_more_heads_than_go_over_a_list_together(heads: tuple[int, int]) -> None:
     for queries, keys in (((2000, 1500, 5), (2100, 1500, 900)), ((300,), (300,))):

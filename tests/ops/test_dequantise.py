@@ -15,6 +15,7 @@ from pagedattn.formats.registry import stored_as
 from pagedattn.kernels.dequantise import kernel
 from pagedattn.kernels.dequantise.plan import MOST_BYTES, copy_turns
 from pagedattn.kernels.inputs import AttentionInputs
+from pagedattn.kernels.shape import INT4 as INT4_CODES
 from pagedattn.kernels.shape import K8V4, AttentionShape, BatchBounds
 from pagedattn.ops.attention_plan import plan_attention
 from pagedattn.ops.launch_plan import LaunchPlan
@@ -193,7 +194,7 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     assert pays(SHAPE, 224) and not pays(SHAPE, 223)
     fp8 = SHAPE._replace(stored_dtype=torch.float8_e4m3fn, codes=("e4m3", "e4m3"))
     assert pays(fp8, 256) and not pays(fp8, 255)
-    for other in K8V4, ("int4_per_channel", "rotated_int4"):
+    for other in K8V4, INT4_CODES:
         few = SHAPE._replace(codes=other)
         assert pays(few, 16, True) and not pays(few, 15, True), "no other kernel for Hopper reads these prompts"
     for shape in (SHAPE, fp8, SHAPE._replace(head_dim=80, head_dim_v=80)):
@@ -202,6 +203,8 @@ def test_it_pays_where_many_queries_see_most_keys() -> None:
     assert pays(padded, 16, True) and not pays(padded, 15, True)
     k8v4 = SHAPE._replace(codes=K8V4)
     assert pays(k8v4, 224) and not pays(k8v4, 223)
+    int4 = SHAPE._replace(codes=INT4_CODES)
+    assert pays(int4, 160) and not pays(int4, 159)
     rotated = SHAPE._replace(stored_dtype=torch.uint8, codes=("turboquant4", "turboquant3"), group=1)
     assert pays(rotated, 17), "a few rows are a few times slower by a kernel that reads them"
     window = SHAPE._replace(mask=Mask(causal=True, sliding_window=1000).constants)

@@ -192,7 +192,7 @@ def test_a_deterministic_call_is_served_but_over_no_copy() -> None:
     assert sm90.why_not_copied(shape._replace(deterministic=False), "") == ""
 
 
-def test_earlier_blocks_are_served_over_a_copy_alone() -> None:
+def test_earlier_blocks_are_served_over_a_copy_but_not_over_16_bit() -> None:
     def copied(mask: Mask) -> str:
         return sm90.why_not_copied(shape._replace(mask=mask.constants), "")
 

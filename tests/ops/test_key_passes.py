@@ -14,7 +14,7 @@ from pagedattn.kernels import hopper
 from pagedattn.kernels.dequantise import plan as dequantise
 from pagedattn.kernels.inputs import AttentionInputs
 from pagedattn.kernels.prefill_sm90.plan import params_of
-from pagedattn.kernels.shape import K8V4, AttentionShape, BatchBounds, bounds_of, shape_of
+from pagedattn.kernels.shape import INT4, K8V4, AttentionShape, BatchBounds, bounds_of, shape_of
 from pagedattn.ops.attention_plan import plan_attention, plan_passes
 from pagedattn.ops.launch_plan import KernelLaunch, LaunchPlan, Span
 from pagedattn.ops.paged_attention import execute
@@ -61,11 +61,15 @@ def test_a_pass_over_tensors_that_the_hopper_kernel_cannot_read_is_copied(monkey
     assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
 
 
-def test_long_prompts_go_in_passes_where_those_are_faster_than_converting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codes", [K8V4, INT4])
+def test_long_prompts_go_in_passes_where_those_are_faster_than_converting(
+    codes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hopper, "why_not_here", lambda _device: "")
-    shape = SHAPE._replace(stored_dtype=torch.int8, codes=K8V4)
+    shape = SHAPE._replace(stored_dtype=torch.int8, codes=codes)
     plan = plan_attention(shape, LONG, CPU)
     assert plan.passes and all(one.plan.copy_turns for one in plan.passes)
+    assert not plan_attention(shape, LONG._replace(max_query_len=100), CPU).passes, "of few rows"
     assert not plan_attention(shape._replace(codes=("int8", "int8")), LONG, CPU).passes
 
 

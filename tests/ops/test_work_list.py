@@ -44,7 +44,7 @@ def test_every_block_once_and_in_order(seed: int, device: torch.device) -> None:
     draw = random.Random(seed)
     query_lens = [draw.choice(LENS) for _ in range(draw.choice((1, 2, 40, 150)))]
     seq_lens = [n + draw.choice((0, 0, 7, 500)) for n in query_lens]
-    block_q = draw.choice((2, 32, 128))
+    block_q = draw.choice((2, 24, 32, 40, 128))
     assert listed(query_lens, seq_lens, block_q, device) == expected(query_lens, seq_lens, block_q)
 
 

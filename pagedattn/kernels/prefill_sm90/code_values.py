@@ -1,4 +1,4 @@
-"""Gluon: the warps that convert codes of 8 bits, and values of 4, for prefill on Hopper; others have loaded them.
+"""Gluon: the warps that convert codes of 8 and 4 bits for prefill on Hopper; others have loaded them.
 
 They become float16, which has every code and probabilities. Keys that queries are split for need no conversion
 (`queries`).

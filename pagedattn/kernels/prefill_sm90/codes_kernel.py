@@ -1,5 +1,5 @@
-"""Gluon: prefill on Hopper over a paged cache of 8 bits, or k8v4: the warps of `kernel`, but for those that bring what
-is converted."""
+"""Gluon: prefill on Hopper over a paged cache of 8 bits, k8v4 or int4: the warps of `kernel`, but for those that bring
+what is converted."""
 
 from __future__ import annotations
 

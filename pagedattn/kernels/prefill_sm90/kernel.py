@@ -1,6 +1,6 @@
 """Gluon: prefill over a paged cache on Hopper, warp-specialised: four warps load by TMA, two warpgroups compute.
 
-Legend: a work item is 128 / PACK query tokens x PACK query heads of one KV head, as 2 x 64 packed rows; a warpgroup
+Legend: a work item is some query tokens x PACK query heads of one KV head (`tile_rows`), as 2 x 64 rows; a warpgroup
 ("consumer") owns 64 of them. Tiles of BLOCK_N keys are visited from the last to the first, so that the masked ones
 come first. The tile schedule of a step is filled once by `tile_scheduler`, and a counter hands its items out to as many
 programs as there are SMs. Where that leaves SMs idle, `split_kv_scheduler` splits the items' keys; what `split_kv`

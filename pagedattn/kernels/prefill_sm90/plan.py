@@ -18,8 +18,9 @@ FP8 = ("e4m3", "e5m2")
 FOUR_BIT_DIM = 128  # heads whose values of 4 bits it reads
 HEAD_DIMS = range(64, 257, 8)
 WHOLE_HEAD_DIMS = (64, 128, 256)  # that are read in one part
-MASKS = ("sliding_window",)  # what its own masking serves beyond causality, and
-COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")  # over a copy, blocks not beside a window
+MASKS = ("sliding_window",)  # what its own masking serves beyond causality
+# Over a copy, and codes with scales: blocks not beside a window.
+COPY_MASKS = (*MASKS, "earlier_blocks", "recent_blocks", "from_block")
 TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule of splits, which also lists the blocks whose splits are to be added up
@@ -28,7 +29,7 @@ _CHANNEL_KEYS = 32  # `scale_planes.CHANNEL_KEYS`
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
 _BY_EIGHTS = (3, 5)  # heads of a group of which 16 copies of eight rows have more tokens than 128 padded rows
-_FEWEST_KEYS_BY_EIGHTS = 1024  # of fewer, so many copies of queries take longer than padding
+_FEWEST_KEYS_BY_EIGHTS = 1024  # of a step; of fewer, so many copies of queries take longer than padding
 _LARGEST_NOT_BY_EIGHTS = 64  # heads whose tiles take half of the time
 _MOST_TOGETHER = 16  # heads, so that eight tiles and more share the keys of each
 # Of fewer keys than MIN_SPLIT_KEYS, tiles less for an SM, for splits to be added up in less time.
@@ -75,8 +76,8 @@ class TileSchedulerParams(NamedTuple):
 def params_of(shape: AttentionShape, bounds: BatchBounds, num_sms: int) -> TileSchedulerParams:
     """Of the calls of a plan."""
     heads, longest = (shape.num_kv_heads, shape.group, shape.head_dim), bounds.max_query_len
-    keys = Mask.of(shape.mask).max_visible_keys(longest, bounds.prompt_keys)
-    by_eights = keys >= _FEWEST_KEYS_BY_EIGHTS and shape.head_dim > _LARGEST_NOT_BY_EIGHTS
+    # By what all plans of a step know: whether a schedule is another plan's its shape alone says.
+    by_eights = bounds.max_seq_len >= _FEWEST_KEYS_BY_EIGHTS and shape.head_dim > _LARGEST_NOT_BY_EIGHTS
     rest = (bounds.max_keys, num_sms, shape.head_dim_v, shape.deterministic, longest, by_eights)
     return TileSchedulerParams(*heads, shape.mask, *rest)
 
@@ -165,7 +166,7 @@ def schedule_shape(params: TileSchedulerParams, bounds: BatchBounds) -> tuple[in
 
 def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) -> str:
     """Why the kernel does not serve calls of this shape, where `here` is what speaks against the GPU and `masks` are
-    served; "" where it does."""
+    served, over codes with scales COPY_MASKS; "" where it does."""
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)

@@ -1,7 +1,7 @@
-"""Gluon: scales that each token and head has, for prefill on Hopper.
+"""Gluon: scales that each token and head has, and steps of the channels of a block, for prefill on Hopper.
 
-They go into keys and values as these are converted, but for a power of two, the unit of a tile's keys, which goes into
-its logits, and that of its values, which goes into the outputs."""
+They go into keys and values as these are converted, but for a power of two, the unit of a tile's keys that have scales,
+which goes into its logits, and that of its values, which goes into the outputs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
