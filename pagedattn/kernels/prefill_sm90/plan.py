@@ -25,7 +25,7 @@ TILE_ROWS = 128  # packed query rows of a tile
 FIELDS = 8  # int32 per entry of a schedule; the first's counters hand out tiles, the second says how many there are
 SPLIT_FIELDS = 16  # of a schedule of splits, which also lists the blocks whose splits are to be added up
 _SCALE_BYTES = 8  # of the int8 key and value of a token and head
-_CHANNEL_KEYS = 32  # `scale_planes.CHANNEL_KEYS`
+CHANNEL_KEYS = 32  # of one block: a format with steps of channels has no smaller ones
 _TILES_PER_SM = 4  # at most, for keys to be split: of more tiles all SMs have about as many
 _MOST_HEADS = 64  # of a tile, as many as a consumer has rows
 _BY_EIGHTS = (3, 5)  # heads of a group of which 16 copies of eight rows have more tokens than 128 padded rows
@@ -181,8 +181,8 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
         return f"blocks of {size}, not of a power of two from 16 on"
     if shape.codes in (K8V4, INT4) and shape.head_dim != FOUR_BIT_DIM:
         return f"heads of {shape.head_dim} with values of 4 bits, served: {FOUR_BIT_DIM}"
-    if shape.codes == INT4 and size is not None and size < _CHANNEL_KEYS:
-        return f"blocks of {size} with steps of channels, served: {_CHANNEL_KEYS} and more"
+    if shape.codes == INT4 and size is not None and size < CHANNEL_KEYS:
+        return f"blocks of {size} with steps of channels, served: {CHANNEL_KEYS} and more"
     if scaled and size is not None and size * _SCALE_BYTES % shape.head_dim:
         return f"blocks of {size}, whose scales a cache has in between, so that the next one begins within a slot"
     if unserved := Mask.of(shape.mask).unserved(COPY_MASKS if scaled else masks):

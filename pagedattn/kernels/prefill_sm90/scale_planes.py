@@ -9,9 +9,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from .plan import CHANNEL_KEYS as _CHANNEL_KEYS
 from .work_item import last_seen, take, tiles_of
 
-CHANNEL_KEYS = gl.constexpr(32)  # of one block: a format with scales of channels has no smaller ones
+CHANNEL_KEYS = gl.constexpr(_CHANNEL_KEYS)
 _LEAST = gl.constexpr(-100)  # exponent of a unit
 # By which one may be below the largest of an item, so that outputs in it are float32: what of smaller values is lost is
 # 2**-60 of the largest.
