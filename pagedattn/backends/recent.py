@@ -32,8 +32,8 @@ from .base import (
     copy_into_captured,
 )
 
-# Of sums in float32; those of longer steps are rounded between the calls, as outputs are, unless a token's bits would
-# depend on its step.
+# Of sums in float32; those of longer steps are rounded between the calls, as outputs are, unless a token's bits must
+# not depend on its step.
 _MOST_BYTES = 64 << 20
 _REMEDY = "build the cache by PagedKVCache(..., recent_blocks=) and pass cache.layer(i)"
 

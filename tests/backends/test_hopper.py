@@ -70,7 +70,7 @@ BY_EIGHTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", BY_EIGHTS)
 def test_tiles_of_eight_tokens_of_a_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several sequences: last tiles of one half and of two, decodes, and over a copy of int8 in the last step."""
+    """Of several sequences: last tiles of one half and of two, decodes, and over a copy of int8 of 200 tokens."""
     packs, launch = [], attention_op._launch_sm90
     monkeypatch.setattr(attention_op, "_launch_sm90", lambda *given: packs.append(given[1]) or launch(*given))
     case = case_of_kind("plain").but(**BY_EIGHTS[kind])
@@ -80,6 +80,7 @@ def test_tiles_of_eight_tokens_of_a_head(kind: str, monkeypatch: pytest.MonkeyPa
         ((65, 20), (1500, 90)),
         ((70, 0, 48, 41), (3000, 7, 48, 2000)),
         ((200, 1), (4000, 600)),
+        ((1, 1, 150), (2500, 600, 4000)),
     ):
         packs.clear()
         one = case.but(query_lens=queries, seq_lens=keys, padding_rows=5, fused_qkv=case.paged)

@@ -39,8 +39,8 @@ def test_a_tile_has_each_token_of_each_head_once(pack: int, tokens: int, half: i
 def test_eight_tokens_of_a_head_follow_each_other_where_keys_are_many(
     keys: int, changes: dict[str, Any], pack: int
 ) -> None:
-    """And heads are no small ones. It depends on what all plans of a step know, a window or prompts' keys not among it:
-    else one would take another's schedule for its own."""
+    """And heads are no small ones. Neither a window nor prompts' keys matter, which plans of a step may not have in
+    common."""
     bounds = BatchBounds(num_tokens=600, num_seqs=4, num_decodes=0, max_query_len=150, max_seq_len=keys)
     for known in (bounds, bounds._replace(max_prompt_keys=300)):
         assert params_of(SHAPE._replace(**changes), known, 132).pack == pack
