@@ -23,8 +23,8 @@ from pagedattn.kernels.prefill_sm90.kernel import LOADERS, _prefill_kernel, bloc
 from pagedattn.kernels.prefill_sm90.plan import (
     FIELDS,
     SPLIT_FIELDS,
-    by_eights,
     converts_keys,
+    copied_queries,
     head_parts,
     heads_per_tile,
 )
@@ -98,7 +98,7 @@ def compile_one(
     codes = None if stored == "copy" else stored
     most = fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)
     part = min(page, most) or most
-    rows = (1, 8) if by_eights(pack) else (64 // pack, pack)
+    rows = copied_queries(pack)
     types = {
         **POINTERS,
         "out": f"*{out or kind}",

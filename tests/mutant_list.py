@@ -203,7 +203,7 @@ _STORED = (
           "calls = [call", "test_recent_accumulate.py to_others"),
     Fault("windows planned for all keys", "decode_config_of", "max_seq_len=seen", "max_seq_len=bounds.max_seq_len",
           "test_launch.py keys_that_are_seen"),
-    Fault("groups of five padded to eight on Hopper", "heads_per_tile", "by_eights and group in _BY_EIGHTS", "False",
+    Fault("groups of five padded to eight on Hopper", "heads_per_tile", "whole_groups and group in _BY_EIGHTS", "False",
           "test_hopper_calls.py few_tokens_share"),
     Fault("the next eight tokens before the next head", "tile_rows:token_of",
           "row // (8 * PACK) * 8 + row % 8", "row // 8 % PACK * 8 + row % 8", "test_tile_rows.py each_token"),

@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "int8 that no kernel reads as late as what one reads",
         "pays",
-        "fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes in (K8V4, INT4) else _FEWEST_UNREAD_ROWS)",
+        "fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes in FOUR_BIT_VALUES else _FEWEST_UNREAD_ROWS)",
         "pass",
         "test_dequantise.py many_queries_see_most",
     ),

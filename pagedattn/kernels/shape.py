@@ -10,6 +10,7 @@ from .inputs import AttentionInputs
 
 K8V4 = ("int8", "rotated_int4")  # `AttentionShape.codes` of these formats
 INT4 = ("int4_per_channel", "rotated_int4")
+FOUR_BIT_VALUES = (K8V4, INT4)  # formats whose values are `rotated_int4`
 
 
 class AttentionShape(NamedTuple):

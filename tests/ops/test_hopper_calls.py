@@ -295,7 +295,7 @@ def test_heads_of_an_item(group: int, pack: int, tokens: int) -> None:
 def test_few_tokens_share_a_tile_with_all_heads_of_a_group(group: int, longest: int, pack: int) -> None:
     """Padded, or of 3 and 5 eight tokens of a head at a time, where that makes fewer tiles, which all read the keys."""
     assert sm90.heads_per_tile(group, longest, True) == pack
-    params = listing(8, group, max_query_len=longest, by_eights=True)
+    params = listing(8, group, max_query_len=longest, whole_groups=True)
     assert (params.pack, params.heads) == (pack, 8 * -(-group // pack))
 
 

@@ -91,7 +91,7 @@ def test_sum_of_states(
 ) -> None:
     group = heads[0] // heads[1]
     longest = max(query_lens)
-    params = TileSchedulerParams(heads[1], group, dim, (1, 0), 1 << 20, 132, max_query_len=longest, by_eights=True)
+    params = TileSchedulerParams(heads[1], group, dim, (1, 0), 1 << 20, 132, max_query_len=longest, whole_groups=True)
     schedule, pack = filled(params, query_lens, seq_lens, device), params.pack
     entries = [entry for entry in schedule[2 : 2 + schedule[1, 0]].tolist() if entry[8] > 1 and entry[7] == 0]
     assert entries, "no block is split"

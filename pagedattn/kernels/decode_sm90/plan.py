@@ -10,7 +10,7 @@ from ...runtime.target import Target
 from ...runtime.workspace import COUNTERS
 from ...spec import Mask
 from ..inputs import AttentionInputs
-from ..shape import K8V4, AttentionShape, BatchBounds
+from ..shape import INT4, K8V4, AttentionShape, BatchBounds
 from ..tiles import next_power_of_2
 
 KEYS_PER_WARP = 16
@@ -18,7 +18,7 @@ _NARROWEST, _WIDEST = 64, 256  # heads
 _CODES_OF_WORDS = {"turboquant3": 32, "turboquant2": 16}  # of whole words of which rows are; of others 8
 _MASKS = ("sliding_window", "earlier_blocks", "recent_blocks", "from_block")
 _TURBOQUANT = tuple((one.key.codes, one.value.codes) for one in TURBOQUANT)
-_4_BITS = (("int4_per_channel", "rotated_int4"), *_TURBOQUANT)  # or fewer
+_4_BITS = (INT4, *_TURBOQUANT)  # or fewer
 _CODES = (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"), K8V4, *_4_BITS)
 _NATIVE = (None, None)  # elements that are stored as they are
 _SMALL_STATE = 8 * 128  # elements of a warp's output that 168 registers a thread have room for, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...spec import Mask
-from ..shape import INT4, K8V4, AttentionShape, BatchBounds
+from ..shape import FOUR_BIT_VALUES, INT4, K8V4, AttentionShape, BatchBounds
 from ..tiles import next_power_of_2
 
 MOST_BYTES = 64 << 20  # of copied keys and values, however many there are
@@ -17,8 +17,7 @@ FLOAT16_KEYS = ("int8", "int4_per_channel", *ROTATED_KEYS)
 _SLOWLY_CONVERTED = ("int4_per_channel", *ROTATED_KEYS)
 # Tokens times heads of a group from which a copy takes less time than it saves: of formats that a Hopper kernel for
 # prompts reads, of which fp8 loses less than int8, and of others. The portable kernel is slow over rotated keys.
-_FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 896}
-_FEWEST_ROWS |= {K8V4: 896, INT4: 640}
+_FEWEST_ROWS = {("e4m3", "e4m3"): 1024, ("e5m2", "e5m2"): 1024, ("int8", "int8"): 896, K8V4: 896, INT4: 640}
 _FEWEST_OTHER_ROWS = 64
 _FEWEST_UNREAD_ROWS = 256  # of 8 bits that it does not read, over which the portable kernel is less slow; by estimate
 _SMALL_BYTES = 16 << 20  # of a copy that takes less time than the portable kernel loses, whatever the rows; by estimate
@@ -54,7 +53,7 @@ def pays(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> bo
         return False
     fewest = _FEWEST_ROWS.get(shape.codes, _FEWEST_OTHER_ROWS)
     if unread:
-        fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes in (K8V4, INT4) else _FEWEST_UNREAD_ROWS)
+        fewest = min(fewest, _FEWEST_OTHER_ROWS if shape.codes in FOUR_BIT_VALUES else _FEWEST_UNREAD_ROWS)
     small = unread and _is_small(shape, bounds)
     if not (small or shape.codes[0] in ROTATED_KEYS) and bounds.max_query_len * shape.group < fewest:
         return False
@@ -74,7 +73,7 @@ def beats_converting(shape: AttentionShape, bounds: BatchBounds, rows: int) -> b
 def passes_pay(shape: AttentionShape, bounds: BatchBounds) -> bool:
     """Whether passes over copies are faster than a Hopper kernel that reads the codes, where a copy has no room for the
     keys of one head: over values of 4 bits, by estimate, of whose tiles converting takes longest."""
-    return shape.codes in (K8V4, INT4) and pays(shape, bounds)
+    return shape.codes in FOUR_BIT_VALUES and pays(shape, bounds)
 
 
 def copy_turns(shape: AttentionShape, bounds: BatchBounds, unread: bool = False) -> int:

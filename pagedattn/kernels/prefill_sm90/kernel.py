@@ -25,7 +25,7 @@ from ..gluon_device import LOG2E, tile_layout
 from ..inputs import VARYING, AttentionInputs, outputs_kept
 from .consumer import Output, consume
 from .pipeline import Channels, make_ring
-from .plan import FIELDS, by_eights, head_parts, heads_together, in_blocks, keys_per_tile
+from .plan import FIELDS, by_eights, copied_queries, head_parts, heads_together, in_blocks, keys_per_tile, value_width
 from .producer import produce_items, produce_tiles, produce_values
 from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape, query_room
 
@@ -138,13 +138,12 @@ def launch(
 
 def launch_grid(inputs: AttentionInputs, entries: torch.Tensor, pack: int) -> tuple[dict[str, Any], int, int]:
     """Constants of a launch over a tile schedule, packs of query heads, and programs."""
-    query, key, value = inputs.query, in_blocks(inputs.key), inputs.value
+    query, key = inputs.query, in_blocks(inputs.key)
     page = 0 if inputs.block_table is None else key.shape[1]
     group = query.shape[1] // key.shape[2]
     flags = {"pack": pack, "softcap": inputs.softcap > 0, "fields": entries.shape[1]}
-    # A copy is wider than heads, codes of 4 bits narrower.
-    dim, dim_v = max(key.shape[3], query.shape[2]), max(value.shape[-1], inputs.out.shape[2])
-    flags |= {"dim_v": dim_v, "kv_heads": key.shape[2]}
+    flags |= {"dim_v": value_width(inputs), "kv_heads": key.shape[2]}
+    dim = max(key.shape[3], query.shape[2])  # as of values
     constants = constants_of(dim, group, page, mask=Mask.of(inputs.mask), **flags)
     heads = key.shape[2] * -(-group // pack)
     return constants, heads, min(target_of(query.device).num_sms, (len(entries) - 2) * heads)
@@ -167,9 +166,9 @@ def copied_slots(constants: dict[str, Any]) -> int:
 def query_rows(query: torch.Tensor, pack: int, width: int = 0) -> TensorDescriptor:
     """Queries [T, Hq, D] for copies of 64 rows, of `pack` heads each and `width` elements, 0 is all, or, as
     [Hq, T, D], of eight rows (`tile_rows`)."""
-    block = [64 // pack, pack, width or query.shape[2]]
+    block = [*copied_queries(pack), width or query.shape[2]]
     if by_eights(pack):
-        query, block = query.transpose(0, 1), [1, 8, block[2]]
+        query = query.transpose(0, 1)
     layout = tile_layout(block) if width else _QUERY
     return TensorDescriptor(query, list(query.shape), list(query.stride()), block, layout)
 

@@ -11,7 +11,7 @@ from ...runtime.workspace import COUNTERS
 from ...spec import Mask
 from ..hopper import is_aligned
 from ..inputs import AttentionInputs
-from ..shape import INT4, K8V4, AttentionShape, BatchBounds
+from ..shape import FOUR_BIT_VALUES, INT4, AttentionShape, BatchBounds
 from ..tiles import MIN_SPLIT_KEYS
 
 FP8 = ("e4m3", "e5m2")
@@ -50,12 +50,12 @@ class TileSchedulerParams(NamedTuple):
     head_dim_v: int = 0  # 0: head_dim
     deterministic: bool = False
     max_query_len: int = 0  # of the sequences it is for, as `heads_per_tile` takes it
-    by_eights: bool = False  # whether eight tokens of a head may follow each other, as it takes it
+    whole_groups: bool = False  # as it takes them
 
     @property
     def pack(self) -> int:
         """Query heads of a tile."""
-        return heads_per_tile(self.group, self.max_query_len, self.by_eights)
+        return heads_per_tile(self.group, self.max_query_len, self.whole_groups)
 
     @property
     def heads(self) -> int:
@@ -77,25 +77,36 @@ def params_of(shape: AttentionShape, bounds: BatchBounds, num_sms: int) -> TileS
     """Of the calls of a plan."""
     heads, longest = (shape.num_kv_heads, shape.group, shape.head_dim), bounds.max_query_len
     # By what all plans of a step know: whether a schedule is another plan's its shape alone says.
-    by_eights = bounds.max_seq_len >= _FEWEST_KEYS_BY_EIGHTS and shape.head_dim > _LARGEST_NOT_BY_EIGHTS
-    rest = (bounds.max_keys, num_sms, shape.head_dim_v, shape.deterministic, longest, by_eights)
+    whole_groups = bounds.max_seq_len >= _FEWEST_KEYS_BY_EIGHTS and shape.head_dim > _LARGEST_NOT_BY_EIGHTS
+    rest = (bounds.max_keys, num_sms, shape.head_dim_v, shape.deterministic, longest, whole_groups)
     return TileSchedulerParams(*heads, shape.mask, *rest)
 
 
 @lru_cache(maxsize=1024)
-def heads_per_tile(group: int, max_query_len: int = 0, by_eights: bool = False) -> int:
+def heads_per_tile(group: int, max_query_len: int = 0, whole_groups: bool = False) -> int:
     """Query heads of a group in one tile: a power of two that divides it, _MOST_HEADS at most, or, where that makes
-    fewer tiles of sequences of at most so many new tokens (0: any number), the next one above it, or, by_eights, the
-    group itself (`tile_rows`): then every tile has all heads of a group, and keys are read once."""
+    fewer tiles of sequences of at most so many new tokens (0: any number), the next one above it, or, with
+    whole_groups, the group itself, of 3 and 5 (`tile_rows`): then every tile has all heads of a group, and keys are
+    read once."""
     divides, above = min(group & -group, _MOST_HEADS), 1 << (group - 1).bit_length()
-    whole = by_eights and group in _BY_EIGHTS
-    packs = (divides, *((above,) if above <= _MOST_HEADS else ()), *((group,) if whole else ()))
+    whole = (group,) if whole_groups and group in _BY_EIGHTS else ()
+    packs = (divides, *((above,) if above <= _MOST_HEADS else ()), *whole)
     return min(packs, key=lambda pack: -(-group // pack) * -(-max_query_len // tokens_per_tile(pack)))
 
 
 def by_eights(pack: int) -> bool:
     """Whether eight tokens of a head follow each other in a tile of so many heads (`tile_rows`)."""
     return pack & (pack - 1) != 0
+
+
+def copied_queries(pack: int) -> tuple[int, int]:
+    """Tokens and heads that one copy of queries brings, by eights heads and tokens."""
+    return (1, 8) if by_eights(pack) else (TILE_ROWS // 2 // pack, pack)
+
+
+def value_width(inputs: AttentionInputs) -> int:
+    """Elements of a value as kernels have it: a copy is wider than a head, codes of 4 bits are narrower."""
+    return max(inputs.value.shape[-1], inputs.out.shape[2])
 
 
 def whole_tokens(rows: int, pack: int) -> int:
@@ -170,7 +181,7 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     if here:
         return here
     native = shape.stored_dtype == shape.dtype and shape.dtype in (torch.bfloat16, torch.float16)
-    scaled = shape.codes in (("int8", "int8"), K8V4, INT4)
+    scaled = shape.codes in (("int8", "int8"), *FOUR_BIT_VALUES)
     codes = (scaled or {*shape.codes} <= {*FP8}) and shape.dtype in (torch.bfloat16, torch.float16)
     if not (native or (shape.paged and codes)):
         return f"queries of {shape.dtype} over a cache of {shape.stored_dtype}"
@@ -179,7 +190,7 @@ def why_not(shape: AttentionShape, here: str, masks: tuple[str, ...] = MASKS) ->
     size = shape.block_size
     if size is not None and (size < 16 or size & (size - 1)):
         return f"blocks of {size}, not of a power of two from 16 on"
-    if shape.codes in (K8V4, INT4) and shape.head_dim != FOUR_BIT_DIM:
+    if shape.codes in FOUR_BIT_VALUES and shape.head_dim != FOUR_BIT_DIM:
         return f"heads of {shape.head_dim} with values of 4 bits, served: {FOUR_BIT_DIM}"
     if shape.codes == INT4 and size is not None and size < CHANNEL_KEYS:
         return f"blocks of {size} with steps of channels, served: {CHANNEL_KEYS} and more"

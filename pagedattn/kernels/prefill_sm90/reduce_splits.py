@@ -19,7 +19,7 @@ from ...runtime.target import pdl_option, target_of
 from ...runtime.workspace import COUNTERS as _COUNTERS
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
 from ..softmax import LN2
-from .plan import SPLIT_FIELDS, halves_per_tile, head_parts
+from .plan import SPLIT_FIELDS, halves_per_tile, head_parts, value_width
 from .tile_rows import head_of, token_of
 
 COUNTERS = tl.constexpr(_COUNTERS)
@@ -146,7 +146,7 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
         group=inputs.query.shape[1] // kv_heads,
         pack=pack,
         dim_v=out.shape[2],
-        width=sum(head_parts(max(inputs.value.shape[-1], out.shape[2]))),  # a copy is wider, codes of 4 bits narrower
+        width=sum(head_parts(value_width(inputs))),
         halves=halves_per_tile(pack, inputs.max_query_len),
     )
     heads = kv_heads * constants["PACKS"]
