@@ -15,7 +15,7 @@ from math import gcd
 from typing import Any
 
 import torch
-from assembler import Compiled
+from assembler import Compiled, product_loops
 from triton.experimental.gluon._runtime import GluonASTSource
 from wgmma_operands import overwritten
 
@@ -85,7 +85,7 @@ def compile_one(
         {(at,): [["tt.divisibility", 16]] for at in aligned},
     )
     made = Compiled(source, 90, {"num_warps": config.tuning.warps, "maxnreg": config.tuning.max_registers})
-    loop = key_loop(made.sass)
+    loop = min(product_loops(made.sass), key=len)
     facts = {"name": name, "shared": made.shared, "spills": made.spills, "registers": made.registers}
     facts["overwritten"] = overwritten(made.sass)
     counted = Counter(one.split(".")[0] for one in loop)
@@ -100,24 +100,6 @@ def bits_of(codes: str | None) -> int:
     if codes in LEVELS:
         return LEVELS[codes]
     return 4 if codes in ("int4_per_channel", "rotated_int4") else 8
-
-
-def key_loop(sass: str) -> list[str]:
-    """Names of the instructions of the shortest loop that multiplies matrices."""
-    lines, labels, found = sass.splitlines(), dict[str, int](), list[list[str]]()
-    for at, line in enumerate(lines):
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = at
-        back = re.search(r"BRA .*`\((\.L_x_\d+)\)", line)
-        if back and back[1] in labels:
-            body = [
-                re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)", x)
-                for x in lines[labels[back[1]] : at]
-            ]
-            names = [one[1] for one in body if one]
-            if any(one.startswith(("HMMA", "HGMMA")) for one in names):
-                found.append(names)
-    return min(found, key=len)
 
 
 def main() -> None:

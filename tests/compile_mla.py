@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from assembler import Compiled
+from assembler import Compiled, product_loops
 from compile_hopper import descriptor
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -74,7 +74,7 @@ def compile_one(
         "serialized": "wgmma.mma_async instructions are serialized" in made.said,
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
-        "spilled_in_loop": _spilled_in_loop(made.sass),
+        "spilled_in_loop": _spilled_in_loops(made.sass),
     }
     print(json.dumps(facts), flush=True)
 
@@ -98,11 +98,9 @@ def _compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], num
     return Compiled(source, 90, {"num_warps": num_warps})
 
 
-def _spilled_in_loop(sass: str) -> int:
-    """Accesses to spilled registers between the first and the last product of the kernel."""
-    lines = sass.splitlines()
-    products = [at for at, line in enumerate(lines) if "HGMMA" in line]
-    return sum(" STL" in line or " LDL" in line for line in lines[products[0] : products[-1]])
+def _spilled_in_loops(sass: str) -> int:
+    """Accesses to spilled registers in the loops over keys."""
+    return sum(name.startswith(("STL", "LDL")) for loop in product_loops(sass) for name in loop)
 
 
 def main() -> None:

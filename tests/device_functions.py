@@ -46,7 +46,11 @@ def _assembly(
 ) -> tuple[torch.Tensor, ...] | torch.Tensor:
     given = torch.broadcast_tensors(*(x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in inputs))
     shape, outputs = given[0].shape, constraints.count("=")
-    words = [x.contiguous().as_subclass(torch.Tensor).flatten().numpy().view(np.uint32) for x in given]
+    words = []
+    for x in given:
+        flat = x.contiguous().as_subclass(torch.Tensor).flatten().numpy().view(np.uint32)
+        each = max(pack * x.element_size() // 4, 1)  # registers of an operand
+        words += [np.ascontiguousarray(flat[at::each]) for at in range(each)]
     found = ptx.run(text, words, outputs)
     kinds = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     tensors = [
@@ -70,6 +74,7 @@ LANGUAGE = SimpleNamespace(
     float16=torch.float16,
     float32=torch.float32,
     int32=torch.int32,
+    float8e4nv=torch.float8_e4m3fn,
     DistributedLinearLayout=_layout,
     SliceLayout=lambda *_: None,
     DotOperandLayout=lambda *_: None,

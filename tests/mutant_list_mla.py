@@ -104,7 +104,7 @@ FAULTS = (
           "cvt.rn.f16x2.e4m3x2 x, b; mov.b32 {$6, $7}, x;", "test_mla_code_operands.py in_order"),
     Fault("latent codes for Hopper: scales that are swizzled", "hopper_fp8:byte_layout", "if shape[-1] >= 32 else 0",
           "if shape[-1] >= 16 else 0", "test_mla_launch.py loaded_as_bytes"),
-    Fault("latent codes for Hopper: copies of whole blocks", "hopper_fp8:launch", "min(page, LOAD.value)", "page",
+    Fault("latent codes for Hopper: copies of whole blocks", "hopper_fp8:launch", "min(page, KEYS.value)", "page",
           "test_mla_launch.py loaded_as_bytes"),
     Fault("latent codes for Hopper: keys read with bank conflicts", "key_words", "[[0, run], [0, 2 * run], [1, 0]",
           "[[0, 4], [0, 8], [1, 0]", "test_mla_code_operands.py no_bank"),

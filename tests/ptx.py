@@ -25,6 +25,10 @@ def run(text: str, inputs: Sequence[np.ndarray[Any, Any]], outputs: int) -> list
 
 
 def _carry_out(name: str, rest: str, registers: Registers) -> None:
+    if name == "mov.b32" and (halves := _HALVES.search(rest)) and not rest.startswith("{"):
+        low, high = (registers[one].astype(np.uint32) for one in halves.groups())
+        registers[rest.split(",")[0]] = low | high << 16
+        return
     if name == "mov.b32" and (halves := _HALVES.match(rest)):
         word = _value(rest.split(",")[-1], registers)
         registers[halves[1]], registers[halves[2]] = word.astype(np.uint16), (word >> 16).astype(np.uint16)
@@ -74,6 +78,12 @@ def _halves_of(high: Any, low: Any) -> Any:
     return both.astype(np.float16).view(np.uint32)[..., 0]
 
 
+def _to_e4m3(halves: Any) -> Any:
+    """Two float16 of a word as codes, in 16 bits."""
+    both = torch.from_numpy(np.ascontiguousarray(halves)[..., None].view(np.float16).copy()).float()
+    return both.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16)[..., 0]
+
+
 def _from_e4m3(codes: Any) -> Any:
     both = torch.from_numpy(np.ascontiguousarray(codes)[..., None].view(np.uint8).copy()).view(torch.float8_e4m3fn)
     return both.half().numpy().view(np.uint32)[..., 0]
@@ -94,6 +104,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("sub.f16x2", "sub.rn.f16x2"), _of_halves(lambda a, b: a - b)),
     "mul.rn.f16x2": _of_halves(lambda a, b: a * b),
     "fma.rn.f16x2": _of_halves(lambda a, b, c: a * b + c),
+    "mul.rn.f32": lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32),
     "cvt.rn.f16x2.f32": _halves_of,
+    "cvt.rn.satfinite.e4m3x2.f16x2": _to_e4m3,
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
 }

@@ -97,9 +97,9 @@ def test_hypothesis_finds_no_difference_from_the_model(digest: FourBitDigest | N
         stateful_step_count=60,
     )
     run_state_machine_as_test(Rules, settings=budget)
-    # What hypothesis draws depends on the constants of all loaded modules; rare events are the next test's to count.
+    # What hypothesis draws depends on the constants of all loaded modules; how many are the next test's to count.
     assert not [name for name in (*WEIGHTS, "hits") if not total[name]]
-    assert digest is None or digest.collisions > part_of(1000, 3)
+    assert digest is None or digest.collisions
 
 
 @pytest.mark.parametrize("digest", [None, FourBitDigest()], ids=["xxh3", "4bit"])

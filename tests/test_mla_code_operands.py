@@ -11,12 +11,13 @@ from device_functions import as_python, values
 
 operands = pytest.importorskip("pagedattn.kernels.mla_decode.hopper_fp8_operands")
 e4m3 = import_module("pagedattn.kernels.gluon_e4m3")
-KEYS, LATENT, PANEL, PANELS, SOME = 128, 512, 128, 4, 32
+totals = import_module("pagedattn.kernels.mla_decode.hopper_fp8_totals")
+KEYS, LATENT, HALF, PANEL, SOME = 64, 512, 256, 128, 16
 
 
 @pytest.fixture
 def python(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_python(monkeypatch, [operands, e4m3])
+    as_python(monkeypatch, [operands, e4m3, totals])
     for layout in ("factor_words", "output_layout"):
         monkeypatch.setattr(operands, layout, lambda *_: None)
 
@@ -50,8 +51,9 @@ def test_halves_of_a_group_follow_each_other() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_values_are_put_in_order(scaled: bool) -> None:
     """scaled: times a factor of each key and group of channels, a float16."""
-    rows, weights = codes(SOME, LATENT), torch.randn(SOME, 16).double()
-    factors = 2.0 ** torch.randint(-3, 4, (SOME, PANELS)) if scaled else torch.ones(SOME, PANELS)
+    rows, weights = codes(SOME, HALF), torch.randn(SOME, 16).double()
+    panels = HALF // PANEL
+    factors = 2.0 ** torch.randint(-3, 4, (SOME, panels)) if scaled else torch.ones(SOME, panels)
     words = None
     if scaled:
         both = factors.half().unflatten(0, (-1, 2)).transpose(1, 2).contiguous().view(torch.int32)
@@ -59,6 +61,32 @@ def test_values_are_put_in_order(scaled: bool) -> None:
     products = operands.value_operand(words_of(rows), words, None).double() @ weights
     expected = rows.double() * factors.double().repeat_interleave(PANEL, 1)
     torch.testing.assert_close(operands.in_order(products), expected.T @ weights)
+
+
+@pytest.mark.usefixtures("python")
+@pytest.mark.parametrize("rows", [16, 32])
+def test_sums_pass_between_warpgroups_in_the_order_of_threads(rows: int) -> None:
+    """Of a product's layout a thread has four elements of 16 bytes in each line, and threads follow each other."""
+    acc = values(torch.arange(HALF * rows).reshape(HALF, rows))
+    first, second = totals._parts(acc)
+    assert torch.equal(totals._joined(first, second, None), acc)
+    sums = totals._by_thread(first)
+    assert torch.equal(totals._by_channel(sums, None), first) and sums.shape == (rows // 4, 512)
+    channel, row = first.remainder(HALF * rows) // rows, first % rows
+    thread = channel % 64 // 16 * 32 + channel % 8 * 4 + row % 8 // 2
+    assert torch.equal(totals._by_thread(thread), torch.arange(512).expand(rows // 4, 512) // 4)
+
+
+@pytest.mark.usefixtures("python")
+def test_queries_are_sums_of_two_codes() -> None:
+    """To eight significant bits, all that a bfloat16 has, of what is not below 2**-17 of the largest."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64).bfloat16().float()
+    down = torch.exp2(7 - x.abs().amax(1, keepdim=True).log2().floor()).expand_as(x)
+    low, high = e4m3.two_e4m3(values(x), values(down.contiguous()))
+    total = (low.float() + high.float()) / down
+    torch.testing.assert_close(total, x, rtol=0, atol=2.0**-17 * x.abs().max().item())
+    assert (low.float().abs() <= high.float().abs() / 8).all()
 
 
 def bank_of(row: int, byte: int, width: int) -> int:

@@ -298,7 +298,7 @@ def test_a_plan_over_rows_of_codes(monkeypatch: pytest.MonkeyPatch, stored: torc
     shape = shape_of_rows(stored_dtype=stored, group=128)
     plan = plan_mla_decode(shape, bounds, device)
     assert plan.module == "hopper_fp8" and "for Hopper" in plan.describe()
-    assert (plan.config.block_m, plan.config.parts, plan.config.tuning.block_n) == (32, 4, 128)
+    assert (plan.config.block_m, plan.config.parts, plan.config.tuning.block_n) == (32, 4, 64)
     rows = torch.zeros(10, 64, 1, width, dtype=torch.uint8).view(stored)
     odd = torch.zeros(10, 64, 1, width + 4, dtype=torch.uint8).view(stored)[..., 4:]
     assert plan.serves(shape, 64, rows) and not plan.serves(shape, 64, odd)

@@ -1,7 +1,7 @@
 """Gluon: absorbed latent attention (MLA) of new tokens over latent rows of fp8, on Hopper.
 
 The work is split and the states of items that programs share are added up as in `hopper.py`. Within a program one warp
-loads tiles of 128 rows by TMA as bytes, and eight warps compute (`hopper_fp8_groups.py`), which read codes from shared
+loads tiles of 64 rows by TMA as bytes, which two warpgroups take by turns (`hopper_fp8_groups.py`) and read from shared
 memory into registers as operands of their products (`hopper_fp8_operands.py`). Sources: as of `hopper.py`.
 """
 
@@ -22,9 +22,10 @@ from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
 from .hopper import constants_of, row_descriptor
 from .hopper_fp8_groups import attend
-from .hopper_fp8_operands import KEYS, WARPS
-from .hopper_fp8_rooms import GROUPS, LOAD, STAGES, CodeRooms, CodeShape
-from .hopper_items import LATENT, ROPE, range_of_program
+from .hopper_fp8_operands import WARPS
+from .hopper_fp8_rooms import GROUPS, STAGES, CodeRooms, CodeShape
+from .hopper_groups import Results
+from .hopper_items import KEYS, LATENT, ROPE, range_of_program
 from .kernel import merge
 from .plan import MLADecodeConfig
 
@@ -39,38 +40,30 @@ def byte_layout(shape):
 
 
 @gluon.jit
-def _rows(room, stage, half: gl.constexpr, j: gl.constexpr, shape):
-    """Where copy j of half a tile goes."""
-    return room.index(stage).slice(half * LOAD + j * shape.COPY, shape.COPY)
-
-
-@gluon.jit
-def _load_half(codes, rope, scales, blocks, key, c, half: gl.constexpr, rooms, shape):
-    """Rows of the blocks that half a tile lies in."""
+def _load_tile(codes, rope, scales, blocks, key, c, rooms, shape):
+    """Rows of the blocks that a tile lies in."""
     stage = c % STAGES
     barrier = rooms.full.index(stage)
     if shape.GROUPED:
-        mbarrier.expect(barrier, LOAD * (LATENT + SCALE_BYTES + shape.ROPE_BYTES))
+        mbarrier.expect(barrier, KEYS * (LATENT + SCALE_BYTES + shape.ROPE_BYTES))
     else:
-        mbarrier.expect(barrier, LOAD * (LATENT + shape.ROPE_BYTES))
-    for j in gl.static_range(LOAD // shape.COPY):
-        slot = (key + half * LOAD + j * shape.COPY) % shape.PAGE
-        rows = _rows(rooms.codes, stage, half, j, shape)
-        tma_load(codes, [slot, blocks[j], 0], barrier, rows)
-        rows = _rows(rooms.rope, stage, half, j, shape)
+        mbarrier.expect(barrier, KEYS * (LATENT + shape.ROPE_BYTES))
+    for j in gl.static_range(KEYS // shape.COPY):
+        slot = key % shape.PAGE
+        rope_rows = rooms.rope.index(stage).slice(j * shape.COPY, shape.COPY)
+        tma_load(codes, [slot, blocks[j], 0], barrier, rooms.codes.index(stage).slice(j * shape.COPY, shape.COPY))
         if shape.GROUPED:
-            tma_load(rope, [slot, blocks[j], _ROPE_AT], barrier, rows)
-            rows = _rows(rooms.scales, stage, half, j, shape)
-            tma_load(scales, [slot, blocks[j], _SCALES_AT], barrier, rows)
+            tma_load(rope, [slot, blocks[j], _ROPE_AT], barrier, rope_rows)
+            scale_rows = rooms.scales.index(stage).slice(j * shape.COPY, shape.COPY)
+            tma_load(scales, [slot, blocks[j], _SCALES_AT], barrier, scale_rows)
         else:
-            tma_load(rope, [slot, blocks[j], LATENT], barrier, rows)
+            tma_load(rope, [slot, blocks[j], LATENT], barrier, rope_rows)
 
 
 @gluon.jit
 def _load_tiles(codes, rope, scales, table, s_table, rooms, step, shape):
     """The loading warp: all rows that the program attends to, in their order, a copy for each part and block. Keys past
-    the last block of a half are read from that one again, and a half without keys is not read; a block that is not in
-    the cache is read as zeros."""
+    the last block are read from that one again; a block that is not in the cache is read as zeros."""
     gdc_wait()
     at, end, seq, base, _, _ = range_of_program(step, shape, 1)
     c = 0
@@ -82,17 +75,12 @@ def _load_tiles(codes, rope, scales, table, s_table, rooms, step, shape):
         row = table + seq.to(gl.int64) * s_table
         last = gl.maximum(item.keys - 1, 0) // shape.PAGE
         for key in range(begin, past, KEYS):
-            for half in gl.static_range(2):
-                first = key + half * LOAD
-                blocks = ()
-                for j in gl.static_range(LOAD // shape.COPY):
-                    block = gl.load(row + gl.minimum((first + j * shape.COPY) // shape.PAGE, last))
-                    blocks = blocks + (block,)  # noqa: RUF005 - no stars in a kernel
-                rooms.wait_empty(c, half)
-                if first < past:
-                    _load_half(codes, rope, scales, blocks, key, c, half, rooms, shape)
-                else:
-                    mbarrier.arrive(rooms.full.index(c % STAGES), count=1)
+            blocks = ()
+            for j in gl.static_range(KEYS // shape.COPY):
+                block = gl.load(row + gl.minimum((key + j * shape.COPY) // shape.PAGE, last))
+                blocks = blocks + (block,)  # noqa: RUF005 - no stars in a kernel
+            rooms.wait_empty(c)
+            _load_tile(codes, rope, scales, blocks, key, c, rooms, shape)
             c += 1
         at = stop
 
@@ -120,25 +108,33 @@ def _mla_decode_kernel(
         gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 1, LATENT], byte_layout([KEYS, 1, LATENT])),
         gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, 1, shape.ROPE_BYTES], byte_layout(rope_shape)),
         gl.allocate_shared_memory(gl.uint8, [STAGES, SCALED, 1, SCALE_BYTES], byte_layout(scale_shape)),
-        gl.allocate_shared_memory(gl.float16, [ROWS, LATENT], tile_layout([ROWS, LATENT])),
+        gl.allocate_shared_memory(gl.float16, [1, ROWS, LATENT], tile_layout([ROWS, LATENT])),
         gl.allocate_shared_memory(Q_ROPE, [ROWS, ROPE], tile_layout([ROWS, ROPE])),
-        gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], tile_layout([KEYS, ROWS])),
-        gl.allocate_shared_memory(gl.float16, [GROUPS, SCALED], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        gl.allocate_shared_memory(gl.float16, [2, KEYS, ROWS], tile_layout([KEYS, ROWS])),
+        gl.allocate_shared_memory(gl.float16, [2, GROUPS, SCALED], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
         gl.allocate_shared_memory(gl.float32, [ROWS], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN),
+        gl.allocate_shared_memory(gl.int32, [2, WARPS], PLAIN),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
     for i in gl.static_range(STAGES):
-        mbarrier.init(rooms.full.index(i), count=2)  # each half of a tile
-        for half in gl.static_range(2):
-            mbarrier.init(rooms.empty.index(2 * i + half), count=1)
+        mbarrier.init(rooms.full.index(i), count=1)
+        mbarrier.init(rooms.empty.index(i), count=1)
+    mbarrier.init(rooms.met, count=2)
     fence_async_shared()
-    of_attend = (
-        query, sq_t, sq_h, qk_scale, out_scale, softcap, k_scale, out, so_t, so_h, lse_out, sl_t, splits, states,
-        max_tokens, rooms, step, shape,
-    )  # fmt: skip
+    results = Results(out, so_t, so_h, sl_t)
+    of_query = (query, sq_t, sq_h, qk_scale, out_scale, softcap, k_scale)
+    of_states = (lse_out, splits, states, max_tokens)
     gl.warp_specialize(
-        [(attend, of_attend), (_load_tiles, (codes, rope, scales, table, s_table, rooms, step, shape))], [1], [40]
+        [
+            (attend, (0, of_query, of_states, results, rooms, step, shape)),
+            (attend, (1, of_query, of_states, results, rooms, step, shape)),
+            (_load_tiles, (codes, rope, scales, table, s_table, rooms, step, shape)),
+        ],
+        [4, 1],
+        [232, 40],
     )
 
 
@@ -152,7 +148,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         raise ValueError("packed keys have no blocks")
     num_seqs, page = len(inputs.seq_lens), key.shape[1]
     splits, states = config.places(workspace)
-    grouped, part = key.dtype == torch.uint8, min(page, LOAD.value)
+    grouped, part = key.dtype == torch.uint8, min(page, KEYS.value)
     rows = key.view(torch.uint8)
     widths = (LATENT.value, 2 * ROPE.value, SCALE_BYTES.value) if grouped else (LATENT.value, ROPE.value)
     codes, rope, *scales = (row_descriptor(rows, part, width, byte_layout) for width in widths)

@@ -14,14 +14,12 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon_device import bits
 from ..gluon_e4m3 import elements, pairs
-from .hopper_items import LATENT
-from .plan import HOPPER_CODE_KEYS
+from .hopper_items import HALF, KEYS, LATENT
 
-KEYS = gl.constexpr(HOPPER_CODE_KEYS)  # of a tile
-WARPS = gl.constexpr(8)
+WARPS = gl.constexpr(4)
 PANEL = gl.constexpr(128)  # channels that lie beside each other in shared memory, a group of `fp8_ds_mla`
 PANELS = gl.constexpr(LATENT.value // PANEL.value)
-SOME_KEYS = gl.constexpr(32)  # whose values are an operand at a time
+SOME_KEYS = gl.constexpr(16)  # whose values are an operand at a time
 _EIGHT = gl.constexpr((gl.float16,) * 8)
 
 
@@ -31,27 +29,26 @@ def key_words(words):
     run = words // 4
     registers = [*([0, 1 << i] for i in range(bits(run))), [8, 0]]
     lanes = [[0, run], [0, 2 * run], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [KEYS.value, words])
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [KEYS.value, words])
 
 
 @gluon.constexpr_function
 def value_words():
-    """Layout of words [SOME_KEYS, LATENT / 4] of values: of a warp 64 channels, of a thread two words of each key."""
-    registers = [[0, 1], [1, 0], [8, 0], [16, 0]]
+    """Layout of words [SOME_KEYS, HALF / 4] of values: of a warp 64 channels, of a thread two words of each key."""
+    registers = [[0, 1], [1, 0], [8, 0]]
     lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
-    warps = [[0, 16], [0, 32], [0, 64]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [SOME_KEYS.value, LATENT.value // 4])
+    warps = [[0, 16], [0, 32]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [SOME_KEYS.value, HALF.value // 4])
 
 
 @gluon.constexpr_function
 def factor_words():
-    """Layout of words [SOME_KEYS / 2, PANELS, PANEL / 4] beside those of `value_words`: one of each pair of keys."""
-    registers = [[0, 0, 1], [4, 0, 0], [8, 0, 0]]
+    """Layout of words [SOME_KEYS / 2, HALF / PANEL, PANEL / 4] beside those of `value_words`: one of each pair of
+    keys."""
+    registers = [[0, 0, 1], [4, 0, 0]]
     lanes = [[1, 0, 0], [2, 0, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
-    warps = [[0, 0, 16], [0, 1, 0], [0, 2, 0]]
-    return gl.DistributedLinearLayout(
-        registers, lanes, warps, [], [SOME_KEYS.value // 2, PANELS.value, PANEL.value // 4]
-    )
+    shape = [SOME_KEYS.value // 2, HALF.value // PANEL.value, PANEL.value // 4]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 16], [0, 1, 0]], [], shape)
 
 
 @gluon.jit
@@ -100,35 +97,35 @@ def in_key_order(q, WIDTH: gl.constexpr):
 
 @gluon.jit
 def value_operand(words, factor, MMA: gl.constexpr):
-    """Words [SOME_KEYS, LATENT / 4] as float16 [LATENT, SOME_KEYS], channels to be put in order by `in_order`.
+    """Words [SOME_KEYS, HALF / 4] as float16 [HALF, SOME_KEYS], channels to be put in order by `in_order`.
     factor: None, or words of two float16 for each pair of keys in the layout `factor_words`, to multiply codes with."""
     PAIRS: gl.constexpr = SOME_KEYS // 2
-    WORDS: gl.constexpr = LATENT // 4
+    WORDS: gl.constexpr = HALF // 4
     even, odd = gl.split(words.reshape([PAIRS, 2, WORDS]).permute((0, 2, 1)))
     if factor is None:
         a, b, c, d, e, f, g, h = pairs(even, odd)
     else:
         FACTORS: gl.constexpr = factor_words()
-        even = gl.convert_layout(even.reshape([PAIRS, PANELS, PANEL // 4]), FACTORS, assert_trivial=True)
-        odd = gl.convert_layout(odd.reshape([PAIRS, PANELS, PANEL // 4]), FACTORS, assert_trivial=True)
+        even = gl.convert_layout(even.reshape([PAIRS, HALF // PANEL, PANEL // 4]), FACTORS, assert_trivial=True)
+        odd = gl.convert_layout(odd.reshape([PAIRS, HALF // PANEL, PANEL // 4]), FACTORS, assert_trivial=True)
         a, b, c, d, e, f, g, h = _scaled_pairs(even, odd, factor)
     x = gl.join(gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h)))
-    x = x.reshape([PAIRS, 8, 8, 2, 2, 2, 2]).permute((3, 6, 1, 5, 2, 0, 4)).reshape([LATENT, SOME_KEYS])
+    x = x.reshape([PAIRS, 4, 8, 2, 2, 2, 2]).permute((3, 6, 1, 5, 2, 0, 4)).reshape([HALF, SOME_KEYS])
     return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.constexpr_function
 def output_layout(rows):
-    """Layout of outputs [LATENT, rows], as `in_order` has them in a thread: eight channels beside each other."""
+    """Layout of outputs [HALF, rows], as `in_order` has them in a thread: eight channels beside each other."""
     registers = [[1, 0], [2, 0], [4, 0], [0, 1], *([0, 8 << i] for i in range(bits(rows // 8)))]
     lanes = [[0, 2], [0, 4], [8, 0], [16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[64, 0], [128, 0], [256, 0]], [], [LATENT.value, rows])
+    return gl.DistributedLinearLayout(registers, lanes, [[64, 0], [128, 0]], [], [HALF.value, rows])
 
 
 @gluon.jit
 def in_order(acc):
-    """Outputs [LATENT, rows] of products whose first operands are `value_operand`s."""
+    """Outputs [HALF, rows] of products whose first operands are `value_operand`s."""
     ROWS: gl.constexpr = acc.shape[1]
-    x = acc.reshape([2, 2, 8, 2, 8, ROWS]).permute((2, 4, 0, 1, 3, 5)).reshape([LATENT, ROWS])
+    x = acc.reshape([2, 2, 4, 2, 8, ROWS]).permute((2, 4, 0, 1, 3, 5)).reshape([HALF, ROWS])
     LAYOUT: gl.constexpr = output_layout(ROWS)
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)

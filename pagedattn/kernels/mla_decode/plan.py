@@ -21,8 +21,7 @@ MAX_ROWS = 64  # packed rows (tokens x heads) of a query block
 _CODES = (torch.float8_e4m3fn, torch.uint8)  # rows of e4m3, and of `fp8_ds_mla`
 _MAX_ROWS_OF_CODES = 32  # a tile that is converted takes registers too
 HOPPER_DIMS = (512, 64)  # latent and rotated
-HOPPER_KEYS = 64  # of a tile of the kernel for Hopper
-HOPPER_CODE_KEYS = 128  # of the one over rows of codes
+HOPPER_KEYS = 64  # of a tile of the kernels for Hopper
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of the kernels for Hopper, where all items have at most so many keys, by measurement: more would leave partial states,
 # 2 KB a row to be written and read again, that take longer than is saved by each having fewer keys.
@@ -90,7 +89,6 @@ class MLADecodeConfig(NamedTuple):
 
 
 HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=4, num_stages=2, per_sm=1)
-HOPPER_CODE_TUNING = MLADecodeTuning(block_n=HOPPER_CODE_KEYS, num_warps=8, num_stages=2, per_sm=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +215,7 @@ def mla_decode_config(
     longest = max(max_query_len, 1)
     block_m = max(16, min(next_power_of_2(longest * heads), most))
     if hopper:
-        tuning = tuning or (HOPPER_TUNING if stored_itemsize == itemsize else HOPPER_CODE_TUNING)
+        tuning = tuning or HOPPER_TUNING
     else:
         sizes = (latent_dim, rope_dim, itemsize, stored_itemsize)
         tuning = _fitted(tuning or _tuning(block_m, itemsize), block_m, *sizes, target)

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ..gluon_e4m3 import two_e4m3
 from ..gluon_names import reinterpret, thread_barrier
 from .work_item import ROWS
 
@@ -39,24 +40,7 @@ def _parts(room, first, second, shape):
 def _two_e4m3(q, shape):
     """Two e4m3 [64, D] whose sum is the queries, the smaller first, and the unit of each row."""
     down, up = _powers(q, shape)
-    # Two at a time: x * 129 - (x * 129 - x) are the upper four bits of a float16. They are not had by a conversion to
-    # e4m3 and back, for which ptxas 12.8 takes wrong registers.
-    high, low = gl.inline_asm_elementwise(
-        """{ .reg .b32 x, c, d, k, both; .reg .b16 a, b; .reg .f32 s, t;
-        mov.b32 k, 0x58085808;
-        mul.rn.f32 s, $2, $6; mul.rn.f32 t, $3, $6; cvt.rn.f16x2.f32 x, t, s;
-        mul.rn.f16x2 c, x, k; sub.rn.f16x2 d, c, x; sub.rn.f16x2 c, c, d; sub.rn.f16x2 d, x, c;
-        cvt.rn.satfinite.e4m3x2.f16x2 a, c; cvt.rn.satfinite.e4m3x2.f16x2 b, d; mov.b32 both, {a, b};
-        mul.rn.f32 s, $4, $6; mul.rn.f32 t, $5, $6; cvt.rn.f16x2.f32 x, t, s;
-        mul.rn.f16x2 c, x, k; sub.rn.f16x2 d, c, x; sub.rn.f16x2 c, c, d; sub.rn.f16x2 d, x, c;
-        cvt.rn.satfinite.e4m3x2.f16x2 a, c; cvt.rn.satfinite.e4m3x2.f16x2 b, d; mov.b32 x, {a, b};
-        prmt.b32 $0, both, x, 0x5410; prmt.b32 $1, both, x, 0x7632; }""",
-        "=&r,=r,r,r,r,r,r,r,r,r",
-        [q, down],
-        (gl.float8e4nv, gl.float8e4nv),
-        True,
-        4,
-    )
+    low, high = two_e4m3(q, down)
     return low, high, up
 
 
