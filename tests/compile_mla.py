@@ -13,6 +13,7 @@ import torch
 from assembler import Compiled, product_loops
 from compile_hopper import descriptor
 from triton.experimental.gluon._runtime import GluonASTSource
+from wgmma_operands import overwritten
 
 from pagedattn.kernels.mla_decode import hopper, hopper_fp8
 from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, max_rows, mla_decode_config
@@ -74,6 +75,7 @@ def compile_one(
         "serialized": "wgmma.mma_async instructions are serialized" in made.said,
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
+        "overwritten": overwritten(made.sass),
         "spilled_in_loop": _spilled_in_loops(made.sass),
     }
     print(json.dumps(facts), flush=True)

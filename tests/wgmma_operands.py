@@ -12,9 +12,9 @@ from collections.abc import Iterator
 _ADDRESS = re.compile(r"/\*[0-9a-fx ]*\*/")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _BRANCH = re.compile(r"BRA .*`\((\.L_x_\d+)\)")
-_PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+),")
+_PRODUCT = re.compile(r"[HQ]GMMA\S* R\d+, R(\d+),")
 _WRITE = re.compile(r"^\s*(?:@!?U?P\d+ )?([A-Z][\w.]*) (?:!?U?P\w+, )*R(\d+)\b")
-_NO_WRITE = ("ST", "RED", "BAR", "BRA", "HGMMA", "LDGSTS", "ISETP", "FSETP", "HSETP")
+_NO_WRITE = ("ST", "RED", "BAR", "BRA", "HGMMA", "QGMMA", "LDGSTS", "ISETP", "FSETP", "HSETP")
 
 
 def overwritten(sass: str) -> list[str]:

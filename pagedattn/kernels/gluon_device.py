@@ -9,8 +9,8 @@ from .gluon_names import thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# What smaller scales of values are read as: a sum of exp(logit), in units of the largest exp(logit) * scale, then is a
-# float32.
+# What smaller scales of values are read as: a sum of exp(logit), in units of the largest exp(logit) * scale, or of one
+# that is 2**8 times smaller, then is a float32.
 SMALLEST_SCALE = gl.constexpr(2.0**-100)
 tanh = gluon.jit(softmax.tanh_by_instruction.fn)
 

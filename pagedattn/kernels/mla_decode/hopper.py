@@ -12,7 +12,7 @@ two groups.
 
 # No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -144,7 +144,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     arguments = (
         *(query, *(row_descriptor(key, part, one.value, tile_layout) for one in (LATENT, ROPE)), out, lse, table),
         *(inputs.query_start_loc, inputs.seq_lens, splits, states, num_seqs, page * table.shape[1], config.max_tokens),
-        *(inputs.scale * LOG2E.value, inputs.softcap, *query.stride()[:2], *out.stride()[:2]),
+        *(inputs.scale * LOG2E.value, inputs.softcap, *query.stride()[:2], *out_strides(out)),
         *(0 if lse is None else lse.stride(0), table.stride(0)),
     )
     constants = constants_of(query.shape[1], config, page, num_seqs, inputs.mask, inputs.softcap > 0)
@@ -153,6 +153,11 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     with on_device(query):
         _launch((config.programs,), arguments, constants, num_warps=WARPS.value, launch_pdl=True)
         merge(config, inputs, splits, states)
+
+
+def out_strides(out: torch.Tensor) -> Iterator[int]:
+    """Of outputs [T, Hq, L] by token and head; 0 where there is one: 1 would be a constant to the compiler."""
+    return (step if count > 1 else 0 for count, step in zip(out.shape[:2], out.stride()[:2], strict=True))
 
 
 def row_descriptor(cache: torch.Tensor, part: int, width: int, layout: Callable[[list[int]], Any]) -> TensorDescriptor:

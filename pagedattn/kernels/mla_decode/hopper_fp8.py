@@ -20,7 +20,7 @@ from ..gluon_device import LOG2E, tile_layout
 from ..gluon_items import Step
 from ..gluon_names import tma_load
 from ..inputs import VARYING, AttentionInputs
-from .hopper import constants_of, row_descriptor
+from .hopper import constants_of, out_strides, row_descriptor
 from .hopper_fp8_groups import attend
 from .hopper_fp8_operands import WARPS
 from .hopper_fp8_rooms import GROUPS, STAGES, CodeRooms, CodeShape
@@ -134,7 +134,7 @@ def _mla_decode_kernel(
             (_load_tiles, (codes, rope, scales, table, s_table, rooms, step, shape)),
         ],
         [4, 1],
-        [232, 40],
+        [240, 32],
     )
 
 
@@ -156,7 +156,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
         *(query, codes, rope, scales[0] if scales else None),
         *(out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states, num_seqs),
         *(page * table.shape[1], config.max_tokens, inputs.scale * LOG2E.value, inputs.out_scale, inputs.softcap),
-        *(*query.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0), table.stride(0)),
+        *(*query.stride()[:2], *out_strides(out), 0 if lse is None else lse.stride(0), table.stride(0)),
     )
     constants = constants_of(query.shape[1], config, page, num_seqs, inputs.mask, inputs.softcap > 0)
     with on_device(query):

@@ -10,252 +10,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, bits, powers_of_two, tanh
-from ..gluon_e4m3 import two_e4m3
+from ..gluon_device import approximate
 from ..gluon_names import reinterpret, thread_barrier
-from .hopper_fp8_operands import (
-    PANEL,
-    PANELS,
-    SOME_KEYS,
-    WARPS,
-    factor_words,
-    halves_of,
-    in_key_order,
-    in_order,
-    key_operand,
-    key_words,
-    value_operand,
-    value_words,
-)
+from .hopper_fp8_logits import largest_scales, logits_of, masked
+from .hopper_fp8_operands import PANEL, SOME_KEYS, WARPS, factor_words, in_order, value_operand, value_words
+from .hopper_fp8_queries import load_queries
 from .hopper_fp8_rooms import GROUPS
 from .hopper_fp8_totals import total
-from .hopper_items import HALF, KEYS, LATENT, ROPE, range_of_program, visible
+from .hopper_items import HALF, KEYS, LATENT, range_of_program
 from .hopper_states import note_splits, state_of, write_sums
 
 # By how much, as an exponent of two, a logit is above what states are multiples of, before these are raised to it: the
 # bits of 8.0. What they are multiples of before any key: -inf less it is -inf.
 _RAISED_BITS = gl.constexpr(0x41000000)
 _LEAST = gl.constexpr(-(2.0**127))
-
-
-@gluon.constexpr_function
-def _rope_layout(rows):
-    """Of rotated parts [rows, ROPE]: a row is in the warp that has its latent part, once."""
-    lanes = [[0, 8], [0, 16], [0, 32], [4, 0], [8, 0] if rows > 8 else [0, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], lanes, [[1, 0], [2, 0]], [], [rows, ROPE.value])
-
-
-@gluon.jit
-def _part_of_rows(query, sq_t, sq_h, item, part, FIRST: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, shape):
-    """Elements of an item's rows from row FIRST on, float32, zeros where there are none."""
-    q_row, head, exists = item.rows(FIRST + gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT)), part, shape)
-    start = (item.q_start + q_row).to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
-    dim = gl.expand_dims(gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT)), 0)
-    return gl.load(query + gl.expand_dims(start, 1) + dim, mask=gl.expand_dims(exists, 1), other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _store_codes(room, x, down, FIRST: gl.constexpr):
-    """Rows times powers of two as two e4m3, the smaller first."""
-    low, high = two_e4m3(x, down + gl.zeros_like(x))
-    room.index(0).slice(FIRST, x.shape[0]).store(low)
-    room.index(1).slice(FIRST, x.shape[0]).store(high)
-
-
-@gluon.jit
-def _load_queries(w: gl.constexpr, query, sq_t, sq_h, scale, item, part, n, rooms, shape):
-    """A warpgroup's half of an item's rows into shared memory as float16, or as two e4m3, and what logits of each are
-    to be multiplied with. Of rows with scales by groups the rotated part stays in the queries' dtype."""
-    SOME: gl.constexpr = shape.ROWS // 2
-    FIRST: gl.constexpr = w * SOME
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = _rope_layout(SOME)
-    latent = _part_of_rows(query, sq_t, sq_h, item, part, FIRST, [SOME, LATENT], WIDE, shape)
-    rope = _part_of_rows(query + LATENT, sq_t, sq_h, item, part, FIRST, [SOME, ROPE], NARROW, shape)
-    largest = gl.convert_layout(gl.max(gl.abs(rope), 1), gl.SliceLayout(1, WIDE))
-    largest = gl.maximum(gl.max(gl.abs(latent), 1), largest)
-    down, up = powers_of_two(largest, 7 if shape.CODE_PRODUCTS else 15, 32)  # just below the dtype's largest
-    of_rope = gl.expand_dims(gl.convert_layout(down, gl.SliceLayout(1, NARROW)), 1)
-    down = gl.expand_dims(down, 1)
-    if shape.CODE_PRODUCTS:
-        up = gl.where(largest == float("inf"), float("nan"), up)  # e4m3 has no infinity
-        _store_codes(rooms.query_codes(0, shape.ROWS), latent, down, FIRST)
-    else:
-        rooms.q_latent.index(0).slice(FIRST, SOME).store(in_key_order((latent * down).to(gl.float16), PANEL))
-    if shape.GROUPED:
-        rooms.q_rope.slice(FIRST, SOME).store((rope * of_rope).to(shape.DTYPE))
-    elif shape.CODE_PRODUCTS:
-        _store_codes(rooms.query_rope_codes(shape.ROWS), rope, of_rope, FIRST)
-    else:
-        rooms.q_rope.slice(FIRST, SOME).store(in_key_order((rope * of_rope).to(gl.float16), ROPE))
-    rooms.factors.slice(FIRST, SOME).store(up * scale)
-    fence_async_shared()
-    return rooms.meet(n)
-
-
-@gluon.jit
-def _zero(c):
-    """0, which the compiler does not know: else it keeps the places of all parts of the queries, for which there are no
-    registers."""
-    return c >> 28
-
-
-@gluon.jit
-def _logits(c, rooms, shape):
-    """Products [KEYS, ROWS] of an item's rows with a tile's keys. Codes are read a part ahead, and while a part is
-    multiplied the next is converted."""
-    LAYOUT: gl.constexpr = key_words(ROPE // 4)
-    PANEL_LAYOUT: gl.constexpr = key_words(PANEL // 4)
-    HALF_PANEL: gl.constexpr = PANEL // 2
-    words = rooms.words(c)
-    q_latent = rooms.q_latent.index(_zero(c))
-    s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
-    rope = rooms.rope_words(c).load(LAYOUT)
-    some = words.slice(0, PANEL // 4, 1).load(PANEL_LAYOUT)
-    a = key_operand(rope, shape.MMA)
-    s = warpgroup_mma(a, rooms.q_rope.permute((1, 0)), s, use_acc=False, is_async=True)
-    for i in gl.static_range(PANELS):
-        first, second = halves_of(some)
-        a = key_operand(first, shape.MMA)
-        if i + 1 < PANELS:
-            some = words.slice((i + 1) * (PANEL // 4), PANEL // 4, 1).load(PANEL_LAYOUT)
-        q = q_latent.slice(i * PANEL, HALF_PANEL, 1).permute((1, 0))
-        s = warpgroup_mma(a, q, s, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])  # the registers of the operand before are free
-        a = key_operand(second, shape.MMA)
-        q = q_latent.slice(i * PANEL + HALF_PANEL, HALF_PANEL, 1).permute((1, 0))
-        s = warpgroup_mma(a, q, s, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-    return warpgroup_mma_wait(0, deps=[s])
-
-
-@gluon.jit
-def _code_logits(c, rooms, shape):
-    """The same of keys as they are stored, by queries that are the sum of two e4m3."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.CODE_MMA, k_width=4)
-    s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.CODE_MMA)
-    q_latent, q_rope = rooms.query_codes(_zero(c), shape.ROWS), rooms.query_rope_codes(shape.ROWS)
-    keys = rooms.key_codes(c)
-    rope = rooms.rope_codes(c).load(OPERAND)
-    codes = keys.slice(0, PANEL, 1).load(OPERAND)
-    s = _both_parts(rope, q_rope, 0, s)
-    for i in gl.static_range(PANELS):
-        a = codes
-        if i + 1 < PANELS:
-            codes = keys.slice((i + 1) * PANEL, PANEL, 1).load(OPERAND)
-        s = _both_parts(a, q_latent, i * PANEL, s)
-    return gl.convert_layout(warpgroup_mma_wait(0, deps=[s]), shape.MMA, assert_trivial=True)
-
-
-@gluon.jit
-def _both_parts(a, q, at: gl.constexpr, s):
-    """Products of codes [KEYS, n] with channels from `at` on of queries of two parts [2, ROWS, ..], added; those before
-    are done."""
-    s = warpgroup_mma(a, q.index(0).slice(at, a.shape[1], 1).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(a, q.index(1).slice(at, a.shape[1], 1).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(2, deps=[s])
-
-
-@gluon.constexpr_function
-def _scale_layout(count):
-    """Of scales [KEYS, count], a thread's those of the keys whose logits it has."""
-    registers = [*([0, 1 << i] for i in range(bits(count))), [8, 0]]
-    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [KEYS.value, count])
-
-
-@gluon.jit
-def _largest_scales(w: gl.constexpr, c, begin, end, rooms, shape):
-    """The largest scale of each key of a tile, [KEYS]. What is left in shared memory are a key's scales divided by
-    that; 0 for keys outside begin..end."""
-    LAYOUT: gl.constexpr = _scale_layout(GROUPS)
-    scales = rooms.scale_rows(c).load(LAYOUT)
-    key = gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
-    live = (key >= begin) & (key < end)
-    largest = gl.where(live, gl.maximum(gl.max(gl.abs(scales), 1), SMALLEST_SCALE), 1.0)
-    ratios = scales * gl.expand_dims(approximate("rcp", largest), 1)
-    ratios = gl.where(gl.expand_dims(live, 1), ratios, 0.0).to(gl.float16)
-    rooms.ratios.index(w).permute((1, 0)).store(ratios)
-    return gl.convert_layout(largest, gl.SliceLayout(1, shape.MMA), assert_trivial=True)
-
-
-@gluon.jit
-def _scale_column(i: gl.constexpr, c, rooms, shape):
-    """The scales of a group, [KEYS, 1], that can be divided by."""
-    scales = rooms.scale_rows(c).slice(i, 1, 1).load(_scale_layout(1)).reshape([KEYS])
-    scales = gl.where(gl.abs(scales) < SMALLEST_SCALE, SMALLEST_SCALE, scales)
-    return gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, shape.MMA), assert_trivial=True), 1)
-
-
-@gluon.jit
-def _grouped_logits(c, rooms, shape):
-    """The same of rows with scales by groups. While a group is multiplied sums are multiples of the keys' scale of it:
-    one accumulator for all of them."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.MMA, k_width=2)
-    LAYOUT: gl.constexpr = key_words(PANEL // 4)
-    HALF_PANEL: gl.constexpr = PANEL // 2
-    s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
-    words, q_rope, q_latent = rooms.words(c), rooms.q_rope.permute((1, 0)), rooms.q_latent.index(_zero(c))
-    if shape.DTYPE == gl.bfloat16:
-        s = warpgroup_mma(rooms.rope_rows(c), q_rope, s, use_acc=False, is_async=True)
-    else:
-        rope = rooms.rope_rows(c).load(OPERAND).to(shape.DTYPE)
-        s = warpgroup_mma(rope, q_rope, s, use_acc=False, is_async=True)
-    some = words.slice(0, PANEL // 4, 1).load(LAYOUT)
-    unit = 1.0
-    for i in gl.static_range(PANELS):
-        first, second = halves_of(some)
-        a = key_operand(first, shape.MMA)
-        if i + 1 < PANELS:
-            some = words.slice((i + 1) * (PANEL // 4), PANEL // 4, 1).load(LAYOUT)
-        column = _scale_column(i, c, rooms, shape)
-        s = warpgroup_mma_wait(0, deps=[s])
-        s *= unit * approximate("rcp", column)
-        unit = column
-        q = q_latent.slice(i * PANEL, HALF_PANEL, 1).permute((1, 0))
-        s = warpgroup_mma(a, q, s, is_async=True)
-        a = key_operand(second, shape.MMA)
-        q = q_latent.slice(i * PANEL + HALF_PANEL, HALF_PANEL, 1).permute((1, 0))
-        s = warpgroup_mma(a, q, s, is_async=True)
-    return warpgroup_mma_wait(0, deps=[s]) * unit
-
-
-@gluon.jit
-def _grouped_code_logits(c, rooms, shape):
-    """Both: by groups, of keys as they are stored."""
-    s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
-    s = warpgroup_mma(rooms.rope_rows(c), rooms.q_rope.permute((1, 0)), s, use_acc=False, is_async=True)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.CODE_MMA, k_width=4)
-    q_latent, keys = rooms.query_codes(_zero(c), shape.ROWS), rooms.key_codes(c)
-    unit = 1.0
-    for i in gl.static_range(PANELS):
-        column = _scale_column(i, c, rooms, shape)
-        a = keys.slice(i * PANEL, PANEL, 1).load(OPERAND)
-        s = warpgroup_mma_wait(0, deps=[s])
-        s *= unit * approximate("rcp", column)
-        unit = column
-        s = gl.convert_layout(s, shape.CODE_MMA, assert_trivial=True)
-        s = _both_parts(a, q_latent, i * PANEL, s)
-        s = gl.convert_layout(s, shape.MMA, assert_trivial=True)
-    return warpgroup_mma_wait(0, deps=[s]) * unit
-
-
-@gluon.jit
-def _scaled(s, softcap, rooms, shape):
-    """Logits, as exponents of two, of products with queries."""
-    scale = gl.expand_dims(rooms.factors.load(shape.ROW), 0)
-    if shape.SOFTCAP:
-        return tanh(s * (scale / (softcap * LOG2E))) * (softcap * LOG2E)
-    else:
-        return s * scale
-
-
-@gluon.jit
-def _masked(s, item, part, key, past, shape):
-    """Logits of a tile that begins with a key, -inf of keys that a row does not see."""
-    q_row, _, _ = item.rows(gl.arange(0, shape.ROWS, shape.ROW), part, shape)
-    offs_n = gl.expand_dims(key + gl.arange(0, KEYS, gl.SliceLayout(1, shape.MMA)), 1)
-    return gl.where(visible(item.seq_len - item.q_len + q_row, offs_n, past, 0, shape), s, -float("inf"))
 
 
 @gluon.jit
@@ -387,19 +155,11 @@ def _attend_tiles(w: gl.constexpr, item, begin, past, c, part, softcap, rooms, s
         rooms.wait_full(c)
         largest = None
         if shape.GROUPED:
-            largest = _largest_scales(w, c, item.low - key, past - key, rooms, shape)
-            if shape.CODE_PRODUCTS:
-                s = _grouped_code_logits(c, rooms, shape)
-            else:
-                s = _grouped_logits(c, rooms, shape)
-        elif shape.CODE_PRODUCTS:
-            s = _code_logits(c, rooms, shape)
-        else:
-            s = _logits(c, rooms, shape)
+            largest = largest_scales(w, c, item.low - key, past - key, rooms, shape)
+        s = logits_of(c, largest, softcap, rooms, shape)
         words = _some_values(0, c, rooms)
-        s = _scaled(s, softcap, rooms, shape)
         if (key + KEYS > whole) | (shape.WINDOW > 0):
-            s = _masked(s, item, part, key, past, shape)
+            s = masked(s, item, part, key, past, shape)
         low, high, l_i = _weights(w, s, largest, low, high, l_i, rooms, shape)
         if (key + KEYS > past) | (key < item.low):
             low, high = _add_values(w, low, high, words, c, item.low - key, past - key, True, rooms, shape)
@@ -450,7 +210,7 @@ def attend(w: gl.constexpr, of_query, of_states, results, rooms, step, shape):
         stop = gl.minimum(item.close, end)
         if end > item.origin:  # else nothing is left but an item's overhead
             at = gl.maximum(at, item.origin)
-            n = _load_queries(w, query, sq_t, sq_h, scale, item, part, n, rooms, shape)
+            n = load_queries(w, query, sq_t, sq_h, scale, item, part, n, rooms, shape)
             begin, past = item.key_range(at, stop)
             low, high, m_i, l_i, c = _attend_tiles(w, item, begin, past, c, part, softcap, rooms, shape)
             acc, m_i, l_i, n = total(w, low, high, m_i, l_i, n, rooms, shape)
