@@ -47,23 +47,6 @@ class Compiled:
         return done.stdout
 
 
-def product_loops(sass: str) -> list[list[str]]:
-    """Names of the instructions of each loop that multiplies matrices and has no such loop inside."""
-    lines, labels, found = sass.splitlines(), dict[str, int](), list[tuple[int, int, list[str]]]()
-    for at, line in enumerate(lines):
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = at
-        back = re.search(r"BRA .*`\((\.L_x_\d+)\)", line)
-        if back and back[1] in labels:
-            first = labels[back[1]]
-            body = (re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)", x) for x in lines[first:at])
-            names = [one[1] for one in body if one]
-            if any(one.startswith(("HMMA", "HGMMA", "QGMMA")) for one in names):
-                found.append((first, at, names))
-    inner = (one for one in found if not any(one[0] <= x[0] and x[1] <= one[1] and x != one for x in found))
-    return [names for _, _, names in inner]
-
-
 @contextlib.contextmanager
 def _asked_for(target: GPUTarget) -> Iterator[None]:
     """Device code that asks for the GPU's capability is told of this one, which is not there."""

@@ -15,9 +15,9 @@ from math import gcd
 from typing import Any
 
 import torch
-from assembler import Compiled, product_loops
+from assembler import Compiled
+from sass_loops import overwritten, product_loops
 from triton.experimental.gluon._runtime import GluonASTSource
-from wgmma_operands import overwritten
 
 from pagedattn.kernels.decode_sm90.kernel import _decode_kernel, constants_of
 from pagedattn.kernels.decode_sm90.many_rows_kernel import many_rows_kernel

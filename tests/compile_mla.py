@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 import torch
-from assembler import Compiled, product_loops
+from assembler import Compiled
 from compile_hopper import descriptor
+from sass_loops import overwritten, product_loops
 from triton.experimental.gluon._runtime import GluonASTSource
-from wgmma_operands import overwritten
 
 from pagedattn.kernels.mla_decode import hopper, hopper_fp8
 from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, max_rows, mla_decode_config
@@ -75,6 +75,8 @@ def compile_one(
         "serialized": "wgmma.mma_async instructions are serialized" in made.said,
         "wgmma": made.ptx.count("wgmma.mma_async"),
         "tma": made.ptx.count("cp.async.bulk.tensor"),
+        "loops": len(product_loops(made.sass)),
+        "of_codes": made.ptx.count(".e4m3.e4m3"),
         "overwritten": overwritten(made.sass),
         "spilled_in_loop": _spilled_in_loops(made.sass),
     }

@@ -81,7 +81,7 @@ def _halves_of(high: Any, low: Any) -> Any:
 def _to_e4m3(halves: Any) -> Any:
     """Two float16 of a word as codes, in 16 bits."""
     both = torch.from_numpy(np.ascontiguousarray(halves)[..., None].view(np.float16).copy()).float()
-    return both.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16)[..., 0]
+    return both.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16)[..., 0]
 
 
 def _from_e4m3(codes: Any) -> Any:

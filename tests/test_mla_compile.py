@@ -19,6 +19,8 @@ EXPECTED = {
     "bf16-H128-64x1-page64-(1, 0)": (36 + 2 * 4, 80, 4),
     "bf16-ds_mla-H128-64x1-page64-(1, 0)": (OVER_CODES, 1050, 170),
 }
+# Products of codes of fp8, of two warpgroups: where more than 16 rows of bfloat16 are multiplied with them.
+OF_CODES = {"bf16-ds_mla-H128-64x1-page64-(1, 0)": 2 * 32, "bf16-e4m3-H128-64x1-page64-(1, 0)": 2 * 36}
 MORE = {
     "fp16-H16-8x2-page16-(1, 100)-cap-unaligned": (36 + 2 * 16, 120, 4),
     "bf16-e4m3-H16-64x1-page64-(1, 0)": (OVER_CODES, 120, 0),
@@ -46,6 +48,8 @@ def test_it_compiles_as_it_was_measured(name: str) -> None:
     assert found["wgmma"] == products and found["tma"]
     assert not found["serialized"], "ptxas waits for each product"
     assert not found["overwritten"], "operands of the second tile"
+    assert found["loops"] >= 2, "one for each warpgroup at least"
+    assert found["of_codes"] == OF_CODES.get(name, 0)
     assert found["spills"] and max(found["spills"]) <= spilled and found["spilled_in_loop"] <= accesses
 
 

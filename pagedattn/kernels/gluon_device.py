@@ -1,6 +1,8 @@
 """Gluon device code that kernel families share: units of logits, the soft cap, ranges of numbers, who of several
 programs is last."""
 
+import struct
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -12,6 +14,12 @@ LN2 = gl.constexpr(0.6931471805599453)
 # What smaller scales of values are read as: a sum of exp(logit), in units of the largest exp(logit) * scale, or of one
 # that is 2**8 times smaller, then is a float32.
 SMALLEST_SCALE = gl.constexpr(2.0**-100)
+# Conditional rescaling (FlashAttention-4, 2026): states are rescaled only where a logit, as an exponent of two, is
+# further above what they are multiples of. float16 has weights of up to 2**15.
+RESCALE_THRESHOLD = gl.constexpr(8.0)
+# Its bits: as integers, numbers that are not negative have their order, and a warp's largest is one instruction.
+THRESHOLD_BITS = gl.constexpr(struct.unpack("i", struct.pack("f", RESCALE_THRESHOLD.value))[0])
+LEAST = gl.constexpr(-(2.0**127))  # what states of rows that have seen no key are multiples of: -inf less it is -inf
 tanh = gluon.jit(softmax.tanh_by_instruction.fn)
 
 

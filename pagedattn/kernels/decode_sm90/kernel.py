@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from ...formats.base import plane_strides
 from ...runtime.device import on_device
 from ...runtime.launcher import Launcher
-from ..gluon_device import LOG2E
+from ..gluon_device import LEAST, LOG2E
 from ..gluon_even_split import end_of_keys, in_whole_shares, key_tiles, shares_of, tiles_before, tiles_of
 from ..gluon_names import reinterpret, thread_barrier
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
@@ -48,7 +48,7 @@ def _begin_states(
     """Maxima [W, R] and sums [W, 16, R] of rows that have seen no key, but their sink if the item `begins` here: a sum
     of the first warp, whose state it is, or all warps'."""
     STATES: gl.constexpr = gl.SliceLayout(1, MMA)
-    NOTHING: gl.constexpr = warpgroup.LEAST if WARPGROUP else -float("inf")
+    NOTHING: gl.constexpr = LEAST if WARPGROUP else -float("inf")
     m_i = gl.full([W, R], NOTHING, gl.float32, STATES)
     l_i = gl.zeros([W, 16, R], gl.float32, MMA)
     if sinks is not None:

@@ -8,15 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, tanh
+from ..gluon_device import LOG2E, RESCALE_THRESHOLD, SMALLEST_SCALE, approximate, tanh
 from ..gluon_even_split import visible
 from .axes import along, in_3d
 from .operands import is_turboquant, key_offset, key_operand, key_words, value_operand, value_words
 from .operands_4bit import keys_of_steps, level_tables, products, step_products
-
-# Conditional rescaling (FlashAttention-4, 2026): states are rescaled only where a logit, as an exponent of two, is
-# further above what they are multiples of. float16 has weights of up to 2**15.
-RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit

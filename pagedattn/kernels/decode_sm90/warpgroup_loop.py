@@ -11,16 +11,14 @@ Legend: as in `key_loop.py`. `acc` [CHANNELS, R] in `output_layout`, `m_i` [W, R
 
 # No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_device import tile_layout
+from ..gluon_device import LEAST, THRESHOLD_BITS, tile_layout
 from ..gluon_names import thread_barrier
-from .key_loop import RESCALE_THRESHOLD, first_tiles, logits_of, next_tile
+from .key_loop import first_tiles, logits_of, next_tile
 from .operands import in_order_of_bytes, is_4_bit, is_turboquant, key_offset, key_operand, key_words
 from .operands_4bit import in_key_order, keys_of_steps, level_tables
 from .plan import WARP_ROWS
@@ -28,9 +26,7 @@ from .queries import in_range, load_rows
 from .spread_codes import in_spread_order
 from .warpgroup_values import WARPS, in_order, value_operand, value_words
 
-LEAST = gl.constexpr(-(2.0**127))  # `m_i` of rows that have seen no key: -inf less it is -inf
 KEYS = gl.constexpr(16)  # of a warp
-THRESHOLD_BITS = gl.constexpr(struct.unpack("i", struct.pack("f", RESCALE_THRESHOLD.value))[0])
 
 
 @gluon.constexpr_function

@@ -156,7 +156,8 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
 
 
 def out_strides(out: torch.Tensor) -> Iterator[int]:
-    """Of outputs [T, Hq, L] by token and head; 0 where there is one: 1 would be a constant to the compiler."""
+    """Of outputs [T, Hq, L] by token and head, 0 along an axis of one: 1 would be a constant, where `Results` has
+    tensors."""
     return (step if count > 1 else 0 for count, step in zip(out.shape[:2], out.stride()[:2], strict=True))
 
 

@@ -2,7 +2,7 @@
 
 They take tiles by turns, each with a state of its own, so that one converts and multiplies while the other is at its
 softmax. Of a tile first the logits, 16 keys a warp, then, when the weights have passed through shared memory, the
-outputs, in two halves of the channels. At the end of an item either adds up one half of both states.
+outputs, in two halves of the channels. At the end of an item each adds up one half of both states.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..gluon_device import approximate
+from ..gluon_device import LEAST, THRESHOLD_BITS, approximate
 from ..gluon_names import reinterpret, thread_barrier
 from .hopper_fp8_logits import largest_scales, logits_of, masked
 from .hopper_fp8_operands import PANEL, SOME_KEYS, WARPS, factor_words, in_order, value_operand, value_words
@@ -19,11 +19,6 @@ from .hopper_fp8_rooms import GROUPS
 from .hopper_fp8_totals import total
 from .hopper_items import HALF, KEYS, LATENT, range_of_program
 from .hopper_states import note_splits, state_of, write_sums
-
-# By how much, as an exponent of two, a logit is above what states are multiples of, before these are raised to it: the
-# bits of 8.0. What they are multiples of before any key: -inf less it is -inf.
-_RAISED_BITS = gl.constexpr(0x41000000)
-_LEAST = gl.constexpr(-(2.0**127))
 
 
 @gluon.jit
@@ -37,7 +32,7 @@ def _store_weights(w: gl.constexpr, p, largest, rooms, shape):
 @gluon.jit
 def _weights(w: gl.constexpr, s, largest, low, high, l_i, rooms, shape):
     """Weights of a tile's keys from its logits, left in shared memory, and states with them: as multiples of a number
-    for each row, which is raised only where a logit is RAISED above it. With scales by groups that is of
+    for each row, which is raised only where a logit is RESCALE_THRESHOLD above it. With scales by groups that is of
     exp(logit) * largest scale, so that float16 has their products."""
     EVERY: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0], [0]], [], [WARPS])
     m_i = rooms.sums.index(2 * w).load(shape.ROW)
@@ -50,7 +45,7 @@ def _weights(w: gl.constexpr, s, largest, low, high, l_i, rooms, shape):
     most = (above + log).to(gl.int32, bitcast=True)  # where they are not negative in the same order as the numbers
     rooms.excess.index(w).store(gl.max(most.reshape([WARPS, KEYS // WARPS * shape.ROWS]), 1))
     thread_barrier()
-    if gl.max(rooms.excess.index(w).load(EVERY), 0) > _RAISED_BITS:
+    if gl.max(rooms.excess.index(w).load(EVERY), 0) > THRESHOLD_BITS:
         top = gl.maximum(m_i, gl.max(s + log, 0))
         alpha = gl.exp2(m_i - top)
         low = low * gl.expand_dims(alpha, 0)
@@ -118,7 +113,7 @@ def _add_values(w: gl.constexpr, low, high, words, c, begin, end, MASKED: gl.con
             high = warpgroup_mma(a, weights, high, is_async=True)
             low = warpgroup_mma_wait(1, deps=[low])
     high = warpgroup_mma_wait(0, deps=[high])
-    rooms.release(c)  # behind all warps' products, which read weights that the next tile's replace
+    rooms.release(c)  # a barrier too: all warps' products have read their weights before the next tile's replace them
     return low, high
 
 
@@ -149,7 +144,7 @@ def _attend_tiles(w: gl.constexpr, item, begin, past, c, part, softcap, rooms, s
     after = c + (gl.maximum(past - begin, 0) + KEYS - 1) // KEYS
     first = (c + w) & 1
     c += first
-    rooms.sums.index(2 * w).store(gl.full([shape.ROWS], _LEAST, gl.float32, shape.ROW))
+    rooms.sums.index(2 * w).store(gl.full([shape.ROWS], LEAST, gl.float32, shape.ROW))
     thread_barrier()
     for key in range(begin + first * KEYS, past, 2 * KEYS):
         rooms.wait_full(c)
@@ -167,7 +162,7 @@ def _attend_tiles(w: gl.constexpr, item, begin, past, c, part, softcap, rooms, s
             low, high = _add_values(w, low, high, words, c, 0, KEYS, False, rooms, shape)
         c += 2
     m_i = rooms.sums.index(2 * w).load(shape.ROW)
-    m_i = gl.where(m_i == _LEAST, -float("inf"), m_i)
+    m_i = gl.where(m_i == LEAST, -float("inf"), m_i)
     return low, high, m_i, gl.convert_layout(gl.sum(gl.sum(l_i, 0), 0), shape.ROW), after
 
 

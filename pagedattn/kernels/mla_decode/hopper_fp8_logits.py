@@ -13,8 +13,8 @@ from .hopper_items import KEYS, ROPE, visible
 
 @gluon.jit
 def _zero(c):
-    """0, which the compiler does not know: else it keeps the places of all parts of the queries, for which there are no
-    registers."""
+    """0, which the compiler does not know (c counts tiles, fewer than 2**28): else it keeps the places of all parts of
+    the queries, for which there are no registers."""
     return c >> 28
 
 
@@ -49,8 +49,8 @@ def _logits(c, rooms, shape):
 
 @gluon.jit
 def _code_logits(c, rooms, shape):
-    """The same of keys as they are stored, by queries that are the sum of two e4m3: first all products of the smaller
-    part, since an instruction keeps 13 bits of the larger of its sum and its products."""
+    """As `_logits`, of keys as they are stored, by queries that are the sum of two e4m3: first all products of the
+    smaller part, since an instruction keeps 13 bits of the larger of its sum and its products."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.CODE_MMA, k_width=4)
     s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.CODE_MMA)
     q_latent, q_rope = rooms.query_codes(_zero(c), shape.ROWS), rooms.query_rope_codes(shape.ROWS)
@@ -96,8 +96,8 @@ def _group_scales(i: gl.constexpr, c, rooms, shape):
 
 @gluon.jit
 def _grouped_logits(c, largest, rooms, shape):
-    """The same of rows with scales by groups. While a group is multiplied sums are multiples of the keys' scale of it:
-    one accumulator for all of them."""
+    """As `_logits`, of rows with scales by groups. While a group is multiplied sums are multiples of the keys' scale of
+    it: one accumulator for all of them."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.MMA, k_width=2)
     LAYOUT: gl.constexpr = key_words(PANEL // 4)
     HALF_PANEL: gl.constexpr = PANEL // 2
@@ -113,7 +113,7 @@ def _grouped_logits(c, largest, rooms, shape):
         first, second = halves_of(words.slice(i * (PANEL // 4), PANEL // 4, 1).load(LAYOUT))
         a = key_operand(first, shape.MMA)
         scales = _group_scales(i, c, rooms, shape)
-        # What is divided by it: a group that is smaller adds nothing, and an infinity would remain.
+        # Sums are divided by it: with a bound none becomes infinite, and a group that small does not count.
         least = gl.maximum(largest * 2.0**-24, 2.0**-60)
         scales = gl.expand_dims(gl.where(gl.abs(scales) < least, least, scales), 1)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -129,7 +129,7 @@ def _grouped_logits(c, largest, rooms, shape):
 
 @gluon.jit
 def _grouped_code_logits(c, rooms, shape):
-    """Both: by groups, each with sums of its own, of keys as they are stored."""
+    """As `_grouped_logits`, each group with sums of its own, of keys as they are stored."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.CODE_MMA, k_width=4)
     s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.MMA)
     s = warpgroup_mma(rooms.rope_rows(c), rooms.q_rope.permute((1, 0)), s, use_acc=False, is_async=True)

@@ -53,7 +53,7 @@ def factor_words():
 
 @gluon.jit
 def _scaled_pairs(even, odd, factor):
-    """The same, times two float16 of a word, one for each key."""
+    """As `gluon_e4m3.pairs`, times two float16 of a word, one for each key."""
     return gl.inline_asm_elementwise(
         """{ .reg .b32 p, q, x; .reg .b16 a, b;
         prmt.b32 p, $8, $9, 0x5140; prmt.b32 q, $8, $9, 0x7362;

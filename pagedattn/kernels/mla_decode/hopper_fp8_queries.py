@@ -12,7 +12,7 @@ from .hopper_items import LATENT, ROPE
 
 @gluon.constexpr_function
 def _rope_layout(rows):
-    """Of rotated parts [rows, ROPE]: a row is in the warp that has its latent part, once."""
+    """Of rotated parts [rows, ROPE]: a row is in the warp that has its latent part."""
     lanes = [[0, 8], [0, 16], [0, 32], [4, 0], [8, 0] if rows > 8 else [0, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], lanes, [[1, 0], [2, 0]], [], [rows, ROPE.value])
 
@@ -46,7 +46,9 @@ def load_queries(w: gl.constexpr, query, sq_t, sq_h, scale, item, part, n, rooms
     rope = _part_of_rows(query + LATENT, sq_t, sq_h, item, part, FIRST, [SOME, ROPE], NARROW, shape)
     largest = gl.convert_layout(gl.max(gl.abs(rope), 1), gl.SliceLayout(1, WIDE))
     largest = gl.maximum(gl.max(gl.abs(latent), 1), largest)
-    down, up = powers_of_two(largest, 7 if shape.CODE_PRODUCTS else 15, 32)  # just below the dtype's largest
+    down, up = powers_of_two(
+        largest, 7 if shape.CODE_PRODUCTS else 15, 32
+    )  # below 256, or just below float16's largest
     of_rope = gl.expand_dims(gl.convert_layout(down, gl.SliceLayout(1, NARROW)), 1)
     down = gl.expand_dims(down, 1)
     if shape.CODE_PRODUCTS:

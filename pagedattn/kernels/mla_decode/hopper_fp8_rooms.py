@@ -21,7 +21,7 @@ class CodeShape:
     """As `hopper_items.Shape`, of products that are transposed always: logits and weights [KEYS, ROWS], outputs
     two times [HALF, ROWS], both in the layout MMA. GROUPED: rows of `fp8_ds_mla`, else of e4m3 alone; ROPE_BYTES of a
     rotated part. CODE_PRODUCTS: keys are multiplied as codes, by queries that are the sum of two e4m3, else as
-    float16."""
+    float16; CODE_MMA: MMA of products of codes."""
 
     ROWS: gl.constexpr
     G: gl.constexpr
@@ -64,9 +64,9 @@ class CodeShape:
 
 @aggregate
 class CodeRooms:
-    """Shared memory: the parts of tiles as bytes, queries, and a factor of each row. Of either warpgroup weights
-    [KEYS, ROWS], maximum and sum of each row, as bits how much each warp's largest logit is above the maximum, and of
-    tiles with scales by groups what values are multiplied with, [GROUPS, KEYS] float16.
+    """Shared memory: the parts of tiles as bytes, queries, and a factor of each row. Of each warpgroup weights
+    [KEYS, ROWS], what those of a row are multiples of, and their sum, as bits how much each warp's largest logit is
+    above the former, and of tiles with scales by groups what values are multiplied with, [GROUPS, KEYS] float16.
 
     full, empty: of tiles, which the warpgroups take by turns; met: both have come so far.
     """

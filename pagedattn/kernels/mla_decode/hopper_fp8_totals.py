@@ -1,4 +1,4 @@
-"""Gluon: the two warpgroups' states of an item over latent rows of codes, added up; either has half of the outputs."""
+"""Gluon: the two warpgroups' states of an item over latent rows of codes, added up; each has half of the outputs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

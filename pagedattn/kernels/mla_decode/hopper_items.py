@@ -11,7 +11,7 @@ from ..gluon_even_split import window_mask
 from .plan import HOPPER_DIMS, HOPPER_KEYS, HOPPER_MOST_PROGRAMS, MAX_ROWS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
-HALF = gl.constexpr(LATENT.value // 2)  # of the latent elements: what each computing warpgroup has of outputs
+HALF = gl.constexpr(LATENT.value // 2)  # of the latent elements: what each computing warpgroup writes of outputs
 KEYS = gl.constexpr(HOPPER_KEYS)  # of a tile
 _FEW_KEYS, _PROGRAMS = (gl.constexpr(column) for column in zip(*HOPPER_MOST_PROGRAMS, strict=True))
 _LIMITS, _MOST = gl.constexpr(len(HOPPER_MOST_PROGRAMS)), gl.constexpr(COUNTERS)

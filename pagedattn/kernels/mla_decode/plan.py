@@ -206,8 +206,8 @@ def mla_decode_config(
     """The configuration of a launch over sequences of at most so many query tokens and keys. itemsize: of queries and
     of the operands of products; stored_itemsize: of rows; max_rows: packed rows of a query block at most.
 
-    `tuning` is taken as it is, but for what does not fit the device's shared memory; of the kernel for Hopper it says
-    nothing but tile_overhead.
+    `tuning` is taken as it is, but for what does not fit the device's shared memory; of those for Hopper only
+    block_n, per_sm and tile_overhead count.
     """
     most = _most_rows(max_rows, latent_dim, rope_dim, itemsize, target)
     parts = -(-num_heads // most)

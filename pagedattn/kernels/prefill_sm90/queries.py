@@ -2,7 +2,7 @@
 
 A power of two puts each row's largest element between 128 and 256, below the largest e4m3 and float16. As e4m3, so that
 fp8 keys are multiplied as they are stored, a query is the sum of two: the eight significant bits of a bfloat16 are four
-and four, and of an element only what is below 2**-17 of the row's largest is lost. Two parts take as long to multiply
+and four, and of an element only what is below 2**-16 of the row's largest is lost. Two parts take as long to multiply
 with as a bfloat16 would. float16 has all eight bits, and loses what is below 2**-32 of the row's largest.
 """
 
@@ -20,7 +20,9 @@ def split_queries(room, shape):
     """Queries [64, D] as two e4m3 in their place, in the order of their products, and what the logits of each row are
     to be multiplied with."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
-    low, high, up = _two_e4m3(room.load(WIDE).to(gl.float32), shape)
+    q = room.load(WIDE).to(gl.float32)
+    down, up = _powers(q, shape)
+    low, high = two_e4m3(q, down)
     return _parts(room, low, high, shape), up
 
 
@@ -34,14 +36,6 @@ def _parts(room, first, second, shape):
     fence_async_shared()
     thread_barrier()
     return parts.index(0), parts.index(1)
-
-
-@gluon.jit
-def _two_e4m3(q, shape):
-    """Two e4m3 [64, D] whose sum is the queries, the smaller first, and the unit of each row."""
-    down, up = _powers(q, shape)
-    low, high = two_e4m3(q, down)
-    return low, high, up
 
 
 @gluon.jit

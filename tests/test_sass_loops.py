@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from wgmma_operands import overwritten
+from sass_loops import overwritten, product_loops
 
 LOOP = """        /*0010*/                   LDSM.16.M88.4 R104, [R151+0x4000] ;   /* 0x0000 */
 .L_x_15:
@@ -25,6 +25,9 @@ LOOP = """        /*0010*/                   LDSM.16.M88.4 R104, [R151+0x4000] ;
         ("F2FP.F16.F32.PACK_AB R112, R122, R123 ;", "R112", False),
     ],
 )
-def test_operands_of_the_next_round(between: str, weights: str, found: bool) -> None:
-    products = overwritten(LOOP.format(between=between, weights=weights))
+@pytest.mark.parametrize("product", ["HGMMA.64x64x16.F32", "QGMMA.64x64x32.F32.E4M3.E4M3"])
+def test_operands_of_the_next_round(between: str, weights: str, found: bool, product: str) -> None:
+    text = LOOP.format(between=between, weights=weights).replace("HGMMA.64x64x16.F32", product)
+    products = overwritten(text)
+    assert [len(one) for one in product_loops(text)] == [3]
     assert [one.split(",")[1].strip() for one in products] == ["R104"] * found
