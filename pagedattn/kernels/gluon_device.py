@@ -1,5 +1,5 @@
-"""Gluon device code that kernel families share: units of logits, the soft cap, ranges of numbers, who of several
-programs is last."""
+"""Gluon device code that kernel families share: units of logits, the soft cap, conditional rescaling, ranges of
+numbers, who of several programs is last."""
 
 import struct
 

@@ -23,7 +23,7 @@ from ..inputs import VARYING, AttentionInputs
 from .hopper import constants_of, out_strides, row_descriptor
 from .hopper_fp8_groups import attend
 from .hopper_fp8_operands import WARPS
-from .hopper_fp8_rooms import GROUPS, STAGES, CodeRooms, CodeShape
+from .hopper_fp8_rooms import GROUPS, STAGES, CodeRooms, CodeShape, byte_layout
 from .hopper_groups import Results
 from .hopper_items import KEYS, LATENT, ROPE, range_of_program
 from .kernel import merge
@@ -31,12 +31,6 @@ from .plan import MLADecodeConfig
 
 SCALE_BYTES = gl.constexpr(4 * GROUPS.value)
 _SCALES_AT, _ROPE_AT = gl.constexpr(SCALES_AT), gl.constexpr(ROPE_AT)
-
-
-@gluon.constexpr_function
-def byte_layout(shape):
-    """Of bytes [.., n] in shared memory: rows of less than 32 lie one after the other."""
-    return gl.NVMMASharedLayout(min(128, shape[-1]) if shape[-1] >= 32 else 0, element_bitwidth=8, rank=len(shape))
 
 
 @gluon.jit

@@ -29,7 +29,8 @@ def _part_of_rows(query, sq_t, sq_h, item, part, FIRST: gl.constexpr, SHAPE: gl.
 @gluon.jit
 def _store_codes(room, x, down, FIRST: gl.constexpr):
     """Rows times powers of two as two e4m3, the smaller first."""
-    low, high = two_e4m3(x, down + gl.zeros_like(x))
+    down, _ = gl.broadcast(down, x)
+    low, high = two_e4m3(x, down)
     room.index(0).slice(FIRST, x.shape[0]).store(low)
     room.index(1).slice(FIRST, x.shape[0]).store(high)
 
@@ -46,9 +47,8 @@ def load_queries(w: gl.constexpr, query, sq_t, sq_h, scale, item, part, n, rooms
     rope = _part_of_rows(query + LATENT, sq_t, sq_h, item, part, FIRST, [SOME, ROPE], NARROW, shape)
     largest = gl.convert_layout(gl.max(gl.abs(rope), 1), gl.SliceLayout(1, WIDE))
     largest = gl.maximum(gl.max(gl.abs(latent), 1), largest)
-    down, up = powers_of_two(
-        largest, 7 if shape.CODE_PRODUCTS else 15, 32
-    )  # below 256, or just below float16's largest
+    # Below 256, as the sum of two e4m3 has to be, or just below float16's largest.
+    down, up = powers_of_two(largest, 7 if shape.CODE_PRODUCTS else 15, 32)
     of_rope = gl.expand_dims(gl.convert_layout(down, gl.SliceLayout(1, NARROW)), 1)
     down = gl.expand_dims(down, 1)
     if shape.CODE_PRODUCTS:

@@ -16,6 +16,25 @@ STAGES = gl.constexpr(4)  # of tiles
 GROUPS = gl.constexpr(4)  # scales of a row of `fp8_ds_mla`
 
 
+@gluon.constexpr_function
+def byte_layout(shape):
+    """Of bytes [.., n] in shared memory: rows of less than 32 lie one after the other."""
+    return gl.NVMMASharedLayout(min(128, shape[-1]) if shape[-1] >= 32 else 0, element_bitwidth=8, rank=len(shape))
+
+
+@gluon.constexpr_function
+def _tile_of_bytes(shape):
+    """Layout of memory [.., rows, n] whose tiles are the last two dimensions."""
+    return byte_layout(shape[-2:])
+
+
+@gluon.jit
+def _as_codes(memory, SHAPE: gl.constexpr):
+    """Shared memory as codes of e4m3."""
+    LAYOUT: gl.constexpr = _tile_of_bytes(SHAPE)
+    return reinterpret(memory, gl.float8e4nv, SHAPE, LAYOUT)
+
+
 @aggregate
 class CodeShape:
     """As `hopper_items.Shape`, of products that are transposed always: logits and weights [KEYS, ROWS], outputs
@@ -114,7 +133,7 @@ class CodeRooms:
 
     @gluon.jit
     def passed(self, ROWS: gl.constexpr):
-        """Where sums of outputs pass between the warpgroups once all logits are there, in place of queries: of either
+        """Where sums of outputs pass between the warpgroups once all logits are there, in place of queries: of each
         [ROWS / 4, 512] float32."""
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         return reinterpret(self.q_latent.index(0), gl.float32, [2, ROWS // 4, 512], PLAIN)
@@ -134,26 +153,22 @@ class CodeRooms:
     @gluon.jit
     def key_codes(self, c):
         """A tile's latent codes [KEYS, LATENT]."""
-        CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        return reinterpret(self.codes.index(c % STAGES), gl.float8e4nv, [KEYS, LATENT], CODES)
+        return _as_codes(self.codes.index(c % STAGES), [KEYS, LATENT])
 
     @gluon.jit
     def rope_codes(self, c):
         """A tile's rotated codes [KEYS, ROPE]."""
-        CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        return reinterpret(self.rope.index(c % STAGES), gl.float8e4nv, [KEYS, ROPE], CODES)
+        return _as_codes(self.rope.index(c % STAGES), [KEYS, ROPE])
 
     @gluon.jit
     def query_codes(self, zero, ROWS: gl.constexpr):
         """The latent part of queries as two e4m3, [2, ROWS, LATENT], the smaller first."""
-        CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        return reinterpret(self.q_latent.index(zero), gl.float8e4nv, [2, ROWS, LATENT], CODES)
+        return _as_codes(self.q_latent.index(zero), [2, ROWS, LATENT])
 
     @gluon.jit
     def query_rope_codes(self, ROWS: gl.constexpr):
         """The rotated part of queries as two e4m3, [2, ROWS, ROPE]."""
-        CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        return reinterpret(self.q_rope, gl.float8e4nv, [2, ROWS, ROPE], CODES)
+        return _as_codes(self.q_rope, [2, ROWS, ROPE])
 
     @gluon.jit
     def rope_rows(self, c):
