@@ -163,6 +163,7 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
     types |= {**dict.fromkeys(("splits", "states"), "*i32"), "key": _codes(stored, kind)["key"]}
     types |= {"scales": "*fp32", "halves": "*i16"}
     shared = {
+        "HEADS": heads,
         "G": config.heads,
         "PARTS": config.parts,
         "L": 512,
@@ -174,7 +175,6 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
     constants = {
         **shared,
         "S": 64,
-        "HEADS": heads,
         "R": 64,
         "BLOCK_R": 64,
         "BLOCK_N": tuning.block_n,
@@ -190,7 +190,8 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
     name = f"sm{arch}-{what}-H{heads}-{num_seqs}x{tokens}"
     kernel = mla_decode._mla_decode_kernel
     report(f"mla_decode-{name}", kernel, types, constants, arch, num_warps=tuning.num_warps, **options)
-    merging = {**shared, "UNROLL": config.merge_unroll, "DIMS": config.merge_dims}
+    unroll, dims, some = config.merge
+    merging = {**shared, "UNROLL": unroll, "DIMS": dims, "SOME": some}
     if stored != "auto":
         return  # partial states are what they are over rows of the query's dtype
     report(f"mla_decode-{name}-merge", mla_decode._merge_kernel, types, merging, arch, num_warps=4)

@@ -90,6 +90,24 @@ SCALES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("heads", [3, 97])
+def test_states_of_some_heads_at_a_time_are_added_up(device, monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Of so many that the last thread block of a part has fewer; 97 heads are two parts, the second one head short."""
+    made = mla_plan._merging
+    monkeypatch.setattr(mla_plan, "_merging", lambda *some: made(*some)._replace(heads=2))
+    mla_decode_config.cache_clear()
+    table = i32([[at % P for at in range(40)], [3, 9, *[0] * 38]], device)
+    call = given(device, heads, block_table=table, seq_lens=i32([150, 5], device), max_seq_len=150)
+    out = ops.mla_decode(**call, path="triton")
+    mla_decode_config.cache_clear()
+    torch.testing.assert_close(out.double(), expected(call), rtol=1e-3, atol=1e-3)
+
+
+def test_second_launches_are_as_many_thread_blocks_as_run_at_a_time() -> None:
+    """8 for each of the 132 SMs, but where a token's heads are fewer."""
+    assert (config(16).merge.heads, config(128).merge.heads, config(128, seqs=256).merge.heads) == (1, 8, 32)
+
+
 @pytest.mark.parametrize("name", SCALES)
 def test_scales_that_do_not_fit_are_refused(name: str) -> None:
     stored, scale, message = SCALES[name]
@@ -307,5 +325,4 @@ def test_a_plan_over_rows_of_codes(monkeypatch: pytest.MonkeyPatch, stored: torc
 
 def test_many_states_are_added_up_at_a_time_where_many_programs_share_a_sequence() -> None:
     alone, few, many = config(16, seqs=1, keys=8192), config(16, seqs=4, keys=8192), config(16)
-    assert (alone.merge_unroll, alone.merge_dims) == (128, 64) and (few.merge_unroll, few.merge_dims) == (64, 128)
-    assert (many.merge_unroll, many.merge_dims) == (8, 512)
+    assert (alone.merge, few.merge, many.merge) == ((128, 64, 1), (64, 128, 1), (8, 512, 1))

@@ -225,22 +225,53 @@ def _mla_decode_kernel(
             at = stop
 
 
+@triton.jit
+def _sum_of_states(
+    states, row, part, first, last, dim, PARTS: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_M: tl.constexpr, UNROLL: tl.constexpr, POST: tl.constexpr,
+):  # fmt: skip
+    """The sum of a row's states of programs first..last, of elements `dim` of its outputs, UNROLL states at a time in
+    the programs' order: its maximum, its sum of weights, and the outputs times that."""
+    SIZE: tl.constexpr = 2 * BLOCK_M + BLOCK_M * BLOCK_L
+    nth = tl.arange(0, UNROLL)
+    m_i = -float("inf")
+    l_i = 0.0
+    acc = tl.zeros([dim.shape[0]], tl.float32)
+    for done in range(first, last + 1, UNROLL):
+        program = done + nth  # [UNROLL]
+        live = program <= last
+        place = 2 * (program * PARTS + part) + tl.where(program == first, 1, 0)
+        state = states + place.to(tl.int64) * SIZE
+        m = tl.load(state + row, mask=live, other=-(1 << 23)).to(tl.float32, bitcast=True)  # the bits of -inf
+        l_s = tl.load(state + BLOCK_M + row, mask=live, other=0).to(tl.float32, bitcast=True)
+        outputs = (state + 2 * BLOCK_M + row * BLOCK_L)[:, None] + dim[None, :]  # [UNROLL, DIMS]
+        a = tl.load(outputs, mask=inside(live, dim, L, BLOCK_L), other=0).to(tl.float32, bitcast=True)
+        m_new = tl.maximum(m_i, tl.max(m, 0))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weight = tl.exp2((m - shift) * POST)
+        alpha = tl.exp2((m_i - shift) * POST)
+        l_i = l_i * alpha + tl.sum(l_s * weight, 0)
+        acc = acc * alpha + tl.sum(a * weight[:, None], 0)
+        m_i = m_new
+    return m_i, l_i, acc
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "max_tokens"], do_not_specialize_on_alignment=["query_start_loc"],
 )  # fmt: skip
 def _merge_kernel(
-    splits, states, out, lse_out, query_start_loc, num_seqs, max_tokens, so_t, so_h, sl_t,
+    splits, states, out, lse_out, query_start_loc, num_seqs, max_tokens, so_t, so_h, sl_t, HEADS: tl.constexpr,
     G: tl.constexpr, PARTS: tl.constexpr, L: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
-    DIMS: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    DIMS: tl.constexpr, UNROLL: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add up DIMS elements of the partial states of one output row, UNROLL at a time, in the programs' order."""
+    """Add up DIMS elements of the partial states of an output row, for SOME heads of a token that has such states."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     POST: tl.constexpr = LOG2E / log_base(PRECISION)
-    SIZE: tl.constexpr = 2 * BLOCK_M + BLOCK_M * BLOCK_L
+    EVERY: tl.constexpr = (G + SOME - 1) // SOME
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    part = head // G
+    part = tl.program_id(1) // EVERY
+    begin = tl.program_id(1) % EVERY * SOME  # of the part's heads
     first = 0
     last = 0
     row = 0
@@ -248,34 +279,19 @@ def _merge_kernel(
         field = splits + (token * PARTS + part) * 3
         first = tl.load(field)
         last = tl.load(field + 1)
-        row = tl.load(field + 2) + head % G
+        row = tl.load(field + 2)
     if first < last:
-        nth = tl.arange(0, UNROLL)
         dim = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-        m_i = -float("inf")
-        l_i = 0.0
-        acc = tl.zeros([DIMS], tl.float32)
-        for done in range(first, last + 1, UNROLL):
-            program = done + nth  # [UNROLL]
-            live = program <= last
-            place = 2 * (program * PARTS + part) + tl.where(program == first, 1, 0)
-            state = states + place.to(tl.int64) * SIZE
-            m = tl.load(state + row, mask=live, other=-(1 << 23)).to(tl.float32, bitcast=True)  # the bits of -inf
-            l_s = tl.load(state + BLOCK_M + row, mask=live, other=0).to(tl.float32, bitcast=True)
-            outputs = (state + 2 * BLOCK_M + row * BLOCK_L)[:, None] + dim[None, :]  # [UNROLL, DIMS]
-            a = tl.load(outputs, mask=inside(live, dim, L, BLOCK_L), other=0).to(tl.float32, bitcast=True)
-            m_new = tl.maximum(m_i, tl.max(m, 0))
-            shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-            weight = tl.exp2((m - shift) * POST)
-            alpha = tl.exp2((m_i - shift) * POST)
-            l_i = l_i * alpha + tl.sum(l_s * weight, 0)
-            acc = acc * alpha + tl.sum(a * weight[:, None], 0)
-            m_i = m_new
-        acc = acc / tl.where(l_i == 0, 1.0, l_i)
-        tl.store(out + token * so_t + head * so_h + dim, acc.to(out.dtype.element_ty), mask=dim < L)
-        if lse_out is not None:
-            lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
-            tl.store(lse_out + token * sl_t + head, lse, mask=tl.program_id(2) == 0)
+        for nth in range(begin, tl.minimum(tl.minimum(begin + SOME, G), HEADS - part * G)):
+            m_i, l_i, acc = _sum_of_states(
+                states, row + nth, part, first, last, dim, PARTS, L, BLOCK_L, BLOCK_M, UNROLL, POST
+            )
+            head = part * G + nth
+            acc = acc / tl.where(l_i == 0, 1.0, l_i)
+            tl.store(out + token * so_t + head * so_h + dim, acc.to(out.dtype.element_ty), mask=dim < L)
+            if lse_out is not None:
+                lse = tl.where(l_i == 0, -float("inf"), m_i / log_base(PRECISION) + tl.log2(l_i) * LN2)
+                tl.store(lse_out + token * sl_t + head, lse, mask=tl.program_id(2) == 0)
 
 
 _launch = Launcher(_mla_decode_kernel, VARYING)
@@ -306,7 +322,6 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     constants = {
         **_shared_constants(config, inputs),
         "S": key.shape[1],
-        "HEADS": query.shape[1],
         "R": rope,
         "BLOCK_R": max(16, triton.next_power_of_2(rope)),
         "BLOCK_N": tuning.block_n,
@@ -330,8 +345,9 @@ def merge(
         return
     query, lse, count = inputs.query, inputs.lse, len(inputs.seq_lens)
     arguments = (splits, states, inputs.out, lse, inputs.query_start_loc, count, config.max_tokens)
-    constants = _shared_constants(config, inputs) | {"DIMS": config.merge_dims, "UNROLL": config.merge_unroll}
-    grid = (len(query), query.shape[1], constants["BLOCK_L"] // config.merge_dims)
+    unroll, dims, some = config.merge
+    constants = _shared_constants(config, inputs) | {"UNROLL": unroll, "DIMS": dims, "SOME": some}
+    grid = (len(query), config.parts * -(-config.heads // some), constants["BLOCK_L"] // dims)
     _launch_merge(
         grid, (*arguments, *_result_strides(inputs)), constants, num_warps=4, **pdl_option(config.supports_pdl)
     )
@@ -344,6 +360,7 @@ def _result_strides(inputs: AttentionInputs) -> tuple[int, int, int]:
 def _shared_constants(config: MLADecodeConfig, inputs: AttentionInputs) -> dict[str, Any]:
     latent = inputs.out.shape[2]
     return {
+        "HEADS": inputs.query.shape[1],
         "G": config.heads,
         "PARTS": config.parts,
         "L": latent,

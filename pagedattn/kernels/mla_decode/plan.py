@@ -26,6 +26,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of the kernels for Hopper, where all items have at most so many keys, by measurement: more would leave partial states,
 # 2 KB a row to be written and read again, that take longer than is saved by each having fewer keys.
 HOPPER_MOST_PROGRAMS = ((1 << 14, 64), (1 << 15, 96), (1 << 16, 128))
+# Thread blocks of the second launch for each SM, as many as run at a time: more of them take their time even where they
+# find nothing to add up.
+_MERGING_BLOCKS = 8
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -40,11 +43,20 @@ class MLADecodeTuning(NamedTuple):
     tile_overhead: int = 1
 
 
+class MLADecodeMerge(NamedTuple):
+    """What a thread block of the second launch adds up: `dims` elements of the states of `heads` heads of a token, one
+    head after the other, `unroll` states at a time."""
+
+    unroll: int
+    dims: int
+    heads: int
+
+
 class MLADecodeConfig(NamedTuple):
     """A launch of `programs` programs, `parts` of them over each range of keys, one for each group of `heads` heads.
 
-    block_m: rows of a query block, of which tokens x heads are in use. max_tokens: query tokens at most. merge_unroll:
-    partial states that a thread block of the second launch loads at once, merge_dims elements of each.
+    block_m: rows of a query block, of which tokens x heads are in use. max_tokens: query tokens at most. merge: of the
+    second launch.
     """
 
     block_m: int
@@ -55,8 +67,7 @@ class MLADecodeConfig(NamedTuple):
     max_tokens: int
     supports_pdl: bool
     tuning: MLADecodeTuning
-    merge_unroll: int
-    merge_dims: int
+    merge: MLADecodeMerge
 
     @property
     def splits_keys(self) -> bool:
@@ -228,8 +239,8 @@ def mla_decode_config(
     programs = max(1, programs // parts) * parts
     width = max(16, next_power_of_2(latent_dim))
     state = 2 * block_m + block_m * width
-    merge = _merging(programs // parts // items, width)
-    return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, *merge)
+    merge = _merging(programs // parts // items, width, num_tokens * parts, heads, target.num_sms)
+    return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, merge)
 
 
 def _most_programs(items: int, keys: int) -> int:
@@ -239,12 +250,17 @@ def _most_programs(items: int, keys: int) -> int:
     return max(1, (most + items // 2) // items) * items
 
 
-def _merging(sharing: int, width: int) -> tuple[int, int]:
-    """merge_unroll and merge_dims where about so many programs share an item: where they are many, there are few rows
-    to add up, and what takes time is how often a thread block waits for loads."""
+def _merging(sharing: int, width: int, groups: int, heads: int, num_sms: int) -> MLADecodeMerge:
+    """Of the second launch, where about so many programs share an item and there are so many groups of heads. Where
+    programs are many, there are few rows to add up, and what takes time is how often a thread block waits for loads."""
     if sharing > 64:
-        return 128, min(width, 64)
-    return (64, min(width, 128)) if sharing > 12 else (16 if sharing > 4 else 8, width)
+        unroll, dims = 128, min(width, 64)
+    elif sharing > 12:
+        unroll, dims = 64, min(width, 128)
+    else:
+        unroll, dims = 16 if sharing > 4 else 8, width
+    blocks = groups * (width // dims)  # of thread blocks that have all heads of their group
+    return MLADecodeMerge(unroll, dims, next_power_of_2(-(-blocks * heads // (_MERGING_BLOCKS * num_sms))))
 
 
 def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:
