@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from ..gluon_device import LOG2E, SMALLEST_SCALE, approximate, bits, tanh
 from .hopper_fp8_operands import PANEL, PANELS, halves_of, key_operand, key_words
 from .hopper_fp8_rooms import GROUPS
-from .hopper_items import KEYS, ROPE, visible
+from .hopper_items import KEYS, LATENT, ROPE, visible
 
 
 @gluon.jit
@@ -49,19 +49,33 @@ def _logits(c, rooms, shape):
 
 @gluon.jit
 def _code_logits(c, rooms, shape):
-    """As `_logits`, of keys as they are stored, by queries that are the sum of two e4m3: first all products of the
-    smaller part, since an instruction keeps 13 bits of the larger of its sum and its products."""
+    """As `_logits`, of keys as they are stored, by queries that are the sum of two e4m3. Each part has sums of its own:
+    an instruction keeps 13 bits of the larger of its sum and its products."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=shape.CODE_MMA, k_width=4)
-    s = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.CODE_MMA)
+    SOME: gl.constexpr = PANEL // 2  # channels that are read ahead; there are no registers for more
+    low = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.CODE_MMA)
+    high = gl.zeros([KEYS, shape.ROWS], gl.float32, shape.CODE_MMA)
     q_latent, q_rope = rooms.query_codes(_zero(c), shape.ROWS), rooms.query_rope_codes(shape.ROWS)
-    keys, rope = rooms.key_codes(c), rooms.rope_codes(c)
-    for part in gl.static_range(2):
-        s = warpgroup_mma(rope.load(OPERAND), q_rope.index(part).permute((1, 0)), s, is_async=True)
-        for i in gl.static_range(PANELS):
-            codes = keys.slice(i * PANEL, PANEL, 1).load(OPERAND)
-            s = warpgroup_mma(codes, q_latent.index(part).slice(i * PANEL, PANEL, 1).permute((1, 0)), s, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s])  # the registers of the operand before are free
-    return gl.convert_layout(warpgroup_mma_wait(0, deps=[s]), shape.MMA, assert_trivial=True)
+    keys = rooms.key_codes(c)
+    rope = rooms.rope_codes(c).load(OPERAND)
+    codes = keys.slice(0, SOME, 1).load(OPERAND)
+    low, high = _both_parts(rope, q_rope, 0, low, high, False)
+    for i in gl.static_range(LATENT // SOME):
+        a = codes
+        if i + 1 < LATENT // SOME:
+            codes = keys.slice((i + 1) * SOME, SOME, 1).load(OPERAND)
+        low, high = _both_parts(a, q_latent, i * SOME, low, high, True)
+    low, high = warpgroup_mma_wait(0, deps=[low, high])
+    return gl.convert_layout(low + high, shape.MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _both_parts(a, q, at: gl.constexpr, low, high, ADD: gl.constexpr):
+    """Products of codes [KEYS, n] with channels from `at` on of queries of two parts [2, ROWS, ..], added to the sums
+    of each; those before are done, and the registers of their operand free."""
+    low = warpgroup_mma(a, q.index(0).slice(at, a.shape[1], 1).permute((1, 0)), low, use_acc=ADD, is_async=True)
+    high = warpgroup_mma(a, q.index(1).slice(at, a.shape[1], 1).permute((1, 0)), high, use_acc=ADD, is_async=True)
+    return warpgroup_mma_wait(2, deps=[low, high])
 
 
 @gluon.constexpr_function
