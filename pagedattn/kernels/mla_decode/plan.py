@@ -26,9 +26,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of the kernels for Hopper, where all items have at most so many keys, by measurement: more would leave partial states,
 # 2 KB a row to be written and read again, that take longer than is saved by each having fewer keys.
 HOPPER_MOST_PROGRAMS = ((1 << 14, 64), (1 << 15, 96), (1 << 16, 128))
-# Thread blocks of the second launch for each SM, as many as run at a time: more of them take their time even where they
-# find nothing to add up.
-_MERGING_BLOCKS = 8
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -239,7 +236,7 @@ def mla_decode_config(
     programs = max(1, programs // parts) * parts
     width = max(16, next_power_of_2(latent_dim))
     state = 2 * block_m + block_m * width
-    merge = _merging(programs // parts // items, width, num_tokens * parts, heads, target.num_sms)
+    merge = _merging(programs // parts // items, width)
     return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, merge)
 
 
@@ -250,17 +247,15 @@ def _most_programs(items: int, keys: int) -> int:
     return max(1, (most + items // 2) // items) * items
 
 
-def _merging(sharing: int, width: int, groups: int, heads: int, num_sms: int) -> MLADecodeMerge:
-    """Of the second launch, where about so many programs share an item and there are so many groups of heads. Where
-    programs are many, there are few rows to add up, and what takes time is how often a thread block waits for loads."""
+def _merging(sharing: int, width: int) -> MLADecodeMerge:
+    """Of the second launch, where about so many programs share an item. Where they are many, there are few rows to add
+    up, and what takes time is how often a thread block waits for loads; where they are fewer than items, most tokens
+    have nothing to add up, and what takes time is how many thread blocks there are."""
     if sharing > 64:
-        unroll, dims = 128, min(width, 64)
-    elif sharing > 12:
-        unroll, dims = 64, min(width, 128)
-    else:
-        unroll, dims = 16 if sharing > 4 else 8, width
-    blocks = groups * (width // dims)  # of thread blocks that have all heads of their group
-    return MLADecodeMerge(unroll, dims, next_power_of_2(-(-blocks * heads // (_MERGING_BLOCKS * num_sms))))
+        return MLADecodeMerge(128, min(width, 64), 1)
+    if sharing > 12:
+        return MLADecodeMerge(64, min(width, 128), 1)
+    return MLADecodeMerge(16 if sharing > 4 else 8, width, 1 if sharing else 4)
 
 
 def _tuning(block_m: int, itemsize: int) -> MLADecodeTuning:
