@@ -50,7 +50,7 @@ FAULTS = (
     Fault("the last state of a split left out", "_sum_of_states", "live = program <= last", "live = program < last",
           TRITON),
     Fault("states of another row", "_merge_kernel", "row = tl.load(field + 2)", "row = 0", TRITON),
-    Fault("heads of another thread block, second launch", "_merge_kernel", "tl.program_id(1) % EVERY * SOME", "0",
+    Fault("heads of another thread block, second launch", "_merge_kernel", "tl.program_id(1) % PER_PART * SOME", "0",
           f"{OP} some_heads"),
     Fault("splits beyond the plan's tokens", "_mla_decode_kernel", "& (token < max_tokens)", "",
           f"{OP} fewer_tokens"),

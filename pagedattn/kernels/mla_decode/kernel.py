@@ -268,10 +268,10 @@ def _merge_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     POST: tl.constexpr = LOG2E / log_base(PRECISION)
-    EVERY: tl.constexpr = (G + SOME - 1) // SOME
+    PER_PART: tl.constexpr = (G + SOME - 1) // SOME
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1) // EVERY
-    begin = tl.program_id(1) % EVERY * SOME  # of the part's heads
+    part = tl.program_id(1) // PER_PART
+    begin = tl.program_id(1) % PER_PART * SOME  # of the part's heads
     first = 0
     last = 0
     row = 0
