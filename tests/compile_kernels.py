@@ -190,10 +190,10 @@ def mla_case(arch: int, kind: str, heads: int, tokens: int, num_seqs: int, store
     name = f"sm{arch}-{what}-H{heads}-{num_seqs}x{tokens}"
     kernel = mla_decode._mla_decode_kernel
     report(f"mla_decode-{name}", kernel, types, constants, arch, num_warps=tuning.num_warps, **options)
+    if stored != "auto" or config.merge is None:
+        return  # partial states are what they are over rows of the query's dtype
     unroll, dims, some = config.merge
     merging = {**shared, "UNROLL": unroll, "DIMS": dims, "SOME": some}
-    if stored != "auto":
-        return  # partial states are what they are over rows of the query's dtype
     report(f"mla_decode-{name}-merge", mla_decode._merge_kernel, types, merging, arch, num_warps=4)
 
 

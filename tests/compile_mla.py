@@ -19,7 +19,7 @@ from pagedattn.kernels.mla_decode import hopper, hopper_fp8
 from pagedattn.kernels.mla_decode.plan import HOPPER_DIMS, HOPPER_KEYS, max_rows, mla_decode_config
 from pagedattn.runtime.target import Target
 
-_TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "splits", "states"), "*i32")
+_TYPES = dict.fromkeys(("table", "query_start_loc", "seq_lens", "splits", "states", "flags"), "*i32")
 _TYPES |= dict.fromkeys(("qk_scale", "out_scale", "softcap"), "fp32") | dict.fromkeys(("lse_out", "k_scale"), "*fp32")
 _ROWS = {"": None, "e4m3": torch.float8_e4m3fn, "ds_mla": torch.uint8}  # None: of the query's dtype
 
@@ -59,6 +59,7 @@ def compile_one(
     if stored:
         grouped = stored == "ds_mla"
         constants |= {"GROUPED": grouped} | ({"k_scale": None} if grouped else {"scales": None})
+        constants |= {"splits": None} if config.merge is None else {"flags": None}
         types |= {"codes": _of_bytes(part, latent), "rope": _of_bytes(part, 2 * rope if grouped else rope)}
         types |= {"scales": _of_bytes(part, 16)}
     else:

@@ -1,7 +1,9 @@
-"""Latent attention on a GPU over rows of fp8: any number of tiles, large logits, groups of zeros, and the same bits."""
+"""Latent attention on a GPU over rows of fp8: any number of tiles, large logits, groups of zeros, states that programs
+add up themselves, and the same bits."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from test_mla_tiles import LENGTHS, SCALE, S
 from pagedattn import ops
 from pagedattn.formats.mla_rows import deepseek
 from pagedattn.formats.mla_rows.format import decode
+from pagedattn.kernels.mla_decode.plan import MLADecodePlan
+from pagedattn.runtime.workspace import COUNTERS
 from pagedattn.testing import attention_oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -40,11 +44,11 @@ class Step:
         self.starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32) * tokens
         self.seq_lens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, plan: MLADecodePlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         lse = torch.empty(self.query.shape[:2], device="cuda")
         bounds = {"latent_dim": 512, "max_query_len": self.tokens, "max_seq_len": max(self.lengths), "scale": SCALE}
         call = (self.query, self.cache, self.table, self.starts, self.seq_lens)
-        return ops.mla_decode(*call, **bounds, lse=lse, path="triton"), lse
+        return ops.mla_decode(*call, **bounds, lse=lse, path="triton", plan=plan), lse
 
     def check(self, of_output: float) -> None:
         """Keys that are multiplied as codes, by more than 16 rows of bfloat16, make logits that are off: each of 36
@@ -117,3 +121,23 @@ def test_the_same_call_has_the_same_bits(stored: str, heads: int) -> None:
         again, lse_again = step.run()
         different += (again != out).sum() + (lse_again != lse).sum()
     assert int(different) == 0
+
+
+@pytest.mark.parametrize("long", [(), (20_000,), (9_000, 0, 1, 9_000, 5_000)])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("stored", STORED)
+def test_programs_add_up_the_states_of_items_that_they_share(
+    monkeypatch: pytest.MonkeyPatch, stored: str, heads: int, long: tuple[int, ...]
+) -> None:
+    """In one launch: of two programs an item, and of any number where few sequences have most of the keys."""
+    torch.manual_seed(0)
+    module, plans = sys.modules["pagedattn.ops.mla_decode"], []
+    made = module.plan_mla_decode
+    monkeypatch.setattr(module, "plan_mla_decode", lambda *of: plans.append(made(*of)) or plans[-1])
+    step = Step(stored, (*long, *range(1, 1400, 20)), heads)
+    step.check(5e-3)
+    plan, first = plans[0], step.run(plans[0])
+    assert plan.config.merge is None and plan.config.splits_keys and plan.module == "hopper_fp8"
+    for _ in range(20):
+        assert all(torch.equal(*pair) for pair in zip(step.run(plan), first, strict=True))
+    assert len(plans) == 1 and not plan.workspace[: 3 * COUNTERS].any()

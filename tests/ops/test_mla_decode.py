@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -324,4 +325,37 @@ def test_many_states_are_added_up_at_a_time_where_many_programs_share_a_sequence
 
 def test_a_thread_block_has_several_heads_where_few_tokens_have_states() -> None:
     """More items than programs: at most as many tokens as these have states of two."""
-    assert [config(128, seqs=seqs).merge.heads for seqs in (1, 64, 256)] == [1, 1, 4]
+    merges = [config(128, seqs=seqs).merge for seqs in (1, 64, 256)]
+    assert [merge and merge.heads for merge in merges] == [1, 1, 4]
+
+
+def test_two_programs_of_an_item_add_up_its_states_themselves_over_codes() -> None:
+    """In the launch that makes them, for which the workspace has counters."""
+
+    def merges(stored: torch.dtype | None, seqs: int, hopper: bool = True) -> bool:
+        return config(16, seqs=seqs, stored=stored, hopper=hopper).merge is not None
+
+    codes = torch.float8_e4m3fn
+    assert [merges(codes, seqs) for seqs in (4, 40, 64, 300)] == [True, True, False, False]
+    assert merges(None, 64) and merges(codes, 64, hopper=False)
+    alone, beside = config(16, stored=codes, hopper=True), config(16, hopper=True)
+    room = torch.zeros(alone.workspace, dtype=torch.int32)
+    splits, states, flags = alone.places(room)
+    assert splits is None and states is not None and flags is not None
+    assert len(flags) == 3 * COUNTERS and len(states) == 2 * alone.programs * alone.state
+    assert beside.places(room)[2] is None and beside.places(room)[0] is not None
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 64, 131])
+def test_each_state_of_an_item_is_added_once(programs: int) -> None:
+    """By the program that begins it in the end, and never by one that has a later part."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    adds = importlib.import_module("pagedattn.kernels.mla_decode.hopper_states").adds
+    sums = {nth: {nth} for nth in range(programs)}
+    for nth in reversed(range(programs)):
+        span = 1
+        while adds.fn(span, nth, programs - 1 - nth):
+            assert not sums[nth] & sums[nth + span]
+            sums[nth] |= sums.pop(nth + span)
+            span *= 2
+    assert sums == {0: set(range(programs))}

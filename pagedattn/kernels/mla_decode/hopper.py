@@ -39,7 +39,7 @@ def _load_tiles(latent, rope, table, s_table, rooms, step, shape):
     """The loading warp: all rows that the program attends to, in their order, a copy for each part and block. Keys past
     the last block are read from that one again; a block that is not in the cache is read as zeros."""
     gdc_wait()
-    at, end, seq, base, _, _ = range_of_program(step, shape, 1)
+    at, end, seq, base, _ = range_of_program(step, shape, 1)
     c = 0
     while at < end:
         item = step.item_of(at, seq, base, shape)
@@ -139,7 +139,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     if table is None:
         raise ValueError("packed keys have no blocks")
     num_seqs, page = len(inputs.seq_lens), key.shape[1]
-    splits, states = config.places(workspace)
+    splits, states, _ = config.places(workspace)
     part = min(page, KEYS.value)
     arguments = (
         *(query, *(row_descriptor(key, part, one.value, tile_layout) for one in (LATENT, ROPE)), out, lse, table),

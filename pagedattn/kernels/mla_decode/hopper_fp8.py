@@ -59,7 +59,7 @@ def _load_tiles(codes, rope, scales, table, s_table, rooms, step, shape):
     """The loading warp: all rows that the program attends to, in their order, a copy for each part and block. Keys past
     the last block are read from that one again; a block that is not in the cache is read as zeros."""
     gdc_wait()
-    at, end, seq, base, _, _ = range_of_program(step, shape, 1)
+    at, end, seq, base, _ = range_of_program(step, shape, 1)
     c = 0
     while at < end:
         item = step.item_of(at, seq, base, shape)
@@ -84,10 +84,11 @@ def _load_tiles(codes, rope, scales, table, s_table, rooms, step, shape):
     do_not_specialize_on_alignment=["table", "query_start_loc", "seq_lens"],
 )
 def _mla_decode_kernel(
-    query, codes, rope, scales, out, lse_out, table, query_start_loc, seq_lens, k_scale, splits, states, num_seqs,
-    max_keys, max_tokens, qk_scale, out_scale, softcap, sq_t, sq_h, so_t, so_h, sl_t, s_table, ROWS: gl.constexpr,
-    G: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, PAGE: gl.constexpr, OVERHEAD: gl.constexpr,
-    CHUNK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr,
+    query, codes, rope, scales, out, lse_out, table, query_start_loc, seq_lens, k_scale, splits, states, flags,
+    num_seqs, max_keys, max_tokens, qk_scale, out_scale, softcap, sq_t, sq_h, so_t, so_h, sl_t, s_table,
+    ROWS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, PAGE: gl.constexpr,
+    OVERHEAD: gl.constexpr, CHUNK: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -120,7 +121,7 @@ def _mla_decode_kernel(
     fence_async_shared()
     results = Results(out, so_t, so_h, sl_t)
     of_query = (query, sq_t, sq_h, qk_scale, out_scale, softcap, k_scale)
-    of_states = (lse_out, splits, states, max_tokens)
+    of_states = (lse_out, splits, states, flags, max_tokens)
     gl.warp_specialize(
         [
             (attend, (0, of_query, of_states, results, rooms, step, shape)),
@@ -141,15 +142,16 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     if table is None:
         raise ValueError("packed keys have no blocks")
     num_seqs, page = len(inputs.seq_lens), key.shape[1]
-    splits, states = config.places(workspace)
+    splits, states, flags = config.places(workspace)
     grouped, part = key.dtype == torch.uint8, min(page, KEYS.value)
     rows = key.view(torch.uint8)
     widths = (LATENT.value, 2 * ROPE.value, SCALE_BYTES.value) if grouped else (LATENT.value, ROPE.value)
     codes, rope, *scales = (row_descriptor(rows, part, width, byte_layout) for width in widths)
     arguments = (
         *(query, codes, rope, scales[0] if scales else None),
-        *(out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states, num_seqs),
-        *(page * table.shape[1], config.max_tokens, inputs.scale * LOG2E.value, inputs.out_scale, inputs.softcap),
+        *(out, lse, table, inputs.query_start_loc, inputs.seq_lens, inputs.k_scale, splits, states, flags),
+        *(num_seqs, page * table.shape[1], config.max_tokens),
+        *(inputs.scale * LOG2E.value, inputs.out_scale, inputs.softcap),
         *(*query.stride()[:2], *out_strides(out), 0 if lse is None else lse.stride(0), table.stride(0)),
     )
     constants = constants_of(query.shape[1], config, page, num_seqs, inputs.mask, inputs.softcap > 0)

@@ -14,11 +14,11 @@ from ..gluon_device import LEAST, THRESHOLD_BITS, approximate
 from ..gluon_names import reinterpret, thread_barrier
 from .hopper_fp8_logits import largest_scales, logits_of, masked
 from .hopper_fp8_operands import PANEL, SOME_KEYS, WARPS, factor_words, in_order, value_operand, value_words
+from .hopper_fp8_outputs import share
 from .hopper_fp8_queries import load_queries
 from .hopper_fp8_rooms import GROUPS
 from .hopper_fp8_totals import total
-from .hopper_items import HALF, KEYS, LATENT, range_of_program
-from .hopper_states import note_splits, state_of, write_sums
+from .hopper_items import HALF, KEYS, range_of_program
 
 
 @gluon.jit
@@ -167,36 +167,16 @@ def _attend_tiles(w: gl.constexpr, item, begin, past, c, part, softcap, rooms, s
 
 
 @gluon.jit
-def _write(acc, factor, w: gl.constexpr, item, part, whole, state, results, shape):
-    """Write a warpgroup's half of an item's outputs, or of those of a partial state."""
-    acc = in_order(acc * gl.expand_dims(gl.where(whole, factor, 1.0), 0))
-    LAYOUT: gl.constexpr = acc.type.layout
-    q_row, head, exists = item.rows(gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT)), part, shape)
-    row = gl.expand_dims(gl.arange(0, shape.ROWS, gl.SliceLayout(0, LAYOUT)), 0)
-    dim = w * HALF + gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT)), 1)
-    mask = gl.expand_dims(exists, 0)
-    if whole:
-        place = (item.q_start + q_row).to(gl.int64) * results.so_t + head.to(gl.int64) * results.so_h
-        outputs = acc.to(results.out.dtype.element_ty)
-        gl.store(results.out + gl.expand_dims(place, 0) + dim, outputs, mask=mask)
-    else:
-        if state is not None:
-            to = state + 2 * shape.ROWS + row * LATENT + dim
-            gl.store(to, acc.to(gl.int32, bitcast=True), mask=mask)
-
-
-@gluon.jit
 def attend(w: gl.constexpr, of_query, of_states, results, rooms, step, shape):
     """The w-th warpgroup's part of the program's items."""
     query, sq_t, sq_h, scale, out_scale, softcap, k_scale = of_query
-    lse_out, splits, states, max_tokens = of_states
     gdc_wait()  # nothing is read, and no place of the workspace written, before what came before is done
     gdc_launch_dependents()
     if k_scale is not None:  # codes times their scale: logits and sums times it
         scale *= gl.load(k_scale)
         out_scale *= gl.load(k_scale)
-    part = gl.program_id(0) % shape.PARTS
-    at, end, seq, base, all_tiles, programs = range_of_program(step, shape, WARPS)
+    at, end, seq, base, sharing = range_of_program(step, shape, WARPS)
+    part = sharing.part
     c = 0
     n = 0
     while at < end:
@@ -211,15 +191,5 @@ def attend(w: gl.constexpr, of_query, of_states, results, rooms, step, shape):
             acc, m_i, l_i, n = total(w, low, high, m_i, l_i, n, rooms, shape)
             if not shape.GROUPED:
                 acc = acc * out_scale
-            whole = (item.origin == at) & (stop == item.close)
-            state = None
-            if splits is not None:
-                state = state_of(item, at, states, shape)
-            if w == 0:
-                if splits is not None:
-                    if item.origin == at:
-                        note_splits(item, part, programs, all_tiles, splits, max_tokens, shape.ROW, shape)
-                write_sums(m_i, l_i, item, part, whole, state, lse_out, results.sl_t, shape)
-            factor = 1.0 / gl.where(l_i == 0, 1.0, l_i)
-            _write(acc, factor, w, item, part, whole, state, results, shape)
+            share(w, in_order(acc), m_i, l_i, at, stop, item, sharing, of_states, results, shape)
         at = stop

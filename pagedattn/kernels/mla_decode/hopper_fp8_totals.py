@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_items import HALF
+from .hopper_states import together
 
 
 @gluon.jit
@@ -54,10 +55,8 @@ def total(w: gl.constexpr, low, high, m_i, l_i, n, rooms, shape):
     rooms.sums.index(2 * w + 1).store(l_i)
     n = rooms.meet(n)
     other = rooms.sums.index(2 * (1 - w)).load(shape.ROW)
-    top = gl.maximum(m_i, other)
-    shift = gl.where(top == -float("inf"), 0.0, top)
-    factor = gl.exp2(m_i - shift)
-    l_i = l_i * factor + rooms.sums.index(2 * (1 - w) + 1).load(shape.ROW) * gl.exp2(other - shift)
+    top, factor, here = together(m_i, other)
+    l_i = l_i * factor + rooms.sums.index(2 * (1 - w) + 1).load(shape.ROW) * here
     factor = gl.expand_dims(factor, 0)
     kept_first, kept_second = _parts((low if w == 0 else high) * factor)
     sent_first, sent_second = _parts((high if w == 0 else low) * factor)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from ...runtime.workspace import COUNTERS
-from ..gluon_even_split import window_mask
+from ..gluon_even_split import program_of, window_mask
 from .plan import HOPPER_DIMS, HOPPER_KEYS, HOPPER_MOST_PROGRAMS, MAX_ROWS
 
 LATENT, ROPE = (gl.constexpr(size) for size in HOPPER_DIMS)
@@ -102,10 +102,34 @@ def _whole_items(step, shape, total, work, programs, COUNT: gl.constexpr):
     return gl.where(begins & (more <= shape.ROWS // 16 + 5), fewer, programs)
 
 
+@aggregate
+class Sharing:
+    """How the programs of a part share its tiles: `total` in equal ranges, of which this one has the nth.
+
+    Programs that begin later have earlier ranges. One waits for others only that have the rest of an item: they run or
+    are done, however few run at a time.
+    """
+
+    part: gl.tensor
+    nth: gl.tensor
+    programs: gl.tensor
+    total: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, part, nth, programs, total):
+        self.part, self.nth, self.programs, self.total = part, nth, programs, total
+
+    @gluon.jit
+    def of_item(self, item):
+        """The first and the last range that has tiles of an item."""
+        first = program_of(item.origin, self.programs, self.total)
+        return first, program_of(item.close - 1, self.programs, self.total)
+
+
 @gluon.jit
 def range_of_program(step, shape, COUNT: gl.constexpr):
     """The program's tiles at..end of its part's, the sequence of the first one, and the number of tiles before that
-    sequence; how many tiles the part has, and how many programs share them: as many as are worth their states."""
+    sequence; and the `Sharing`, by as many programs as are worth their states."""
     total, work = step.count(shape, COUNT)
     items = step.num_seqs * shape.PARTS
     keys = (total - step.num_seqs * shape.OVERHEAD) * (shape.KEYS * shape.PARTS)
@@ -115,5 +139,7 @@ def range_of_program(step, shape, COUNT: gl.constexpr):
     most = gl.maximum((most + items // 2) // items, 1) * step.num_seqs  # of a part
     programs = gl.minimum(gl.num_programs(0) // shape.PARTS, most)
     programs = _whole_items(step, shape, total, work, programs, COUNT)
-    at, end, seq, base = step.range_of(gl.program_id(0) // shape.PARTS, programs, total, work, shape, COUNT)
-    return at, end, seq, base, total, programs
+    launched = gl.program_id(0) // shape.PARTS
+    nth = gl.where(launched < programs, programs - 1 - launched, launched)
+    at, end, seq, base = step.range_of(nth, programs, total, work, shape, COUNT)
+    return at, end, seq, base, Sharing(gl.program_id(0) % shape.PARTS, nth, programs, total)

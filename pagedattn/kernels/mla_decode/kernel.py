@@ -306,7 +306,7 @@ def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Te
     """
     query, key, table, out, lse = inputs.query, inputs.key, inputs.block_table, inputs.out, inputs.lse
     num_seqs, tuning = len(inputs.seq_lens), config.tuning
-    splits, states = config.places(workspace)
+    splits, states, _ = config.places(workspace)
     codes, scales, halves = key, None, None
     if key.dtype == torch.uint8:
         codes, scales, halves = views(key)
@@ -341,7 +341,7 @@ def merge(
     config: MLADecodeConfig, inputs: AttentionInputs, splits: torch.Tensor | None, states: torch.Tensor | None
 ) -> None:
     """The launch that adds up the states of items that programs share, where they do."""
-    if splits is None:
+    if splits is None or config.merge is None:
         return
     query, lse, count = inputs.query, inputs.lse, len(inputs.seq_lens)
     arguments = (splits, states, inputs.out, lse, inputs.query_start_loc, count, config.max_tokens)

@@ -26,6 +26,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of the kernels for Hopper, where all items have at most so many keys, by measurement: more would leave partial states,
 # 2 KB a row to be written and read again, that take longer than is saved by each having fewer keys.
 HOPPER_MOST_PROGRAMS = ((1 << 14, 64), (1 << 15, 96), (1 << 16, 128))
+# Programs of an item that add up its states themselves, by measurement, on Hopper over rows of codes: of more of them
+# each level takes longer than a second launch, and over other rows registers of the loop over keys would be spilled.
+_FEW_SHARING = 2
 _SPLIT_FIELDS = 3  # int32 elements for each token and part: first program, last program, first row
 
 
@@ -49,11 +52,20 @@ class MLADecodeMerge(NamedTuple):
     heads: int
 
 
+class MLADecodePlaces(NamedTuple):
+    """Of a workspace: which programs share a token's keys, for the second launch; partial states; and counters, by
+    which programs say that they have left one, for the launch in which they are added up."""
+
+    splits: torch.Tensor | None
+    states: torch.Tensor | None
+    flags: torch.Tensor | None
+
+
 class MLADecodeConfig(NamedTuple):
     """A launch of `programs` programs, `parts` of them over each range of keys, one for each group of `heads` heads.
 
     block_m: rows of a query block, of which tokens x heads are in use. max_tokens: query tokens at most. merge: of the
-    second launch.
+    second launch, which adds up partial states; None where the programs that share an item do so themselves.
     """
 
     block_m: int
@@ -64,17 +76,17 @@ class MLADecodeConfig(NamedTuple):
     max_tokens: int
     supports_pdl: bool
     tuning: MLADecodeTuning
-    merge: MLADecodeMerge
+    merge: MLADecodeMerge | None
 
     @property
     def splits_keys(self) -> bool:
-        """Whether programs may share an item, whose partial states a second launch adds up."""
+        """Whether programs may share an item, whose partial states are added up."""
         return self.programs > self.parts
 
     @property
     def workspace(self) -> int:
-        """int32 elements: the counters of other kernels, which stay zero, which programs share a token's keys, and two
-        places for partial states per program."""
+        """int32 elements: counters, zero between launches, which programs share a token's keys, and two places for
+        partial states per program."""
         if not self.splits_keys:
             return 0
         return self.states_at + 2 * self.programs * self.state
@@ -89,11 +101,14 @@ class MLADecodeConfig(NamedTuple):
         """Where in the workspace partial states begin, at 16 bytes."""
         return self.splits_at + -(-_SPLIT_FIELDS * self.max_tokens * self.parts // 4) * 4
 
-    def places(self, workspace: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The two parts of a workspace, None where no keys are split."""
+    def places(self, workspace: torch.Tensor | None) -> MLADecodePlaces:
+        """The parts of a workspace, None of those that are not in use."""
         if workspace is None or not self.splits_keys:
-            return None, None
-        return workspace[self.splits_at : self.states_at], workspace[self.states_at :]
+            return MLADecodePlaces(None, None, None)
+        states = workspace[self.states_at :]
+        if self.merge is None:
+            return MLADecodePlaces(None, states, workspace[: self.splits_at])
+        return MLADecodePlaces(workspace[self.splits_at : self.states_at], states, None)
 
 
 HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=4, num_stages=2, per_sm=1)
@@ -236,7 +251,9 @@ def mla_decode_config(
     programs = max(1, programs // parts) * parts
     width = max(16, next_power_of_2(latent_dim))
     state = 2 * block_m + block_m * width
-    merge = _merging(programs // parts // items, width)
+    sharing = programs // parts // items
+    alone = hopper and stored_itemsize < itemsize and sharing <= _FEW_SHARING
+    merge = None if alone else _merging(sharing, width)
     return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, merge)
 
 
