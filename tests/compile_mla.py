@@ -111,6 +111,7 @@ def _spilled_in_loops(sass: str) -> int:
 def main() -> None:
     compile_one("bf16", 128, 1, 64, 64)
     compile_one("bf16", 128, 1, 64, 64, stored="ds_mla")
+    compile_one("bf16", 128, 1, 1, 64, stored="e4m3")
     if "--grid" in sys.argv:
         compile_one("fp16", 16, 2, 8, 16, (1, 100), True, aligned=False)
         compile_one("bf16", 16, 1, 64, 64, stored="e4m3")
@@ -118,6 +119,7 @@ def main() -> None:
         compile_one("bf16", 64, 4, 64, 128)
         compile_one("bf16", 96, 1, 64, 64, (0, 0))
         compile_one("bf16", 128, 1, 64, 64, stored="e4m3")
+        compile_one("bf16", 128, 1, 1, 64, stored="ds_mla")
         compile_one("fp16", 8, 2, 300, 8, (1, 100), True, stored="e4m3")
         compile_one("bf16", 16, 1, 64, 128, stored="ds_mla")
         compile_one("fp16", 16, 2, 8, 16, (0, 100), True, stored="ds_mla")

@@ -18,9 +18,11 @@ OVER_CODES = 2 * (36 + 2 * 32)
 EXPECTED = {
     "bf16-H128-64x1-page64-(1, 0)": (36 + 2 * 4, 80, 4),
     "bf16-ds_mla-H128-64x1-page64-(1, 0)": (OVER_CODES, 1050, 170),
+    "bf16-e4m3-H128-1x1-page64-(1, 0)": (OVER_CODES, 300, 45),
 }
 # Products of codes of fp8, of two warpgroups: where more than 16 rows of bfloat16 are multiplied with them.
-OF_CODES = {"bf16-ds_mla-H128-64x1-page64-(1, 0)": 2 * 32, "bf16-e4m3-H128-64x1-page64-(1, 0)": 2 * 36}
+OF_CODES = {f"bf16-ds_mla-H128-{seqs}x1-page64-(1, 0)": 2 * 32 for seqs in (1, 64)}
+OF_CODES |= {f"bf16-e4m3-H128-{seqs}x1-page64-(1, 0)": 2 * 36 for seqs in (1, 64)}
 MORE = {
     "fp16-H16-8x2-page16-(1, 100)-cap-unaligned": (36 + 2 * 16, 120, 4),
     "bf16-e4m3-H16-64x1-page64-(1, 0)": (OVER_CODES, 120, 0),
@@ -28,6 +30,7 @@ MORE = {
     "bf16-H64-64x4-page128-(1, 0)": (36 + 2 * 4, 80, 12),
     "bf16-H96-64x1-page64-(0, 0)": (36 + 2 * 4, 80, 12),
     "bf16-e4m3-H128-64x1-page64-(1, 0)": (OVER_CODES, 520, 45),
+    "bf16-ds_mla-H128-1x1-page64-(1, 0)": (OVER_CODES, 830, 170),
     "fp16-e4m3-H8-300x2-page8-(1, 100)-cap": (OVER_CODES, 180, 4),
     "bf16-ds_mla-H16-64x1-page128-(1, 0)": (OVER_CODES, 200, 4),
     "fp16-ds_mla-H16-8x2-page16-(0, 100)-cap": (OVER_CODES, 560, 60),

@@ -296,6 +296,7 @@ def test_a_plan_names_the_kernel_that_serves_it(monkeypatch: pytest.MonkeyPatch)
     bounds, device = BatchBounds(64, 64, 64, 1, 4096, 4096), torch.device("cpu")
     plan = plan_mla_decode(shape_of_rows(), bounds, device)
     assert plan.module == "hopper" and "for Hopper" in plan.describe() and plan.config.block_m == 16
+    assert "themselves" not in plan.describe()
     rows = torch.zeros(10, 64, 1, 576, dtype=torch.bfloat16)
     odd = torch.zeros(10, 64, 1, 577, dtype=torch.bfloat16)[..., 1:]
     assert can_load(rows) and not can_load(odd) and not can_load(rows[:0])
@@ -311,6 +312,7 @@ def test_a_plan_over_rows_of_codes(monkeypatch: pytest.MonkeyPatch, stored: torc
     shape = shape_of_rows(stored_dtype=stored, group=128)
     plan = plan_mla_decode(shape, bounds, device)
     assert plan.module == "hopper_fp8" and "for Hopper" in plan.describe()
+    assert "add up shared states themselves" in plan.describe()
     assert (plan.config.block_m, plan.config.parts, plan.config.tuning.block_n) == (32, 4, 64)
     rows = torch.zeros(10, 64, 1, width, dtype=torch.uint8).view(stored)
     odd = torch.zeros(10, 64, 1, width + 4, dtype=torch.uint8).view(stored)[..., 4:]
@@ -350,11 +352,11 @@ def test_two_programs_of_an_item_add_up_its_states_themselves_over_codes() -> No
 def test_each_state_of_an_item_is_added_once(programs: int) -> None:
     """By the program that begins it in the end, and never by one that has a later part."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    adds = importlib.import_module("pagedattn.kernels.mla_decode.hopper_states").adds
+    merges_next = importlib.import_module("pagedattn.kernels.mla_decode.hopper_states").merges_next
     sums = {nth: {nth} for nth in range(programs)}
     for nth in reversed(range(programs)):
         span = 1
-        while adds.fn(span, nth, programs - 1 - nth):
+        while merges_next.fn(span, nth, programs - 1 - nth):
             assert not sums[nth] & sums[nth + span]
             sums[nth] |= sums.pop(nth + span)
             span *= 2

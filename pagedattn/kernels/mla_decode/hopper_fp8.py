@@ -1,8 +1,9 @@
 """Gluon: absorbed latent attention (MLA) of new tokens over latent rows of fp8, on Hopper.
 
-The work is split and the states of items that programs share are added up as in `hopper.py`. Within a program one warp
-loads tiles of 64 rows by TMA as bytes, which two warpgroups take by turns (`hopper_fp8_groups.py`) and read from shared
-memory into registers as operands of their products (`hopper_fp8_operands.py`). Sources: as of `hopper.py`.
+The work is split as in `hopper.py`. States of items that programs share are added up by the program that begins the
+item, or by the second launch (`MLADecodeConfig.merge`). Within a program one warp loads tiles of 64 rows by TMA as
+bytes, which two warpgroups take by turns (`hopper_fp8_groups.py`) and read from shared memory into registers as
+operands of their products (`hopper_fp8_operands.py`). Sources: as of `hopper.py`.
 """
 
 # No `from __future__ import annotations`: an aggregate checks its fields against the classes its annotations name.
@@ -93,7 +94,8 @@ def _mla_decode_kernel(
     DTYPE: gl.constexpr = query.dtype.element_ty
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape = CodeShape(ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, GROUPED)
+    WAITS: gl.constexpr = flags is not None
+    shape = CodeShape(ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, GROUPED, WAITS)
     step = Step(query_start_loc, seq_lens, num_seqs, max_keys)
     Q_ROPE: gl.constexpr = DTYPE if GROUPED else gl.float16
     SCALED: gl.constexpr = KEYS if GROUPED else 8  # of other rows there is nothing to be kept

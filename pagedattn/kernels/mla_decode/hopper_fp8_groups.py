@@ -14,7 +14,7 @@ from ..gluon_device import LEAST, THRESHOLD_BITS, approximate
 from ..gluon_names import reinterpret, thread_barrier
 from .hopper_fp8_logits import largest_scales, logits_of, masked
 from .hopper_fp8_operands import PANEL, SOME_KEYS, WARPS, factor_words, in_order, value_operand, value_words
-from .hopper_fp8_outputs import share
+from .hopper_fp8_outputs import write_or_publish
 from .hopper_fp8_queries import load_queries
 from .hopper_fp8_rooms import GROUPS
 from .hopper_fp8_totals import total
@@ -175,8 +175,8 @@ def attend(w: gl.constexpr, of_query, of_states, results, rooms, step, shape):
     if k_scale is not None:  # codes times their scale: logits and sums times it
         scale *= gl.load(k_scale)
         out_scale *= gl.load(k_scale)
-    at, end, seq, base, sharing = range_of_program(step, shape, WARPS)
-    part = sharing.part
+    at, end, seq, base, split = range_of_program(step, shape, WARPS)
+    part = split.part
     c = 0
     n = 0
     while at < end:
@@ -191,5 +191,5 @@ def attend(w: gl.constexpr, of_query, of_states, results, rooms, step, shape):
             acc, m_i, l_i, n = total(w, low, high, m_i, l_i, n, rooms, shape)
             if not shape.GROUPED:
                 acc = acc * out_scale
-            share(w, in_order(acc), m_i, l_i, at, stop, item, sharing, of_states, results, shape)
+            write_or_publish(w, in_order(acc), m_i, l_i, at, stop, item, split, of_states, results, shape)
         at = stop

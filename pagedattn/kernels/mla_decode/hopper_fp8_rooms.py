@@ -39,8 +39,8 @@ def _as_codes(memory, SHAPE: gl.constexpr):
 class CodeShape:
     """As `hopper_items.Shape`, of products that are transposed always: logits and weights [KEYS, ROWS], outputs
     two times [HALF, ROWS], both in the layout MMA. GROUPED: rows of `fp8_ds_mla`, else of e4m3 alone; ROPE_BYTES of a
-    rotated part. CODE_PRODUCTS: keys are multiplied as codes, by queries that are the sum of two e4m3, else as
-    float16; CODE_MMA: MMA of products of codes."""
+    rotated part. WAITS: programs wait for states of others. CODE_PRODUCTS: keys are multiplied as codes, by queries
+    that are the sum of two e4m3, else as float16; CODE_MMA: MMA of products of codes."""
 
     ROWS: gl.constexpr
     G: gl.constexpr
@@ -58,6 +58,7 @@ class CodeShape:
     GROUPED: gl.constexpr
     CODE_PRODUCTS: gl.constexpr
     ROPE_BYTES: gl.constexpr
+    WAITS: gl.constexpr
     BLOCK_Q: gl.constexpr
     KEYS: gl.constexpr
     MMA: gl.constexpr
@@ -65,14 +66,14 @@ class CodeShape:
     ROW: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, GROUPED):
+    def __init__(self, ROWS, G, HEADS, PARTS, PAGE, OVERHEAD, CHUNK, CAUSAL, WINDOW, SOFTCAP, DTYPE, GROUPED, WAITS):
         self.ROWS, self.G, self.HEADS = gl.constexpr(ROWS), gl.constexpr(G), gl.constexpr(HEADS)
         self.PARTS = gl.constexpr(PARTS)
         self.PAGE, self.COPY = gl.constexpr(PAGE), gl.constexpr(min(PAGE, KEYS.value))
         self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
         self.MASK = gl.constexpr(window_mask(WINDOW))
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
-        self.DTYPE, self.GROUPED = gl.constexpr(DTYPE), gl.constexpr(GROUPED)
+        self.DTYPE, self.GROUPED, self.WAITS = gl.constexpr(DTYPE), gl.constexpr(GROUPED), gl.constexpr(WAITS)
         self.CODE_PRODUCTS = gl.constexpr(DTYPE == gl.bfloat16 and ROWS > 16)
         self.ROPE_BYTES = gl.constexpr(ROPE.value * (2 if GROUPED else 1))
         self.BLOCK_Q, self.KEYS = gl.constexpr(ROWS // G), KEYS

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper_items import HALF
-from .hopper_states import together
+from .hopper_states import merge_factors
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def total(w: gl.constexpr, low, high, m_i, l_i, n, rooms, shape):
     rooms.sums.index(2 * w + 1).store(l_i)
     n = rooms.meet(n)
     other = rooms.sums.index(2 * (1 - w)).load(shape.ROW)
-    top, factor, here = together(m_i, other)
+    top, factor, here = merge_factors(m_i, other)
     l_i = l_i * factor + rooms.sums.index(2 * (1 - w) + 1).load(shape.ROW) * here
     factor = gl.expand_dims(factor, 0)
     kept_first, kept_second = _parts((low if w == 0 else high) * factor)

@@ -273,8 +273,8 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
     """The first group: the program's items, their logits, weights and first half of latent elements."""
     gdc_wait()  # nothing is read, and no place of the workspace written, before what came before is done
     gdc_launch_dependents()
-    at, end, seq, base, sharing = range_of_program(step, shape, WARPS)
-    part = sharing.part
+    at, end, seq, base, split = range_of_program(step, shape, WARPS)
+    part = split.part
     c = 0
     t = 0
     while at < end:
@@ -297,10 +297,10 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
             t += 1
             state = None
             if splits is not None:
-                state = state_of(sharing.nth, item.origin == at, sharing, states, shape)
+                state = state_of(split.range_id, item.origin == at, split, states, shape)
                 if item.origin == at:
                     ROW: gl.constexpr = gl.SliceLayout(shape.AXIS, shape.LOGITS)
-                    note_splits(item, sharing, splits, max_tokens, ROW, shape)
+                    note_splits(item, split, splits, max_tokens, ROW, shape)
             write_sums(m_i, l_i, item, part, whole, state, lse_out, results.sl_t, shape)
             if whole:
                 _finish(_times(acc, factor, shape), 0, item, part, results, rooms, shape)
@@ -315,8 +315,8 @@ def lead(query, sq_t, sq_h, scale, softcap, lse_out, splits, states, max_tokens,
 def follow(states, results, rooms, step, shape):
     """The second group: the other half of latent elements."""
     gdc_wait()
-    at, end, seq, base, sharing = range_of_program(step, shape, WARPS)
-    part = sharing.part
+    at, end, seq, base, split = range_of_program(step, shape, WARPS)
+    part = split.part
     c = 0
     t = 0
     while at < end:
@@ -333,7 +333,7 @@ def follow(states, results, rooms, step, shape):
                 _finish(_times(acc, factor, shape), 1, item, part, results, rooms, shape)
             else:
                 if states is not None:
-                    state = state_of(sharing.nth, item.origin == at, sharing, states, shape)
+                    state = state_of(split.range_id, item.origin == at, split, states, shape)
                     _publish(acc, 1, item, part, state, shape)
             mbarrier.arrive(rooms.taken, count=1)
             t += 1

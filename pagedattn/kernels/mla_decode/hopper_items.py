@@ -25,7 +25,7 @@ class Shape:
     A product's first side is 64 at least. So with 64 rows logits and weights are [ROWS, KEYS] and outputs [ROWS, HALF],
     and with fewer both are transposed, and rows not padded. AXIS: that of keys and of latent elements, 1 or 0. WEIGHTS
     and OUTPUTS are the shapes, LOGITS and OUTPUT the layouts of these products. ALIGNED: queries can be read 16 bytes
-    at a time.
+    at a time. WAITS: programs wait for states of others.
     """
 
     ROWS: gl.constexpr
@@ -42,6 +42,7 @@ class Shape:
     SOFTCAP: gl.constexpr
     DTYPE: gl.constexpr
     ALIGNED: gl.constexpr
+    WAITS: gl.constexpr
     BLOCK_Q: gl.constexpr
     KEYS: gl.constexpr
     AXIS: gl.constexpr
@@ -58,7 +59,7 @@ class Shape:
         self.OVERHEAD, self.CHUNK = gl.constexpr(OVERHEAD), gl.constexpr(CHUNK)
         self.MASK = gl.constexpr(window_mask(WINDOW))
         self.CAUSAL, self.WINDOW, self.SOFTCAP = gl.constexpr(CAUSAL), gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
-        self.DTYPE, self.ALIGNED = gl.constexpr(DTYPE), gl.constexpr(ALIGNED)
+        self.DTYPE, self.ALIGNED, self.WAITS = gl.constexpr(DTYPE), gl.constexpr(ALIGNED), gl.constexpr(False)
         self.BLOCK_Q, self.KEYS = gl.constexpr(ROWS // G), KEYS
         if ROWS == MAX_ROWS:
             axis, weights, outputs = 1, [ROWS, KEYS.value], [ROWS, HALF.value]
@@ -103,21 +104,17 @@ def _whole_items(step, shape, total, work, programs, COUNT: gl.constexpr):
 
 
 @aggregate
-class Sharing:
-    """How the programs of a part share its tiles: `total` in equal ranges, of which this one has the nth.
-
-    Programs that begin later have earlier ranges. One waits for others only that have the rest of an item: they run or
-    are done, however few run at a time.
-    """
+class KeySplit:
+    """How the programs of a part share its tiles: `total` in equal ranges, of which this one has number range_id."""
 
     part: gl.tensor
-    nth: gl.tensor
+    range_id: gl.tensor
     programs: gl.tensor
     total: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, part, nth, programs, total):
-        self.part, self.nth, self.programs, self.total = part, nth, programs, total
+    def __init__(self, part, range_id, programs, total):
+        self.part, self.range_id, self.programs, self.total = part, range_id, programs, total
 
     @gluon.jit
     def of_item(self, item):
@@ -129,7 +126,7 @@ class Sharing:
 @gluon.jit
 def range_of_program(step, shape, COUNT: gl.constexpr):
     """The program's tiles at..end of its part's, the sequence of the first one, and the number of tiles before that
-    sequence; and the `Sharing`, by as many programs as are worth their states."""
+    sequence; and the `KeySplit`, by as many programs as are worth their states."""
     total, work = step.count(shape, COUNT)
     items = step.num_seqs * shape.PARTS
     keys = (total - step.num_seqs * shape.OVERHEAD) * (shape.KEYS * shape.PARTS)
@@ -139,7 +136,10 @@ def range_of_program(step, shape, COUNT: gl.constexpr):
     most = gl.maximum((most + items // 2) // items, 1) * step.num_seqs  # of a part
     programs = gl.minimum(gl.num_programs(0) // shape.PARTS, most)
     programs = _whole_items(step, shape, total, work, programs, COUNT)
-    launched = gl.program_id(0) // shape.PARTS
-    nth = gl.where(launched < programs, programs - 1 - launched, launched)
-    at, end, seq, base = step.range_of(nth, programs, total, work, shape, COUNT)
-    return at, end, seq, base, Sharing(gl.program_id(0) % shape.PARTS, nth, programs, total)
+    range_id = gl.program_id(0) // shape.PARTS
+    if shape.WAITS:
+        # A program waits for later ranges of its item. Thread blocks start in the order of their numbers: what it waits
+        # for has started, however few run at a time. CUDA does not promise that order; stream-K relies on it too.
+        range_id = gl.where(range_id < programs, programs - 1 - range_id, range_id)
+    at, end, seq, base = step.range_of(range_id, programs, total, work, shape, COUNT)
+    return at, end, seq, base, KeySplit(gl.program_id(0) % shape.PARTS, range_id, programs, total)

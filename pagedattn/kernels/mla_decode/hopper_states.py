@@ -4,34 +4,34 @@ partial state's place, maximum and sum, and for whom: the second launch, or the 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...runtime.workspace import COUNTERS as _COUNTERS
+from ...runtime.workspace import COUNTERS
 from ..gluon_device import LN2
 from ..gluon_names import thread_barrier
 from .hopper_items import LATENT
 
-_FLAGS = gl.constexpr(_COUNTERS)  # of one warpgroup of all programs
+_FLAGS = gl.constexpr(COUNTERS)  # of one warpgroup of all programs
 
 
 @gluon.jit
-def state_of(nth, begins, sharing, states, shape):
-    """The place of the partial state of the nth range. A program may end inside one item, which `begins` there, and
-    start inside another: it has two."""
-    place = 2 * (nth * shape.PARTS + sharing.part) + gl.where(begins, 1, 0)
+def state_of(range_id, begins, split, states, shape):
+    """The place of a range's partial state. A program may end inside one item, which `begins` there, and start inside
+    another: it has two."""
+    place = 2 * (range_id * shape.PARTS + split.part) + gl.where(begins, 1, 0)
     return states + place.to(gl.int64) * (2 * shape.ROWS + shape.ROWS * LATENT)
 
 
 @gluon.jit
-def sums_of(state, item, sharing, LAYOUT: gl.constexpr, shape):
+def sums_of(state, item, split, LAYOUT: gl.constexpr, shape):
     """Maximum and sum of a partial state that another program has left."""
     row = gl.arange(0, shape.ROWS, LAYOUT)
-    _, _, exists = item.rows(row, sharing.part, shape)
+    _, _, exists = item.rows(row, split.part, shape)
     m_i = gl.load(state + row, mask=exists, other=0, cache_modifier=".cg").to(gl.float32, bitcast=True)
     l_i = gl.load(state + shape.ROWS + row, mask=exists, other=0, cache_modifier=".cg").to(gl.float32, bitcast=True)
     return m_i, l_i
 
 
 @gluon.jit
-def together(m_i, other):
+def merge_factors(m_i, other):
     """The maximum of two states, and what each is multiplied with to be added up."""
     top = gl.maximum(m_i, other)
     shift = gl.where(top == -float("inf"), 0.0, top)
@@ -39,26 +39,25 @@ def together(m_i, other):
 
 
 @gluon.jit
-def publish(w: gl.constexpr, flags, sharing, shape):
+def publish(w: gl.constexpr, flags, split, shape):
     """Say that the program's w-th warpgroup has left its part of a state."""
     thread_barrier()  # all threads' stores come before what publishes them
-    gl.atomic_xchg(flags + w * _FLAGS + sharing.nth * shape.PARTS + sharing.part, 1, sem="release", scope="gpu")
+    gl.atomic_xchg(flags + w * _FLAGS + split.range_id * shape.PARTS + split.part, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def wait_published(w: gl.constexpr, nth, flags, sharing, shape):
-    """Until that is said of the nth range, and take it back: counters are zero between launches."""
-    flag = flags + w * _FLAGS + nth * shape.PARTS + sharing.part
-    seen = gl.atomic_cas(flag, 1, 0, sem="acquire", scope="gpu")
+def wait_published(w: gl.constexpr, range_id, flags, split, shape):
+    """Spin until the program of a range has published its state, and reset its flag: they are zero between launches."""
+    flag = flags + w * _FLAGS + range_id * shape.PARTS + split.part
+    seen = 0
     while seen == 0:
         seen = gl.atomic_cas(flag, 1, 0, sem="acquire", scope="gpu")
 
 
 @gluon.jit
-def adds(span, before, behind):
-    """Whether a program adds to its state that of the range `span` behind its own, where so many ranges before it and
-    behind it have tiles of its item: of each two the first one does, then of each four, in an order that does not
-    depend on who is done first."""
+def merges_next(span, before, behind):
+    """Whether a program adds to its state that of the range `span` behind its own, where so many ranges before and
+    behind it have tiles of its item: a binary tree, so that bits do not depend on who is done first."""
     return (before % (2 * span) == 0) & (span <= behind)
 
 
@@ -78,14 +77,14 @@ def write_sums(m_i, l_i, item, part, whole, state, lse_out, sl_t, shape):
 
 
 @gluon.jit
-def note_splits(item, sharing, splits, max_tokens, ROW: gl.constexpr, shape):
+def note_splits(item, split, splits, max_tokens, ROW: gl.constexpr, shape):
     """Say of all rows of an item which of a part's ranges have parts of it. ROW: a layout of rows."""
     row = gl.arange(0, shape.ROWS, ROW)
-    q_row, _, exists = item.rows(row, sharing.part, shape)
+    q_row, _, exists = item.rows(row, split.part, shape)
     token = (item.q_start + q_row).to(gl.int64)
-    field = splits + (token * shape.PARTS + sharing.part) * 3
+    field = splits + (token * shape.PARTS + split.part) * 3
     told = exists & (row % shape.G == 0) & (token < max_tokens)
-    first, last = sharing.of_item(item)
+    first, last = split.of_item(item)
     gl.store(field, first, mask=told)
     gl.store(field + 1, last, mask=told)
     gl.store(field + 2, row, mask=told)

@@ -301,8 +301,8 @@ _launch_merge = Launcher(_merge_kernel, VARYING)
 def launch(config: MLADecodeConfig, inputs: AttentionInputs, workspace: torch.Tensor | None) -> None:
     """The launch over all keys, and where programs share items, the one that adds up their states.
 
-    inputs: one KV head, values a view of the keys. workspace: int32 [config.workspace] or more; nothing else may use it
-    before both are done.
+    inputs: one KV head, values a view of the keys. workspace: int32 [config.workspace] or more, its first 3 * COUNTERS
+    elements zero, as they are afterwards; nothing else may use it before the launches are done.
     """
     query, key, table, out, lse = inputs.query, inputs.key, inputs.block_table, inputs.out, inputs.lse
     num_seqs, tuning = len(inputs.seq_lens), config.tuning

@@ -116,7 +116,8 @@ HOPPER_TUNING = MLADecodeTuning(block_n=HOPPER_KEYS, num_warps=4, num_stages=2, 
 
 @dataclass(slots=True, eq=False)
 class MLADecodePlan:
-    """The launches of a step: calls that share a plan must not run at the same time, as they share the workspace.
+    """The launches of a step: calls that share a plan must not run at the same time, as they share the workspace. Those
+    that do may wait for each other's states for ever.
 
     module: the file of this folder whose `launch` serves it.
     """
@@ -144,7 +145,8 @@ class MLADecodePlan:
         config = self.config
         tiles = f"{config.programs} programs, tiles of {config.block_m} rows and {config.tuning.block_n} keys"
         where = "" if self.module == "kernel" else " for Hopper"
-        return f"MLA decode kernel{where}: {self.num_seqs} sequences ({tiles})"
+        adds = "" if config.merge or not config.splits_keys else ", which add up shared states themselves"
+        return f"MLA decode kernel{where}: {self.num_seqs} sequences ({tiles}{adds})"
 
 
 def why_not(shape: AttentionShape) -> str:
@@ -252,8 +254,8 @@ def mla_decode_config(
     width = max(16, next_power_of_2(latent_dim))
     state = 2 * block_m + block_m * width
     sharing = programs // parts // items
-    alone = hopper and stored_itemsize < itemsize and sharing <= _FEW_SHARING
-    merge = None if alone else _merging(sharing, width)
+    merges_in_launch = hopper and stored_itemsize < itemsize and sharing <= _FEW_SHARING  # by `hopper_fp8.py` alone
+    merge = None if merges_in_launch else _merging(sharing, width)
     return MLADecodeConfig(block_m, heads, parts, programs, state, num_tokens, target.supports_pdl, tuning, merge)
 
 
