@@ -56,8 +56,8 @@ def wait_published(w: gl.constexpr, range_id, flags, split, shape):
 
 @gluon.jit
 def merges_next(span, before, behind):
-    """Whether a program adds to its state that of the range `span` behind its own, where so many ranges before and
-    behind it have tiles of its item: a binary tree, so that bits do not depend on who is done first."""
+    """Whether a program adds to its state that of the range `span` behind its own. before, behind: other ranges with
+    tiles of its item. They are a binary tree, so that bits do not depend on who is done first."""
     return (before % (2 * span) == 0) & (span <= behind)
 
 
