@@ -1,5 +1,5 @@
 """Gluon device code that kernel families share: units of logits, the soft cap, conditional rescaling, ranges of
-numbers, who of several programs is last."""
+numbers, states that are added up, who of several programs is last."""
 
 import struct
 
@@ -49,6 +49,14 @@ def powers_of_two(largest, EXPONENT: gl.constexpr, LEAST: gl.constexpr):
     exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 255, LEAST)
     down = ((254 + EXPONENT - exponent) << 23).to(gl.float32, bitcast=True)
     return down, ((exponent - EXPONENT) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def merge_factors(m_i, other):
+    """The maximum of two states, and what each is multiplied with to be added up."""
+    top = gl.maximum(m_i, other)
+    shift = gl.where(top == -float("inf"), 0.0, top)
+    return top, gl.exp2(m_i - shift), gl.exp2(other - shift)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon_device import LN2, LOG2E
+from ..gluon_device import LN2, LOG2E, merge_factors
 from .operands import is_4_bit
 from .queries import inside, rows_of
 from .rotation import rotate_back
@@ -31,9 +31,7 @@ def _finish(
     if ACCUMULATE:
         there = gl.load(lse_out + token * sl_t + head, mask=exists, other=-float("inf")) * LOG2E
         mine = gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i))
-        m_i = gl.maximum(there, mine)
-        shift = gl.where(m_i == -float("inf"), 0.0, m_i)
-        there, mine = gl.exp2(there - shift), gl.exp2(mine - shift)
+        m_i, there, mine = merge_factors(there, mine)
         l_i = there + mine
         of_there = to
         if prior is not None:

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...runtime.workspace import COUNTERS as _COUNTERS
-from ..gluon_device import is_last
+from ..gluon_device import is_last, merge_factors
 from ..gluon_names import thread_barrier
 from .plan import GROUP as _GROUP
 from .plan import MANY_ROWS as _MANY_ROWS
@@ -71,13 +71,10 @@ def _reduce_splits(
             sums = gl.load(state + R + head, mask=head < USED, other=0, cache_modifier=".cg")
             a = gl.load(state + place, mask=gl.expand_dims(row < USED, 1), other=0, cache_modifier=".cg")
             m = gl.where(live, m, -float("inf"))
-            top = gl.maximum(m_i, m)
-            shift = gl.where(top == -float("inf"), 0.0, top)
-            before, here = gl.exp2(m_i - shift), gl.exp2(m - shift)
+            m_i, before, here = merge_factors(m_i, m)
             l_i = l_i * before + sums.to(gl.float32, bitcast=True) * here
             before, here = gl.convert_layout(before, ROWS), gl.convert_layout(here, ROWS)
             acc = acc * gl.expand_dims(before, 1) + a.to(gl.float32, bitcast=True) * gl.expand_dims(here, 1)
-            m_i = top
     return acc, gl.convert_layout(m_i, ROWS), gl.convert_layout(l_i, ROWS)
 
 

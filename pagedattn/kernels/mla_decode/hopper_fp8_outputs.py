@@ -4,13 +4,14 @@ with the states of programs that have the rest of the item, or leaves them for t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon_device import merge_factors
 from .hopper_items import HALF, LATENT
 from .hopper_states import (
-    merge_factors,
     merges_next,
     note_splits,
     publish,
     state_of,
+    state_size,
     sums_of,
     wait_published,
     write_sums,
@@ -35,7 +36,7 @@ def _outputs_at(state, w: gl.constexpr, LAYOUT: gl.constexpr, shape):
 def _sums_at(state, w: gl.constexpr, shape):
     """Where a warpgroup leaves the maximum and sum of a state, for the same warpgroup of another program: the first one
     with the state, the second one in the program's other place, which is not used then."""
-    return state + w * (2 * shape.ROWS + shape.ROWS * LATENT)
+    return state + w * state_size(shape)
 
 
 @gluon.jit
@@ -91,10 +92,9 @@ def write_or_publish(w: gl.constexpr, acc, m_i, l_i, at, stop, item, split, of_s
     if states is not None:
         state = state_of(split.range_id, begins, split, states, shape)
         sums = _sums_at(state, w, shape)
-    if w == 0:
-        if splits is not None:
-            if begins:
-                note_splits(item, split, splits, max_tokens, shape.ROW, shape)
+    if w == 0 and splits is not None:
+        if begins:
+            note_splits(item, split, splits, max_tokens, shape.ROW, shape)
     if w == 0 or flags is not None:
         write_sums(m_i, l_i, item, split.part, whole, sums, lse_out if w == 0 else None, results.sl_t, shape)
     LAYOUT: gl.constexpr = acc.type.layout

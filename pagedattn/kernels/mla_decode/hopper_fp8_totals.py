@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon_device import merge_factors
 from .hopper_items import HALF
-from .hopper_states import merge_factors
 
 
 @gluon.jit

@@ -12,12 +12,18 @@ from .hopper_items import LATENT
 _FLAGS = gl.constexpr(COUNTERS)  # of one warpgroup of all programs
 
 
+@gluon.constexpr_function
+def state_size(shape):
+    """Elements of a partial state: maxima, sums, outputs."""
+    return shape.ROWS.value * (2 + LATENT.value)
+
+
 @gluon.jit
 def state_of(range_id, begins, split, states, shape):
     """The place of a range's partial state. A program may end inside one item, which `begins` there, and start inside
     another: it has two."""
     place = 2 * (range_id * shape.PARTS + split.part) + gl.where(begins, 1, 0)
-    return states + place.to(gl.int64) * (2 * shape.ROWS + shape.ROWS * LATENT)
+    return states + place.to(gl.int64) * state_size(shape)
 
 
 @gluon.jit
@@ -31,24 +37,22 @@ def sums_of(state, item, split, LAYOUT: gl.constexpr, shape):
 
 
 @gluon.jit
-def merge_factors(m_i, other):
-    """The maximum of two states, and what each is multiplied with to be added up."""
-    top = gl.maximum(m_i, other)
-    shift = gl.where(top == -float("inf"), 0.0, top)
-    return top, gl.exp2(m_i - shift), gl.exp2(other - shift)
+def _flag_of(w: gl.constexpr, range_id, flags, split, shape):
+    """The counter by which the w-th warpgroup of a range's program says that it has left its part of a state."""
+    return flags + w * _FLAGS + range_id * shape.PARTS + split.part
 
 
 @gluon.jit
 def publish(w: gl.constexpr, flags, split, shape):
     """Say that the program's w-th warpgroup has left its part of a state."""
     thread_barrier()  # all threads' stores come before what publishes them
-    gl.atomic_xchg(flags + w * _FLAGS + split.range_id * shape.PARTS + split.part, 1, sem="release", scope="gpu")
+    gl.atomic_xchg(_flag_of(w, split.range_id, flags, split, shape), 1, sem="release", scope="gpu")
 
 
 @gluon.jit
 def wait_published(w: gl.constexpr, range_id, flags, split, shape):
     """Spin until the program of a range has published its state, and reset its flag: they are zero between launches."""
-    flag = flags + w * _FLAGS + range_id * shape.PARTS + split.part
+    flag = _flag_of(w, range_id, flags, split, shape)
     seen = 0
     while seen == 0:
         seen = gl.atomic_cas(flag, 1, 0, sem="acquire", scope="gpu")
