@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--name", default="gpu_test", help="of the record: NAME.json")
     parser.add_argument("--problems", type=int, help="random problems of TRITON to draw, if not as many as usual")
     parser.add_argument("--random-seed", type=int, default=0, help="of what those are drawn by")
+    parser.add_argument("--random-part", default="1/1", help="one part of those alone, such as 2/4")
     parser.add_argument("--problem", action="append", default=[], help="one of those alone, KIND:SEED/INDEX")
     parser.add_argument("suites", nargs="*", help="files or folders to run instead of all")
     args = parser.parse_args()
@@ -56,14 +57,16 @@ def main() -> int:
         print("gpu-test needs a CUDA device and a torch that sees it; on a CPU run `make test`")
         return 1
     begun, options = time.perf_counter(), [] if args.problems is None else ["--problems", str(args.problems)]
-    options += ["--random-seed", str(args.random_seed), *(f"--problem={text}" for text in args.problem)]
+    options += ["--random-seed", str(args.random_seed), "--random-part", args.random_part]
+    options += [f"--problem={text}" for text in args.problem]
     with tempfile.TemporaryDirectory() as folder:
         beside = [*options, *_workers(), *(f"--ignore={ROOT / suite}" for suite in ALONE)]
         reports = [Path(folder) / "parallel.xml", Path(folder) / "alone.xml"]
         runs = ((together, reports[0], beside), (alone, reports[1], options))
         status = max(_run(suites, report, how) for suites, report, how in runs if suites)
         record = _record([report for report in reports if report.exists()], args.commit, time.perf_counter() - begun)
-        record["meta"] |= {"random_seed": args.random_seed} | ({"problem": args.problem} if args.problem else {})
+        record["meta"] |= {"random_seed": args.random_seed, "random_part": args.random_part}
+        record["meta"] |= {"problem": args.problem} if args.problem else {}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record["rows"], indent=1))

@@ -42,6 +42,7 @@ def pytest_addoption(parser):  # type: ignore[no-untyped-def]
     parser.addoption("--every-case", action="store_true", help="of tests with a `cover` run all cases")
     parser.addoption("--problems", type=int, default=250, help="how many random problems of TRITON to draw on a GPU")
     parser.addoption("--random-seed", type=int, default=0, help="of what those are drawn by")
+    parser.addoption("--random-part", default="1/1", help="one part of those alone, such as 2/4")
     parser.addoption("--problem", action="append", default=[], help="one of those alone, KIND:SEED/INDEX")
 
 

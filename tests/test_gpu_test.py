@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from backends.drawn_kinds import STORED, WITH_NATIVE, case_drawn, lengths_drawn, names
-from backends.test_triton_random import FIXED, KINDS, PER_TEST, QUANTISED, SHAPES, case_of, named, shares
+from backends.test_triton_random import FIXED, KINDS, PER_TEST, QUANTISED, SHAPES, case_of, named, part_of, shares
 
 from pagedattn.backends.registry import get_backend
 from pagedattn.backends.triton.metadata import shape_of_spec
@@ -59,6 +59,17 @@ def test_as_many_problems_as_were_asked_for(total: int) -> None:
     assert max(len(one.indices) for one in tests) <= PER_TEST
     drawn = [f"drawn 3/{number}" for number in range(max(total // PER_TEST, 1))]
     assert [*dict.fromkeys(one.kind for one in tests)] == [*KINDS, *QUANTISED, *drawn]
+
+
+def test_parts_of_the_problems_make_up_all_of_them() -> None:
+    every = shares(1_000)
+    for parts in (1, 3, 4, len(every)):
+        found = [part_of(every, f"{part}/{parts}") for part in range(1, parts + 1)]
+        assert [share for part in found for share in part] == every and all(found)
+        assert max(map(len, found)) - min(map(len, found)) <= 1
+    for text in ("0/4", "5/4", "4", "x/2", ""):
+        with pytest.raises(pytest.UsageError, match="--random-part must be I/N"):
+            part_of(every, text)
 
 
 def test_a_problem_is_drawn_again_by_what_a_failure_says() -> None:
@@ -168,7 +179,7 @@ def test_a_run_from_the_command_to_the_record(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gpu_test.pytest, "main", run)
     monkeypatch.setattr(gpu_test.os, "sched_getaffinity", lambda pid: range(9), raising=False)
     words = ["--commit", "abc1234", "--out", str(tmp_path / "new"), "--name", "few", "--problems", "7", "tests/gpu"]
-    words += ["--random-seed", "5", "--problem", "plain:5/3"]
+    words += ["--random-seed", "5", "--random-part", "2/4", "--problem", "plain:5/3"]
     monkeypatch.setattr(sys, "argv", ["gpu_test.py", *words])
     assert gpu_test.main() == 1, "the worse of two"
     together, alone = asked
@@ -177,5 +188,7 @@ def test_a_run_from_the_command_to_the_record(tmp_path: Path, monkeypatch: pytes
     assert together[together.index("-n") + 1] == "7" and together[together.index("--dist") + 1] == "worksteal"
     record: dict[str, Any] = json.loads((tmp_path / "new" / "few.json").read_text(encoding="utf-8"))
     assert all("--problem=plain:5/3" in one and one[one.index("--random-seed") + 1] == "5" for one in asked)
-    assert (record["meta"]["random_seed"], record["meta"]["problem"]) == (5, ["plain:5/3"])
+    assert all(one[one.index("--random-part") + 1] == "2/4" for one in asked)
+    drawn = record["meta"]["random_seed"], record["meta"]["random_part"], record["meta"]["problem"]
+    assert drawn == (5, "2/4", ["plain:5/3"])
     assert record["meta"]["commit"] == "abc1234" and record["rows"] == [{"suite": "a", "passed": 2, "seconds": 2.0}]

@@ -49,7 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "share" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    tests = [named(text) for text in option("--problem")] or shares(option("--problems"), option("--random-seed"))
+    tests = [named(text) for text in option("--problem")]
+    tests = tests or part_of(shares(option("--problems"), option("--random-seed")), option("--random-part"))
     metafunc.parametrize("share", tests, ids=[f"{one.kind}-{one.seed}/{one.indices.start}" for one in tests])
 
 
@@ -70,6 +71,16 @@ def shares(total: int, seed: int = 0) -> list[Share]:
     kinds = [kind for kind in every for _ in range(-(-total // (len(every) * PER_TEST)))]
     n = len(kinds)
     return [Share(kind, seed, range(total * i // n, total * (i + 1) // n)) for i, kind in enumerate(kinds)]
+
+
+def part_of(every: list[Share], text: str) -> list[Share]:
+    """Part I of N equal ones, I/N from 1/N to N/N, for machines that are lent for less time than all take; in a row,
+    so that few kinds are compiled in two of them."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError(f"--random-part must be I/N, from 1/N to N/N, such as 2/4, got {text!r}")
+    begin, end = (len(every) * number // int(parts) for number in (int(part) - 1, int(part)))
+    return every[begin:end]
 
 
 def lengths(shape: str, draw: random.Random) -> tuple[list[int], list[int]]:
