@@ -254,11 +254,10 @@ def _answer_all(
     where: torch.device | str,
 ) -> list[torch.Tensor]:
     """What `_answers` gives for all sequences' queries, keys and values, packed."""
-    queries, keys, values = rows
-    read = [_read(case, side, one) for side, one in zip(stored, (keys, values), strict=True)]
-    parts = [[x.to(where) for x in one] for one in (queries, *read, keys, values)]
+    queries, *came_in = [[x.to(where) for x in one] for one in rows]
+    read = [_read(case, side.to(where), one) for side, one in zip(stored, came_in, strict=True)]
     answers = []
-    for q, k, v, *came in zip(*parts, strict=True):
+    for q, k, v, *came in zip(queries, *read, *came_in, strict=True):
         runs = by_own_block(case, q, (k, v), came) if spec.has_recent and case.paged else [(q, k, v)]
         answers += [_answers(case, spec, *run, *extras) for run in runs]
     return [torch.cat(parts) for parts in zip(*answers, strict=True)]
@@ -299,11 +298,12 @@ def _written(
     ):
         copies = [plane.clone() for plane in planes if plane is not None]
         sides.append(copies)
-        for row, slot in enumerate([] if side.whole_blocks else slots.tolist()):
-            if rows is not None and slot >= 0:
-                block, offset = divmod(slot, case.block_size)
-                for plane, new in zip(copies, side.blocks(rows[row : row + 1], 1, 0), strict=True):
-                    bits(plane)[block, offset if plane.shape[1] > 1 else 0] = bits(new)[0, 0]
+        if rows is None or side.whole_blocks:
+            continue
+        written = slots >= 0
+        block, offset = (x[written].long() for x in (slots // case.block_size, slots % case.block_size))
+        for plane, new in zip(copies, side.blocks(rows, 1, 0), strict=True):
+            bits(plane)[block, offset] = bits(new)[written, 0]
     return layer_cache(sides[0], sides[1], case.kv_cache_dtype)
 
 

@@ -31,7 +31,7 @@ class StoredRows:
         if self.whole_blocks:
             full = len(rows) // size
             return list(self.rows.encode(rows[: full * size].reshape(full, size, *rows.shape[1:])))
-        scale = torch.tensor([self.scale]) if isinstance(self.scale, int | float) else self.scale
+        scale = torch.tensor([self.scale], device=rows.device) if isinstance(self.scale, int | float) else self.scale
         dim, count, planes = rows.shape[2], -(-len(rows) // size), []
         for plane, codes in zip(self.rows.planes(dim, rows.dtype), self.rows.encode(rows, scale), strict=True):
             whole = bits(codes.new_empty(count * size, *codes.shape[1:])).zero_()
@@ -54,7 +54,7 @@ class StoredRows:
         decoded = decoded.flatten(0, 1)[: len(rows)] * scale
         return torch.cat((decoded, rows[len(decoded) :].double()))
 
-    def to(self, device: torch.device) -> StoredRows:
+    def to(self, device: torch.device | str) -> StoredRows:
         """The same with a scale tensor on `device`."""
         scale = self.scale.to(device) if isinstance(self.scale, torch.Tensor) else self.scale
         return replace(self, scale=scale)
