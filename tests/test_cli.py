@@ -54,6 +54,7 @@ ODD = {
     "sinks": (False, "-"),
     "lse": (True, "yes"),
     "rounded_lse": (True, "yes"),
+    "rounded_states": (False, "-"),
     "fp8_products": (True, "yes"),
     "fp8_queries": (True, "yes"),
     "context_parallel": (True, "yes"),

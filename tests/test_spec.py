@@ -106,7 +106,13 @@ def test_what_is_not_served_is_refused_once_with_its_values(field: str) -> None:
 
 
 def test_every_capability_is_tested() -> None:
-    facts = ("default_block_size", "rounded_lse", "fp8_products", "fp8_queries")  # these refuse nothing
+    facts = (
+        "default_block_size",
+        "rounded_lse",
+        "rounded_states",
+        "fp8_products",
+        "fp8_queries",
+    )  # these refuse nothing
     assert sorted([*RESTRICTIONS, *facts]) == sorted(field.name for field in fields(Capabilities))
 
 

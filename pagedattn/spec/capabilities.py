@@ -77,6 +77,7 @@ class Capabilities:
     sinks: bool = False
     lse: bool = False
     rounded_lse: bool = False  # sums probabilities in the query's dtype: off by up to half a unit in its last place
+    rounded_states: bool = False  # the outputs of parts of the keys are in the query's dtype before they are added up
     fp8_products: bool = False  # may multiply fp8 keys as fp8, which a tensor core sums to 13 bits: logits are as exact
     fp8_queries: bool = False  # rounds queries and probabilities to fp8 over fp8 caches: off by percents
     context_parallel: bool = False

@@ -79,8 +79,8 @@ def check(backend: type[AttentionBackend], problem: Problem, name: str = "") -> 
     serves = backend.capabilities()
     fp8 = problem.fp8 if serves.rounds_queries(problem.spec) else None
     gates: dict[str, Any] = {"softcap": case.softcap is not None, "condition": problem.condition}
-    naive = problem.naive if fp8 is None else fp8
-    assert_close(name or case.id, out[:rows], problem.expected, naive, fp8_queries=fp8 is not None, **gates)
+    gates |= {"fp8_queries": fp8 is not None, "rounded_states": serves.rounded_states}
+    assert_close(name or case.id, out[:rows], problem.expected, problem.naive if fp8 is None else fp8, **gates)
     if case.lse:
         if lse is None or lse.dtype not in (torch.float32, torch.float64):
             raise AssertionError(f"{name}: return_lse gave {lse}")

@@ -150,6 +150,7 @@ class FlashInferBackend(AttentionBackend):
             softcap=True,
             lse=True,
             rounded_lse=True,
+            rounded_states=True,
             graph_level=GraphLevel.UNIFORM_SINGLE_TOKEN_DECODE,
         )
 
