@@ -31,7 +31,7 @@ from pagedattn.kernels.prefill_sm90.plan import (
 from pagedattn.kernels.prefill_sm90.producer import FACTORS
 
 POINTERS = {  # and numbers that are no int32
-    "table": "*i32",
+    **dict.fromkeys(("table", "starts"), "*i32"),
     "entries": "*i32",
     "lse_out": "*fp32",
     "workspace": "*i32",
@@ -93,11 +93,12 @@ def compile_one(
         constants |= {"k_scale": None, "v_scale": None, **block_constants(flags["mask"])}
         constants |= {"KEY_SCALES": factors == "key", "DIM_V": dim_v}
         constants |= {} if factors else {"factors": None}
+        del constants["PAGE"]  # a copy has none
     if more and not more_v:
         constants["more_value"] = None
     codes = None if stored == "copy" else stored
-    most = fixed["BLOCK_N"] // (LOADERS.value if codes is None else 1)
-    part = min(page, most) or most
+    most = fixed["BLOCK_N"] // (LOADERS.value if stored is None else 1)
+    part = most if stored == "copy" else min(page, most) or most
     rows = copied_queries(pack)
     types = {
         **POINTERS,

@@ -203,7 +203,7 @@ def dequantise_case(stored: str, kind: str, block_size: int, dim: int, earlier: 
     tile = min(keys_per_tile(dim), form.key.tile_keys or 128)
     tile = tile if form.key.kernels.rotate is None else rotated_tokens(width(dim, dim))
     key = "fp16" if form.key.codes in FLOAT16_KEYS else kind
-    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_table": "*i32", "to_key": f"*{key}"}
+    types = {**TYPES, **plane_types(stored), **_codes(stored, kind), "to_starts": "*i32", "to_key": f"*{key}"}
     types |= {"to_scales": "*fp32", "to_value": f"*{kind}"}
     constants = {"S": block_size, "H": 8, "D": dim, "DV": dim, "TOKENS": tile}
     constants |= dict.fromkeys(("BLOCK_D", "BLOCK_DV"), width(dim, dim))

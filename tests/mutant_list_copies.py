@@ -6,10 +6,10 @@ from mutant_anchor import Fault
 
 FAULTS = (
     Fault(
-        "a block outside the cache in a copy's table",
+        "whatever was there before in the place of blocks outside the cache",
         "_dequantise_kernel",
-        "tl.where(known, own, -1)",
-        "own",
+        "k.to(to_key.dtype.element_ty), mask=inside",
+        "k.to(to_key.dtype.element_ty), mask=known",
         "test_dequantise.py stand_for",
     ),
     Fault(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends.test_hopper import HERE
 
+from pagedattn import Attention, CommonAttentionMetadata, PagedKVCache
 from pagedattn.backends.registry import get_backend
 from pagedattn.kernels.dequantise import kernel
 from pagedattn.kernels.dequantise.plan import width
@@ -130,3 +131,37 @@ def test_in_passes_over_keys(kind: str, lens: Any, monkeypatch: pytest.MonkeyPat
     found = [one.block_table for one in starts if one.block_table is not None]
     tables = {table.storage_offset() % table.stride(0) for table in found}
     assert len(tables) == -(-max(prompts) // keys) > 1
+
+
+@pytest.mark.parametrize("first", [-90, -10])
+@pytest.mark.parametrize(
+    ("stored", "dim", "largest"), [("int8", 128, 2.0**26), ("turboquant4", 64, 1.0), ("k8v4", 256, 2.0**26)]
+)
+def test_queries_of_many_sizes(
+    stored: str, dim: int, largest: float, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 2**first to 2**(first + 100), some with an element 2**26 times the others, which float16 must have
+    nonetheless: keys are 0 there. And two rows that are not finite, whose neighbours have their outputs."""
+    made, tokens = copies(monkeypatch), 600
+    torch.manual_seed(0)
+    sizes = torch.linspace(first, first + 100, tokens, device=DEVICE).round().exp2()[:, None, None]
+    query, key, value = (torch.randn(tokens, heads, dim, device=DEVICE) for heads in (8, 2, 2))
+    query[..., 0] *= largest
+    key[..., 0] *= largest == 1
+    rows = [(query * sizes).bfloat16(), key.bfloat16(), value.bfloat16()]
+    rows[0][40, 3, 17], rows[0][70, 5, 1] = torch.nan, torch.inf
+    kinds: dict[str, Any] = {"dtype": torch.bfloat16, "kv_cache_dtype": stored, "device": DEVICE}
+    blocks = -(-tokens // 32)
+    cache = PagedKVCache(1, blocks, 32, 2, dim, **kinds).layer(0)
+    table = torch.randperm(blocks, dtype=torch.int32, device=DEVICE)[None]
+    common, outputs = CommonAttentionMetadata.from_lengths([tokens], [tokens], table, block_size=32), []
+    for backend in ("TRITON", "TORCH"):
+        kinds["scale"] = dim**-0.5 * 2.0 ** (-90 - first)  # logits of the largest rows are some thousands
+        layer = Attention(8, dim, 2, block_size=32, backend=backend, **kinds)
+        outputs.append(layer(*rows, cache, common).double())
+    lost = torch.zeros(tokens, 8, dtype=torch.bool, device=DEVICE)
+    lost[40, 3] = lost[70, 5] = True
+    assert made and torch.equal(outputs[0].isnan().all(-1), lost) and torch.equal(outputs[0].isnan().any(-1), lost)
+    got, want = (out[~lost] for out in outputs)
+    error = (got - want).abs().amax(-1) / want.abs().amax(-1)
+    assert float(error.max()) < 2**-6, float(error.max())

@@ -1,4 +1,4 @@
-"""Triton: a copy of what sequences have in a quantised cache, in 16 bits, with a block table."""
+"""Triton: a copy of what sequences have in a quantised cache, in 16 bits, the rows of each one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plan import FLOAT16_KEYS, num_warps, rotated_tokens, width
 
 @triton.jit(do_not_specialize=["num_blocks", "columns", "s_factors"])
 def _dequantise_kernel(
-    key, value, table, seq_lens, k_scale_cache, v_scale_cache, to_key, to_value, to_table, to_scales, num_blocks,
+    key, value, table, seq_lens, k_scale_cache, v_scale_cache, to_key, to_value, to_starts, to_scales, num_blocks,
     columns, s_factors, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, s_table, S: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
@@ -31,15 +31,14 @@ def _dequantise_kernel(
     inside = (column < columns) & (token < seq_len)
     block = tl.load(table + seq * s_table + column, mask=inside, other=-1).to(tl.int64)
     known = (block >= 0) & (block < num_blocks)
-    if head == 0:  # a block that is not in the cache is not in the copy either
-        own = seq * columns + column
-        tl.store(to_table + own, tl.where(known, own, -1).to(tl.int32), mask=(slot == 0) & (column < columns))
+    first = seq * columns * S
+    tl.store(to_starts + seq, first.to(tl.int32), mask=(head == 0) & (tl.program_id(0) == 0))
     # Some block of the cache. By a `where` of known ones Triton fails to choose layouts for heads of 64.
     block = tl.maximum(tl.minimum(block, num_blocks - 1), 0)
     seen = known  # by some query: others may not be encoded yet
     if stops_early(MASK):
         seen = known & (token >= first_encoded(MASK)) & (token < end_key(seq_len - 1, seq_len, MASK))
-    row = ((seq * columns * S + token) * H + head)[:, None]
+    row = ((first + token) * H + head)[:, None]
 
     dim = tl.arange(0, BLOCK_D)[None, :]
     k_scale_row = scale_rows(block, slot, head, K_STRIDES)
@@ -48,7 +47,6 @@ def _dequantise_kernel(
     if K_FORMAT.rotate is not None:
         # Sums of levels, whole numbers, of which float16 has all up to 2048.
         k = hadamard(k.to(tl.float32), D, BLOCK_D) * signs(dim)
-        # 0 where nothing is seen: TMA reads zeros in place of blocks outside the cache.
         factor = K_FORMAT.row_scale(k_scale_cache, k_scale_row, seen) * block_of(D) ** -0.5
         tl.store(to_scales + (seq * H + head) * s_factors + token, factor)
     elif K_FORMAT.row_scale is not None:
@@ -59,11 +57,10 @@ def _dequantise_kernel(
         k = k.to(tl.float32) * (of_key * ((268 - exponent) << 23).to(tl.float32, bitcast=True))[:, None]
         up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
         tl.store(to_scales + (seq * H + head) * s_factors + tl.program_id(0), up)
-    if stops_early(MASK):  # zeros, with which no product is NaN
-        k = tl.where(seen[:, None], k, 0.0)
+    k = tl.where(seen[:, None], k, 0.0)  # zeros, with which no product is NaN
     if D < BLOCK_D:
         k = tl.where(dim < D, k, 0.0)
-    tl.store(to_key + row * BLOCK_D + dim, k.to(to_key.dtype.element_ty), mask=known[:, None])
+    tl.store(to_key + row * BLOCK_D + dim, k.to(to_key.dtype.element_ty), mask=inside[:, None])
 
     dim = tl.arange(0, BLOCK_DV)[None, :]
     v_scale_row = scale_rows(block, slot, head, V_STRIDES)
@@ -73,23 +70,26 @@ def _dequantise_kernel(
         v *= V_FORMAT.row_scale(v_scale_cache, v_scale_row, seen)[:, None]
     if V_FORMAT.rotate is not None:
         v = V_FORMAT.rotate(v, DV, BLOCK_DV)
+    v = tl.where(seen[:, None], v, 0.0)
     if to_value.dtype.element_ty == tl.float16:  # a code may stand for what float16 rounds to infinity
         v = tl.where(v > 65504.0, 65504.0, tl.where(v < -65504.0, -65504.0, v))
-    tl.store(to_value + row * BLOCK_DV + dim, v.to(to_value.dtype.element_ty), mask=known[:, None])
+    tl.store(to_value + row * BLOCK_DV + dim, v.to(to_value.dtype.element_ty), mask=inside[:, None])
 
 
 # `../prefill_sm90/copy_kernel.py` has what is copied in this order.
-_launch = Launcher(_dequantise_kernel, VARYING, ("to_key", "to_value", "to_table", "to_scales"))
+_launch = Launcher(_dequantise_kernel, VARYING, ("to_key", "to_value", "to_starts", "to_scales"))
 
 
 def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = None) -> AttentionInputs:
-    """One launch: the call over a copy of what its sequences have in the cache, in blocks of the same size, of rows of
-    `width`. before: a call over such a copy of as many heads, which is done with: its place is taken.
+    """One launch: the call over a copy of what its sequences have in the cache, [B, S, Hkv, width], S slots each, with
+    the number of each one's first row of all in the place of the block table, int32 [B, 1]. before: a call over such a
+    copy of as many heads, which is done with: its place is taken.
 
     Values are times their scales, and rounded to the queries' dtype. Keys whose rows have scales are float16, times a
     power of two of each `tile` keys in order, by which `k_scale_cache` [B, Hkv, tiles] float32 multiplies logits; of
     rotated rows they are sums of levels, and k_scale_cache [B, Hkv, keys], a multiple of `tile`, has a factor of each.
-    Other keys are the numbers that their codes stand for, exactly. What no query sees is 0."""
+    Other keys are the numbers that their codes stand for, exactly. What no query sees is 0, and so are blocks outside
+    the cache; slots behind a sequence's end are not written."""
     query, key, value, table = inputs[:4]
     if table is None:
         raise ValueError("packed keys have no blocks")
@@ -101,16 +101,16 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
     tile = min(tile, of_key.tile_keys or tile)
     rotated, scaled = of_key.kernels.rotate is not None, of_key.kernels.row_scale is not None
     key_dtype = torch.float16 if of_key.codes in FLOAT16_KEYS else query.dtype
-    rows, tiles = (count * columns, size, heads), triton.cdiv(columns * size, tile)
+    rows, tiles = (count, columns * size, heads), triton.cdiv(columns * size, tile)
     factors, tokens = (tiles * tile, rotated_tokens(dim)) if rotated else (tiles, tile)
     if before is None:
         to_key, to_value = query.new_empty(*rows, dim, dtype=key_dtype), query.new_empty(*rows, dim)
-        to_table = table.new_empty(count, columns)
+        to_starts = table.new_empty(count, 1)
         to_scales = query.new_empty(count, heads, factors, dtype=torch.float32) if scaled else None
     else:
-        to_key, to_value, to_table, to_scales = before.key, before.value, before.block_table, before.k_scale_cache
+        to_key, to_value, to_starts, to_scales = before.key, before.value, before.block_table, before.k_scale_cache
     arguments = (
-        *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_table),
+        *(key, value, table, inputs.seq_lens, inputs.k_scale_cache, inputs.v_scale_cache, to_key, to_value, to_starts),
         *(to_scales, blocks, columns, factors, *key.stride()[:3], *value.stride()[:3], table.stride(0)),
     )
     constants = {"S": size, "H": heads, "D": dims[0], "DV": dims[1], "BLOCK_D": dim, "BLOCK_DV": dim}
@@ -124,5 +124,5 @@ def launch(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = 
     with on_device(key):
         grid = (triton.cdiv(columns * size, tokens), count, heads)
         _launch(grid, arguments, constants, num_warps=num_warps(tokens, dim))
-    copied = {"key": to_key, "value": to_value, "block_table": to_table, "k_scale_cache": to_scales}
+    copied = {"key": to_key, "value": to_value, "block_table": to_starts, "k_scale_cache": to_scales}
     return inputs._replace(**copied, v_scale_cache=None, kv_cache_dtype="auto")

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_device import LN2, LOG2E
-from ..gluon_names import thread_barrier
+from ..gluon_names import reinterpret, thread_barrier
 from . import tile_rows
 from .queries import cast_queries, split_queries
 from .rotation import rotate_back
@@ -117,18 +117,25 @@ def _skip(item, c, channels, shape):
 
 
 @gluon.jit
-def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape):
+def consume(
+    w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape,
+    casts=None,
+):  # fmt: skip
     """Attention of 64 rows of every item handed out; w says which half. of_keys, of_values: scales of a call, or None,
     and their strides by head; of values also one that the host knows. TOKEN_SCALES: in the place of keys'
     `scale_planes.ScaleRooms`, KEY_SCALES: of each stage, [STAGES, BLOCK_N] in shared memory; TILE_SCALES lie as
-    [B, Hkv, tiles], with strides by head and by sequence."""
+    [B, Hkv, tiles], with strides by head and by sequence. casts: as `produce_queries` fills them, or None, where a
+    consumer casts its queries itself."""
     queries = channels.q1 if w else channels.q0
     pin = channels.pins.index(w % channels.pins.shape[0])
     n = 0  # items begun
     c = 0  # tiles whose logits are known
     item = take(channels.items, n, 4, shape)
     while item.live > 0:
-        queries.wait_full(n)
+        if casts is None:
+            queries.wait_full(n)
+        else:
+            casts[w].wait_full(n)
         if (w == 1) & (item.tokens <= _token_of(ROWS, shape.PACK)):
             c = _skip(item, c, channels, shape)
             queries.release(n)
@@ -159,7 +166,12 @@ def consume(w: gl.constexpr, qk_scale, softcap, sinks, of_keys, of_values, outpu
                 q, up = split_queries(rooms[0], shape)
                 logit_scale *= up
             if shape.CAST_Q:
-                cast, up = cast_queries(rooms[0], shape)
+                if casts is None:
+                    cast, up = cast_queries(rooms[0], shape)
+                else:
+                    LAYOUT: gl.constexpr = rooms[0].layout
+                    cast = reinterpret(rooms[0], gl.float16, [ROWS, shape.D], LAYOUT)
+                    up = casts[w].tile(n).load(gl.SliceLayout(1, shape.S_LAYOUT))
                 q = (cast,)
                 logit_scale *= up
             CONVERTED: gl.constexpr = shape.ROW_SCALES or shape.CONVERT_KEYS

@@ -14,23 +14,24 @@ from ...runtime.launcher import Launcher
 from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
+from .cast_queries import produce_queries
 from .consumer import Output, consume
-from .kernel import block_constants, cache_rows, copied_slots, launch_grid, query_rows
+from .kernel import block_constants, cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
-from .producer import FACTORS, produce_items, produce_tiles, produce_values
-from .work_item import CONSUMERS, LOADERS, ROWS, Items, Shape, query_room
+from .producer import FACTORS, produce_items_early, produce_values
+from .work_item import CONSUMERS, ROWS, Items, Shape, query_room
 
 
 # As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
 @gluon.jit(
-    do_not_specialize=["heads", "max_keys", "sl_t", "s_table", "s_seq", "s_head"],
-    do_not_specialize_on_alignment=["table"],
+    do_not_specialize=["heads", "max_keys", "sl_t", "s_seq", "s_head"],
+    do_not_specialize_on_alignment=["starts"],
 )
 def _prefill_kernel(
-    query, key, value, table, out, lse_out, entries, workspace, sinks, factors, k_scale, v_scale, heads, max_keys,
-    qk_scale, out_scale, softcap, s_table, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns,
+    query, key, value, starts, out, lse_out, entries, workspace, sinks, factors, k_scale, v_scale, heads, max_keys,
+    qk_scale, out_scale, softcap, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns,
     so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
-    GROUP: gl.constexpr, PAGE: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr,
     RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr, DIM_V: gl.constexpr,
 ):  # fmt: skip
@@ -41,26 +42,28 @@ def _prefill_kernel(
     INDEX: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCALED: gl.constexpr = factors is not None and not KEY_SCALES
     CAST_Q: gl.constexpr = DTYPE != key.dtype
+    AHEAD: gl.constexpr = CAST_Q and Q_STAGES > 1  # by warps of their own
     shape = Shape(
-        BLOCK_N, D, PACK, GROUP, PAGE, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, LOADERS, None, SCALED,
+        BLOCK_N, D, PACK, GROUP, 0, FIELDS, CAUSAL, WINDOW, SOFTCAP, DTYPE, 1, None, SCALED,
         DIM_V=DIM_V, CAST_Q=CAST_Q, EARLIER=EARLIER, RECENT=RECENT, FIRST=FIRST, KEY_SCALES=KEY_SCALES,
     )  # fmt: skip
-    tail = gl.allocate_shared_memory(gl.int64, [LOADERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(LOADERS):
-        mbarrier.init(tail.index(i), count=1)
+    tail = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(tail.index(0), count=1)
     channels = Channels(
-        make_ring(gl.int32, [FIELDS], INDEX, 2, CONSUMERS + 2 * LOADERS - 1),
+        make_ring(gl.int32, [FIELDS], INDEX, 2, 2 * CONSUMERS + 1),
         make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
         make_ring(DTYPE, query_room(PACK, D), QUERY, Q_STAGES, 1),
-        make_ring(key.dtype, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS + KEY_SCALES),
-        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, LOADERS),
+        make_ring(key.dtype, [BLOCK_N, D], TILE, STAGES, CONSUMERS, 1 + KEY_SCALES),
+        make_ring(DTYPE, [BLOCK_N, D], TILE, STAGES, CONSUMERS, 1),
         gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
+    of_values = (v_scale, s_vscale, out_scale)
+    of_keys, scales, casts = (k_scale, s_kscale), None, None
+    if AHEAD:
+        casts = (make_ring(gl.float32, [ROWS], INDEX, Q_STAGES, 1), make_ring(gl.float32, [ROWS], INDEX, Q_STAGES, 1))
     fence_async_shared()
     items = Items(entries, heads, max_keys, TOGETHER)
     output = Output(out, so_t, so_h, sl_t)
-    of_values = (v_scale, s_vscale, out_scale)
-    of_keys, scales = (k_scale, s_kscale), None
     if KEY_SCALES:
         rooms = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         of_keys, scales = (rooms, 0), (factors, rooms)
@@ -70,12 +73,18 @@ def _prefill_kernel(
     v_place = (v_rows, v_head_rows, v_head_columns)
     gl.warp_specialize(
         [
-            (consume, (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
-            (consume, (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape)),
-            (produce_items, ((query,), (key,), table, s_table, k_place, channels.k, items, channels, shape)),
-            (produce_tiles, (1, (key,), table, s_table, k_place, channels.k, channels, shape, scales)),
-            (produce_values, (0, (value,), table, s_table, v_place, tail, channels, shape)),
-            (produce_values, (1, (value,), table, s_table, v_place, tail, channels, shape)),
+            (
+                consume,
+                (0, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape, casts),
+            ),
+            (
+                consume,
+                (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape, casts),
+            ),
+            (produce_items_early, ((key,), starts, 1, k_place, channels.k, items, channels, shape, scales)),
+            (produce_values, (0, (value,), starts, 1, v_place, tail, channels, shape)),
+            (produce_queries, (0, (query,), casts, channels, shape)),
+            (produce_queries, (1, (query,), casts, channels, shape)),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
@@ -83,26 +92,27 @@ def _prefill_kernel(
 
 
 # What is copied, in the order of `../dequantise/kernel.py`.
-_launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "table", "factors"))
+_launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "starts", "factors"))
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace: torch.Tensor | None = None) -> None:
     """As of `kernel.launch`; k_scale_cache: factors of the logits of float16 keys, float32 [B, Hkv, tiles], or [B, Hkv,
     keys] of whole tiles, or None."""
-    query, key, value, table, out, lse = (*inputs[:4], inputs.out, inputs.lse)
-    if table is None:
-        raise ValueError("packed keys have no blocks")
+    query, key, value, starts, out, lse = (*inputs[:4], inputs.out, inputs.lse)
+    if starts is None:
+        raise ValueError("a copy says where its sequences begin")
     constants, heads, programs = launch_grid(inputs, entries, pack)
     constants |= block_constants(Mask.of(inputs.mask))
-    part, scales = copied_slots(constants), inputs.k_scale_cache
+    del constants["PAGE"]
+    tile, scales = constants["BLOCK_N"], inputs.k_scale_cache
     constants["DIM_V"] = out.shape[2]
-    constants["KEY_SCALES"] = scales is not None and scales.shape[2] >= table.shape[1] * key.shape[1]
-    factors = key_factors(scales, constants["BLOCK_N"]) if scales is not None and constants["KEY_SCALES"] else scales
-    (keys, k_place), (values, v_place) = cache_rows(key, part), cache_rows(value, part)
+    constants["KEY_SCALES"] = scales is not None and scales.shape[2] >= key.shape[1]
+    factors = key_factors(scales, tile) if scales is not None and constants["KEY_SCALES"] else scales
+    (keys, k_place), (values, v_place) = cache_rows(key, tile), cache_rows(value, tile)
     arguments = (
-        *(query_rows(query, pack, key.shape[3]), keys, values, table, out, lse, entries, workspace, inputs.sinks),
-        *(factors, inputs.k_scale, inputs.v_scale, heads, table.shape[1] * key.shape[1], inputs.scale),
-        *(inputs.out_scale, inputs.softcap, table.stride(0), *k_place, *v_place, *out.stride()[:2]),
+        *(query_rows(query, pack, key.shape[3]), keys, values, starts, out, lse, entries, workspace, inputs.sinks),
+        *(factors, inputs.k_scale, inputs.v_scale, heads, key.shape[1], inputs.scale),
+        *(inputs.out_scale, inputs.softcap, *k_place, *v_place, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
         *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         *((0, 0) if scales is None else scales.stride()[:2]),

@@ -80,7 +80,7 @@ def _zero_rows(w: gl.constexpr, tile, begin, end, shape):
 
 
 @gluon.jit
-def _load_rows(w: gl.constexpr, descs, item, ring, n, shape):
+def load_rows(w: gl.constexpr, descs, item, ring, n, shape):
     """Query rows of one consumer, in parts."""
     ring.wait_empty(n)
     mbarrier.expect(ring.barrier(n), ROWS * (shape.D + shape.MORE) * 2)
@@ -103,8 +103,8 @@ def _load_rows(w: gl.constexpr, descs, item, ring, n, shape):
 @gluon.jit
 def _load_queries(descs, item, n, channels, shape):
     """The rows of an item's two halves."""
-    _load_rows(0, descs, item, channels.q0, n, shape)
-    _load_rows(1, descs, item, channels.q1, n, shape)
+    load_rows(0, descs, item, channels.q0, n, shape)
+    load_rows(1, descs, item, channels.q1, n, shape)
 
 
 @gluon.jit
@@ -178,6 +178,26 @@ def produce_items(descs_q, descs, table, s_table, place, ring, items, channels, 
         n += 1
         item = items.look_up(following, shape, False)
     hand_out(channels.items, n, item, shape)
+    items.leave()
+
+
+@gluon.jit
+def produce_items_early(descs, table, s_table, place, ring, items, channels, shape, scales):
+    """The same for a warp that loads keys alone, and hands an item out before it loads those of the one before: others
+    have time to make its queries ready. scales: as `_load_tiles` takes them."""
+    gdc_wait()
+    if shape.SPLIT_KV:
+        gdc_launch_dependents()
+    n = 0  # items handed out but for one
+    c = 0  # tiles loaded
+    item = items.look_up(gl.program_id(0), shape, True)
+    hand_out(channels.items, n, item, shape)
+    while item.live > 0:
+        following = items.look_up(items.draw(), shape, False)
+        hand_out(channels.items, n + 1, following, shape)
+        c = _load_tiles(0, descs, table, s_table, place, item, c, ring, shape, scales)
+        n += 1
+        item = following
     items.leave()
 
 
