@@ -175,7 +175,8 @@ def test_a_row_that_should_be_zero_is_exactly_zero() -> None:
 
 def test_a_row_of_fp8_queries_is_compared_with_what_they_cost_it() -> None:
     """A small row whose naive error is a tenth, beside rows that have none: gate 2 is far below that."""
-    reference = torch.cat((100 * REFERENCE[torch.float32], REFERENCE[torch.float32][:1]))
+    rows = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(0)).double()
+    reference = torch.cat((100 * rows[:7], rows[7:]))
     naive = reference.clone()
     naive[-1] *= 1.1
     for factor, right in ((0.85, True), (0.75, False), (1.19, True), (1.21, False)):
@@ -187,15 +188,14 @@ def test_a_row_of_fp8_queries_is_compared_with_what_they_cost_it() -> None:
 
 
 def test_states_that_are_rounded_have_a_third_rounding() -> None:
-    reference = REFERENCE[torch.bfloat16]
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(reference.shape, generator=generator).double()
+    reference, noise = torch.randn(2, 7, 6, 8, generator=generator).double()
     got = (reference + noise * (2.8e-3 * reference.norm() / noise.norm())).bfloat16()
     assert 3e-3 < (got.double() - reference).norm() / reference.norm() < 1.22 * 3e-3
     assert_close("case", got, reference, reference, rounded_states=True)
     with pytest.raises(AssertionError, match="relative error"):
         assert_close("case", got, reference, reference)
-    with pytest.raises(AssertionError, match="relative error"):
+    with pytest.raises(AssertionError, match="error"):
         assert_close("case", got + 2 * (got - reference.bfloat16()), reference, reference, rounded_states=True)
 
 
