@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "D 60": {"query_lens": [300], "dim": 60},
     "fp8": {"query_lens": [1, 1, 60], "keys": 300, "kv_cache_dtype": "fp8_e4m3"},
     "int8": {"query_lens": [1, 1, 60], "keys": 300, "kv_cache_dtype": "int8"},
+    "int8, blocks of 24": {"query_lens": [300], "kv_cache_dtype": "int8", "block_size": 24},
+    "fp8, blocks of 4": {"query_lens": [300], "kv_cache_dtype": "fp8_e4m3", "block_size": 4},
     "int8, D 60": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 60},
     "int8, D 80": {"query_lens": [300], "kv_cache_dtype": "int8", "dim": 80},
     "int8, D 256, blocks of 16": {"query_lens": [60], "kv_cache_dtype": "int8", "dim": 256},

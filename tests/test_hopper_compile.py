@@ -23,7 +23,7 @@ SPILLS = {
     "bf16-D256-G8-S256-window-sinks": (400, 2300),
     "bf16-D128-G4-S16-parts": (140, 1244),
     "bf16-D256-G8-S16-parts-sinks": (160, 3816),
-    "copy-int8-D128-G4-S16": (32, 1244),
+    "copy-int8-D128-G4-S16": (48, 1244),
     "copy-int4-D128-G4-S32-unrounded": (16, 1500),
     "e4m3-D128-G4-S16": (170, 800),
     "bf16-D128-G5-S16-parts": (200, 900),

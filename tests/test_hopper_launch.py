@@ -121,7 +121,7 @@ def test_heads_are_dequantised_in_turns() -> None:
     ("name", "launches"),
     [
         *(("fp8, long", 2), ("int8, D 256, long", 2), ("k8v4", 2), ("k8v4 and decodes", 3), ("turboquant4, long", 2)),
-        *(("int8, D 80", 2), ("turboquant4, D 80", 2)),
+        *(("int8, D 80", 2), ("turboquant4, D 80", 2), ("int8, blocks of 24", 2), ("fp8, blocks of 4", 2)),
     ],
 )
 def test_long_prompts_over_quantised_caches_are_dequantised_before(name: str, launches: int) -> None:

@@ -31,7 +31,7 @@ class AttentionInputs(NamedTuple):
     query: torch.Tensor  # [T, Hq, D]
     key: torch.Tensor  # codes [P, S, Hkv, n], elements [P, S, Hkv, D] as a rule, or packed [N, Hkv, D]
     value: torch.Tensor  # the same of values
-    block_table: torch.Tensor | None  # [B, max_blocks] int32, None for packed keys
+    block_table: torch.Tensor | None  # [B, max_blocks] int32, None for packed keys; of a copy [B, 1], first rows
     query_start_loc: torch.Tensor  # [B + 1] int32
     seq_lens: torch.Tensor  # [B] int32
     sinks: torch.Tensor | None  # [Hq]

@@ -28,6 +28,7 @@ KINDS = {
     "int8, 64, window, sinks, HND": Case(
         **BF16 | {"head_dim": 64}, kv_cache_dtype="int8", sliding_window=900, sinks=0.5, layout="HND"
     ),
+    "int8, blocks of 24": Case(**BF16, kv_cache_dtype="int8", block_size=24),
     "k8v4": Case(**BF16, kv_cache_dtype="k8v4"),
     "k8v4, fp16, 64, three heads a group": Case(**FP16 | {"heads": (9, 3), "head_dim": 64}, kv_cache_dtype="k8v4"),
     "k8v4, 256, blocks of 64": Case(**BF16 | {"head_dim": 256}, kv_cache_dtype="k8v4", block_size=64),
@@ -46,6 +47,7 @@ KINDS = {
     "e4m3, fp16, a number as scale": Case(**FP16, kv_cache_dtype="fp8_e4m3", kv_scale="float"),
     "e5m2, fp16": Case(**FP16, kv_cache_dtype="fp8_e5m2", kv_scale="tensor"),
     "turboquant4": Case(**BF16, kv_cache_dtype="turboquant4"),
+    "turboquant4, blocks of 8": Case(**BF16, kv_cache_dtype="turboquant4", block_size=8),
     "turboquant4, a window": Case(**BF16, kv_cache_dtype="turboquant4:window=64", block_size=32),
     "k4v3, fp16, 64, sinks, HND": Case(
         **FP16 | {"head_dim": 64}, kv_cache_dtype="turboquant_k4v3", sinks=0.5, layout="HND"
@@ -66,11 +68,16 @@ LENS = [((400, 350, 500), (400, 1000, 513)), ((1, 1, 700, 30), (300, 2000, 700, 
 
 
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
-    """The calls whose caches are copied from now on."""
+    """The calls whose caches are copied from now on, over what was NaN before."""
     made, launch = list[AttentionInputs](), kernel.launch
 
     def seen(inputs: AttentionInputs, tile: int, before: AttentionInputs | None = None) -> AttentionInputs:
         made.append(inputs)
+        if before is None:
+            before = launch(inputs, tile)
+            for plane in (before.key, before.value, before.k_scale_cache):
+                if plane is not None:
+                    plane.fill_(torch.nan)
         return launch(inputs, tile, before)
 
     monkeypatch.setattr(kernel, "launch", seen)

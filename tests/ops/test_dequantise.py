@@ -33,17 +33,17 @@ def int32(numbers: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["int8", "k8v4", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
-    heads, dim, value_dim, size = 2, 56, 48, 16
+@pytest.mark.parametrize(("layout", "size"), [("NHD", 16), ("HND", 16), ("NHD", 24)])
+def test_rows_are_what_their_codes_stand_for(name: str, layout: str, size: int) -> None:
+    heads, dim, value_dim = 2, 56, 48
     options: dict[str, Any] = {"kv_cache_dtype": name, "layout": layout, "dtype": torch.float32, "device": DEVICE}
     cache = PagedKVCache(1, 12, size, heads, dim, head_dim_v=value_dim, **options).layer(0)
     make = torch.Generator(DEVICE).manual_seed(0)
-    key, value = (torch.randn(192, heads, n, device=DEVICE, generator=make) for n in (dim, value_dim))
+    key, value = (torch.randn(12 * size, heads, n, device=DEVICE, generator=make) for n in (dim, value_dim))
     scales: dict[str, Any] = {}
     if name.startswith("fp8"):
         scales = {"k_scale": torch.tensor([0.5], device=DEVICE), "v_scale": torch.tensor([2.0, 0.25], device=DEVICE)}
-    slots = torch.arange(192, device=DEVICE)
+    slots = torch.arange(12 * size, device=DEVICE)
     ops.reshape_and_cache(key, value, cache.key, cache.value, slots, path="torch", **scales, **cache.stored)
     table = int32([[7, 3, 99, 0, 5], [2, 11, -1, 4, 6]])  # 99 and -1 are no blocks
     lens, starts = int32([70, 21]), int32([0, 1, 2])
@@ -53,7 +53,7 @@ def test_rows_are_what_their_codes_stand_for(name: str, layout: str) -> None:
     stored = (cache.key_scale, cache.value_scale, cache.stored["kv_cache_dtype"])
     made = kernel.launch(AttentionInputs(*given, *rest, 1, 80, 0, False, *stored), TILE)
     assert made.format is stored_as("auto", torch.float32) and made.out_scale == 3.0 and made.k_scale is rest[0]
-    assert made.block_table is not None and made.block_table.tolist() == [[0], [80]], "first rows"
+    assert made.block_table is not None and made.block_table.tolist() == [[0], [-(-80 // size) * size]], "first rows"
     form = stored_as(stored[2], cache.key.dtype)
     exact = [
         rows.decode(side, one, torch.float32)

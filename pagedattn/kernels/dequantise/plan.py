@@ -31,9 +31,10 @@ def width(head_dim: int, head_dim_v: int) -> int:
 
 
 def native_shape(shape: AttentionShape) -> AttentionShape:
-    """The shape of attention over the copy."""
+    """The shape of attention over the copy, whose rows are in no blocks."""
     dim = width(shape.head_dim, shape.head_dim_v)
-    return shape._replace(stored_dtype=shape.dtype, codes=(None, None), head_dim=dim, head_dim_v=dim)
+    stored = {"stored_dtype": shape.dtype, "codes": (None, None), "block_size": None}
+    return shape._replace(**stored, head_dim=dim, head_dim_v=dim)
 
 
 def rotated_tokens(dim: int) -> int:

@@ -2,7 +2,7 @@
 are at the item before; one for each of these.
 
 A power of two puts each row's largest element between 2**14 and 2**15, so that float16 has all eight bits of what is
-not below 2**-29 of it. Two elements of a word are done at once, as whole numbers: exponents become less by one number
+not below 2**-28 of it. Two elements of a word are done at once, as whole numbers: exponents become less by one number
 of the row, and move from eight bits to five.
 """
 

@@ -1,5 +1,6 @@
-"""Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`): the warps of `kernel`. Keys whose rows
-or channels had scales are float16, and of those with scales of rows each tile or each key has a factor."""
+"""Gluon: prefill on Hopper over a copy of a quantised cache (`../dequantise`), whose rows are read as packed ones are.
+Keys whose rows or channels had scales are float16, and of those with scales of rows each tile or each key has a
+factor."""
 
 from __future__ import annotations
 
@@ -22,18 +23,17 @@ from .producer import FACTORS, produce_items_early, produce_values
 from .work_item import CONSUMERS, ROWS, Items, Shape, query_room
 
 
-# As a constant, an argument that is 1 would not fit an aggregate, and every table's width would compile a kernel.
+# As a constant, an argument that is 1 would not fit an aggregate, and every length would compile a kernel.
 @gluon.jit(
     do_not_specialize=["heads", "max_keys", "sl_t", "s_seq", "s_head"],
     do_not_specialize_on_alignment=["starts"],
 )
 def _prefill_kernel(
     query, key, value, starts, out, lse_out, entries, workspace, sinks, factors, k_scale, v_scale, heads, max_keys,
-    qk_scale, out_scale, softcap, k_rows, k_head_rows, k_head_columns, v_rows, v_head_rows, v_head_columns,
-    so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr,
-    GROUP: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr, EARLIER: gl.constexpr,
-    RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr, DIM_V: gl.constexpr,
+    qk_scale, out_scale, softcap, so_t, so_h, sl_t, s_kscale, s_vscale, s_seq, s_head, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TOGETHER: gl.constexpr,
+    EARLIER: gl.constexpr, RECENT: gl.constexpr, FIRST: gl.constexpr, KEY_SCALES: gl.constexpr, DIM_V: gl.constexpr,
 ):  # fmt: skip
     scale = qk_scale * LOG2E
     DTYPE: gl.constexpr = query.dtype
@@ -69,8 +69,7 @@ def _prefill_kernel(
         of_keys, scales = (rooms, 0), (factors, rooms)
     elif SCALED:
         of_keys = (factors, s_head, s_seq)
-    k_place = (k_rows, k_head_rows, k_head_columns)
-    v_place = (v_rows, v_head_rows, v_head_columns)
+    place = (1, 0, D)  # of a head's rows: heads follow each other
     gl.warp_specialize(
         [
             (
@@ -81,8 +80,8 @@ def _prefill_kernel(
                 consume,
                 (1, scale, softcap, sinks, of_keys, of_values, output, lse_out, workspace, channels, shape, casts),
             ),
-            (produce_items_early, ((key,), starts, 1, k_place, channels.k, items, channels, shape, scales)),
-            (produce_values, (0, (value,), starts, 1, v_place, tail, channels, shape)),
+            (produce_items_early, ((key,), starts, 1, place, channels.k, items, channels, shape, scales)),
+            (produce_values, (0, (value,), starts, 1, place, tail, channels, shape)),
             (produce_queries, (0, (query,), casts, channels, shape)),
             (produce_queries, (1, (query,), casts, channels, shape)),
         ],
@@ -96,8 +95,9 @@ _launch = Launcher(_prefill_kernel, VARYING, ("key", "value", "starts", "factors
 
 
 def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace: torch.Tensor | None = None) -> None:
-    """As of `kernel.launch`; k_scale_cache: factors of the logits of float16 keys, float32 [B, Hkv, tiles], or [B, Hkv,
-    keys] of whole tiles, or None."""
+    """As of `kernel.launch`, of a call as `../dequantise` makes it: block_table has the first row of each sequence, and
+    k_scale_cache factors of the logits of float16 keys, float32 [B, Hkv, tiles], or [B, Hkv, keys] of whole tiles, or
+    is None."""
     query, key, value, starts, out, lse = (*inputs[:4], inputs.out, inputs.lse)
     if starts is None:
         raise ValueError("a copy says where its sequences begin")
@@ -106,13 +106,13 @@ def launch(inputs: AttentionInputs, entries: torch.Tensor, pack: int, workspace:
     del constants["PAGE"]
     tile, scales = constants["BLOCK_N"], inputs.k_scale_cache
     constants["DIM_V"] = out.shape[2]
-    constants["KEY_SCALES"] = scales is not None and scales.shape[2] >= key.shape[1]
+    constants["KEY_SCALES"] = scales is not None and scales.shape[2] > -(-key.shape[1] // tile)
     factors = key_factors(scales, tile) if scales is not None and constants["KEY_SCALES"] else scales
-    (keys, k_place), (values, v_place) = cache_rows(key, tile), cache_rows(value, tile)
+    (keys, _), (values, _) = cache_rows(key, tile), cache_rows(value, tile)
     arguments = (
         *(query_rows(query, pack, key.shape[3]), keys, values, starts, out, lse, entries, workspace, inputs.sinks),
         *(factors, inputs.k_scale, inputs.v_scale, heads, key.shape[1], inputs.scale),
-        *(inputs.out_scale, inputs.softcap, *k_place, *v_place, *out.stride()[:2]),
+        *(inputs.out_scale, inputs.softcap, *out.stride()[:2]),
         0 if lse is None else lse.stride(0),
         *map(scale_stride, (inputs.k_scale, inputs.v_scale)),
         *((0, 0) if scales is None else scales.stride()[:2]),

@@ -219,7 +219,8 @@ def produce_tiles(
 
 @gluon.jit
 def produce_values(w: gl.constexpr, descs, table, s_table, place, tail, channels, shape):
-    """Loads a half of the values of every item handed out; tail: a barrier of each loader, for rows that it edits."""
+    """Loads a half of the values of every item handed out, or all where one warp does; tail: a barrier of each loader,
+    for rows that it edits."""
     n = 0
     c = 0
     t = 0  # tiles with rows that no query sees
