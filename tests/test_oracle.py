@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +14,11 @@ import pytest
 import torch
 
 from pagedattn import Mask
+from pagedattn.backends.registry import get_backend
 from pagedattn.testing import assert_close, attention_oracle
+from pagedattn.testing.case import Case
 from pagedattn.testing.compare import assert_lse_close
+from pagedattn.testing.problem import make_problem
 
 Q, K, V = torch.randn(7, 6, 16).double(), torch.randn(23, 2, 16).double(), torch.randn(23, 2, 8).double()
 FIRST = 23 - 7  # the position of query row 0
@@ -191,12 +196,26 @@ def test_states_that_are_rounded_have_a_third_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
     reference, noise = torch.randn(2, 7, 6, 8, generator=generator).double()
     got = (reference + noise * (2.8e-3 * reference.norm() / noise.norm())).bfloat16()
+    naive = reference.clone()
+    naive[0, 0, 0] += 1.0  # no gate for single elements
     assert 3e-3 < (got.double() - reference).norm() / reference.norm() < 1.22 * 3e-3
-    assert_close("case", got, reference, reference, rounded_states=True)
+    assert_close("case", got, reference, naive, rounded_states=True)
     with pytest.raises(AssertionError, match="relative error"):
-        assert_close("case", got, reference, reference)
-    with pytest.raises(AssertionError, match="error"):
-        assert_close("case", got + 2 * (got - reference.bfloat16()), reference, reference, rounded_states=True)
+        assert_close("case", got, reference, naive)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close("case", got + 2 * (got - reference.bfloat16()), reference, naive, rounded_states=True)
+
+
+def test_gates_are_those_of_what_the_backend_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_backend, seen = get_backend("TORCH"), []
+    rounds = replace(torch_backend.capabilities(), rounded_states=True)
+    problem = make_problem(Case(dtype=torch.bfloat16))
+    module = import_module("pagedattn.testing.conformance")
+    monkeypatch.setattr(module, "assert_close", lambda *_, **gates: seen.append(gates["rounded_states"]))
+    module.check(torch_backend, problem)
+    monkeypatch.setattr(torch_backend, "capabilities", classmethod(lambda cls: rounds))
+    module.check(torch_backend, make_problem(Case(dtype=torch.bfloat16)))
+    assert seen == [False, True]
 
 
 def test_lse_is_compared_and_infinities_must_agree() -> None:
