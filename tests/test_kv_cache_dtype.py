@@ -57,6 +57,30 @@ def test_keys_and_values_apart() -> None:
     assert Attention(4, 8, 2, kv_cache_dtype=KVCacheDtype(key="int8", value="int8")).spec.kv_cache_dtype == "int8"
 
 
+@pytest.mark.parametrize("text", ["turboquant4:window=0", "turboquant2:window=0:first=3", "turboquant3:first=3"])
+def test_no_window_where_models_have_one(text: str) -> None:
+    given = KVCacheDtype.of(text)
+    assert KVCacheDtype(given.name) == KVCacheDtype(text) == given and given.name == text
+    assert str(replace(given, skip_layers=(0,))) == f"{text}:skip=0"
+    assert KVCacheDtype.of_model(KVCacheDtype(text)).window == (0 if "window" in text else 64)
+    assert KVCacheDtype("turboquant4:window=0", window=8) == KVCacheDtype("turboquant4", window=8)
+
+
+@pytest.mark.parametrize(
+    "text", [f"int8:window={'9' * 5000}", f"int8:first={'9' * 5000}", "int8:skip=1_0", "int8:skip=+5", "int8:skip=٣"]
+)
+def test_numbers_are_of_a_few_digits(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="kv_cache_dtype must be"):
+        KVCacheDtype.of(text)
+    assert KVCacheDtype.of("int8:skip=0, -1").skip_layers == (0, -1)
+
+
+@pytest.mark.parametrize("size", ["32", 32.0, 0, -32, True])
+def test_blocks_have_a_whole_number_of_tokens(size: Any) -> None:
+    with pytest.raises(InvalidInputError, match="block_size must be a number of tokens, at least 1"):
+        KVCacheDtype("int4").block_size(size)
+
+
 def test_a_window() -> None:
     some = KVCacheDtype("turboquant4", (0,), window=40)
     assert some.name == "turboquant4:window=40" and str(some) == "turboquant4:window=40:skip=0"

@@ -15,6 +15,7 @@ _TEXT = (
     "int8:skip=0,-1"
 )
 _PAIR = re.compile("key=([^=,]+),value=([^=,]+)")
+_INDEX = re.compile(r" *-?[0-9]{1,9} *")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -62,6 +63,8 @@ class KVCacheDtype:
             if type(count) is not int:
                 raise InvalidInputError(kind, "a number of tokens", repr(count))
         form = format_of(name)
+        if window is None and (split_name(name) or (name, None))[1] == 0:
+            window = 0  # of a name that says so
         if window or first:
             form = form.with_native(window or 0, first)
         name = form.name  # of an alias too: what is stored alike is equal
@@ -115,13 +118,10 @@ class KVCacheDtype:
         if not isinstance(given, str):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
         text, skip, layers = given.partition(_SKIP)
-        parts = split_name(text)
-        try:
-            indices = tuple(int(one) for one in layers.split(",")) if skip else ()
-        except ValueError:
-            parts = None
-        if parts is None:
+        parts, listed = split_name(text), layers.split(",") if skip else []
+        if parts is None or not all(map(_INDEX.fullmatch, listed)):
             raise InvalidInputError("kv_cache_dtype", _TEXT, repr(given))
+        indices = tuple(map(int, listed))
         name, window, first = parts
         pair = _PAIR.fullmatch(name)
         if pair is not None:

@@ -22,7 +22,7 @@ FORMATS = {one.name: one for one in (NATIVE, E4M3, E5M2, INT8, K8V4, INT4, *TURB
 ALIASES = {"fp8": "fp8_e4m3", "k4v3": "turboquant_k4v3", "k3v4": "turboquant_k3v4"}
 NAMES = (*FORMATS, *ALIASES)
 _BY_NAME = {**FORMATS, DS_MLA.name: DS_MLA}
-_NAME = re.compile(r"([^:]*)(?::window=(\d+))?(?::first=(\d+))?", re.ASCII)
+_NAME = re.compile(r"([^:]*)(?::window=(\d{1,18}))?(?::first=(\d{1,18}))?", re.ASCII)
 # What elements say of themselves; other formats are to be named.
 _BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
