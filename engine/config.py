@@ -27,7 +27,7 @@ class EngineConfig:
         max_num_seqs: most requests that run (hold blocks) at a time; never above max_num_batched_tokens.
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV block; a group of fewer bytes per token gets a multiple. None is 16, of formats with
-            larger blocks ("int4") their smallest.
+            larger blocks ("int4", TurboQuant) 32.
         num_kv_blocks: blocks of the KV cache; None measures what memory allows.
         gpu_memory_utilization: share of the device's memory that the engine may use.
         enable_prefix_caching: share blocks between requests with equal beginnings.

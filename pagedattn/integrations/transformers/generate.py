@@ -51,7 +51,7 @@ def enable(
 
     Args:
         model: a causal `PreTrainedModel` in eval mode, weights in place, on one device. It is run on two tokens.
-        block_size: tokens per block; None: 16, of formats with larger blocks (`int4`) their smallest.
+        block_size: tokens per block; None: 16, of formats with larger blocks (`int4`, TurboQuant) 32.
         backend: attention backend by name; None chooses.
         num_blocks: blocks of one pool that all caches of this model share; None gives each cache its own, as it needs.
         kv_cache_dtype: format of the cache, as of `Attention`: "auto", "int8", "k8v4", "int4", "turboquant4", "fp8",

@@ -58,7 +58,7 @@ class PackedModel:
         Args:
             model: a `PreTrainedModel` with a language model head, weights in place, on its device.
             block_size: tokens per block of the widest KV group; others get a multiple, see `PagedKVCache.from_specs`.
-                None: 16, of formats with larger blocks (`int4`) their smallest.
+                None: 16, of formats with larger blocks (`int4`, TurboQuant) 32.
             backend: attention backend by name; None chooses.
             max_model_len: longest sequence that will be run; None is the model's own limit.
             clean_cache: blocks are zeroed when handed out (`PagedKVCache.zero_blocks`), which some backends need.
