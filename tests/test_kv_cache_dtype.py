@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +80,11 @@ def test_numbers_are_of_a_few_digits(text: str) -> None:
 def test_blocks_have_a_whole_number_of_tokens(size: Any) -> None:
     with pytest.raises(InvalidInputError, match="block_size must be a number of tokens, at least 1"):
         KVCacheDtype("int4").block_size(size)
+
+
+def test_a_block_size_of_numpy_is_one() -> None:
+    size: Any = np.int64(32)
+    assert KVCacheDtype("int4").block_size(size) == PagedKVCache(1, 4, size, 2, 8).layer(0).key.shape[1] == 32
 
 
 def test_a_window() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from ..errors import InvalidInputError
 from .registry import format_of, format_of_pair, split_name
@@ -151,6 +152,8 @@ class KVCacheDtype:
         form = format_of(self.name)
         if given is None:
             return form.default_block_size
+        if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+            raise InvalidInputError("block_size", "a number of tokens, at least 1", repr(given))
         form.check_block_size(given)
         return given
 
