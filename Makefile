@@ -125,7 +125,8 @@ gpu-test: gpu-csrc
 # PROBLEMS random problems, drawn by SEED, of them PART=1/4 alone, or PROBLEM='KIND:SEED/INDEX' of an earlier run.
 gpu-random:
 	FLASHINFER_DISABLE_JIT=$${FLASHINFER_DISABLE_JIT-1} PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) bench/gpu_test.py --commit $(COMMIT) --out $(or $(OUT),bench/results/h200) \
-	  --name gpu_random$(if $(PART),_$(subst /,of,$(PART)) --random-part $(PART)) --problems $(or $(PROBLEMS),10000) --random-seed $(or $(SEED),0) \
+	  --name gpu_random$(if $(PART),_$(subst /,of,$(PART))) --random-part $(or $(PART),1/1) \
+	  --problems $(or $(PROBLEMS),10000) --random-seed $(or $(SEED),0) \
 	  $(if $(PROBLEM),--problem "$(PROBLEM)") tests/backends/test_triton_random.py
 
 # What FlashInfer has no compiled kernel for is refused: it would compile for minutes. FLASHINFER_DISABLE_JIT= lets it.

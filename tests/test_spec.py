@@ -106,13 +106,8 @@ def test_what_is_not_served_is_refused_once_with_its_values(field: str) -> None:
 
 
 def test_every_capability_is_tested() -> None:
-    facts = (
-        "default_block_size",
-        "rounded_lse",
-        "rounded_states",
-        "fp8_products",
-        "fp8_queries",
-    )  # these refuse nothing
+    # These refuse nothing.
+    facts = ("default_block_size", "rounded_lse", "rounded_states", "fp8_products", "fp8_queries")
     assert sorted([*RESTRICTIONS, *facts]) == sorted(field.name for field in fields(Capabilities))
 
 

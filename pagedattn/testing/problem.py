@@ -301,7 +301,8 @@ def _written(
         if rows is None or side.whole_blocks:
             continue
         written = slots >= 0
-        block, offset = (x[written].long() for x in (slots // case.block_size, slots % case.block_size))
+        slot = slots[written].long()
+        block, offset = slot // case.block_size, slot % case.block_size
         for plane, new in zip(copies, side.blocks(rows, 1, 0), strict=True):
             bits(plane)[block, offset if plane.shape[1] > 1 else 0] = bits(new)[written, 0]
     return layer_cache(sides[0], sides[1], case.kv_cache_dtype)

@@ -15,11 +15,11 @@ from ...runtime.launcher import Launcher
 from ...spec import Mask
 from ..gluon_device import LOG2E
 from ..inputs import VARYING, AttentionInputs, outputs_kept, scale_stride
-from .cast_queries import produce_queries
 from .consumer import Output, consume
 from .kernel import block_constants, cache_rows, launch_grid, query_rows
 from .pipeline import Channels, make_ring
 from .producer import FACTORS, produce_items_early, produce_values
+from .query_producer import produce_queries
 from .work_item import CONSUMERS, ROWS, Items, Shape, query_room
 
 
